@@ -257,12 +257,12 @@ def test_a_convolution_of_one_pixel_is_a_matrix(tmp_path):
 
 
 def test_the_words_about_what_does_not_fit_are_the_callers(tmp_path):
-    advice = Advice(described_by="its config", if_unknown="A", if_depth_differs="B", if_shapes_differ="C")
+    advice = Advice(described_by="its config", remedy="A")
     wider = {**official(toy()), "head.out.bias": torch.zeros(7)}
     for tensors, said in (
         ({"conv.weight": torch.zeros(2)}, "unknown names; A;"),
-        (official(toy(depth=3)), "its config does not fit the weights, which have 3 layers where it has 2; B;"),
-        (wider, "its config does not fit the weights; C;"),
+        (official(toy(depth=3)), "its config does not fit the weights, which have 3 layers where it has 2; A;"),
+        (wider, "its config does not fit the weights; A;"),
     ):
         save_file(tensors, tmp_path / "x.safetensors")
         with pytest.raises(UserError, match=said):

@@ -30,9 +30,7 @@ _PREFIXES = (
 _KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.|norm\.")
 _MOST_FREQUENCIES = 2**16
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
-_ADVICE = Advice(
-    described_by="the part's configuration", if_unknown=_REMEDY, if_depth_differs=_REMEDY, if_shapes_differ=_REMEDY
-)
+_ADVICE = Advice(described_by="the part's configuration", remedy=_REMEDY)
 
 
 def describe(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:

@@ -235,13 +235,8 @@ def formats_of_file(spec: ModelSpec, arch: Any, source: SafetensorsSource, preci
 def _advice(source: SafetensorsSource) -> Advice:
     """Remedies for the error of weights that do not fit their config.json."""
     path = config_json_of(source.path)
-    remedy = "take both from one download, or set model.preset"
-    return Advice(
-        described_by=str(path.name if path else "the preset"),
-        if_unknown=remedy,
-        if_depth_differs=remedy,
-        if_shapes_differ=remedy,
-    )
+    described_by = str(path.name if path else "the preset")
+    return Advice(described_by=described_by, remedy="take both from one download, or set model.preset")
 
 
 def loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:

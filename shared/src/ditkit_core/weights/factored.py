@@ -17,7 +17,6 @@ class FactoredMatrices:
     """One module's LoKr or LoHa, in fp32, without its scaling."""
 
     parts: Mapping[str, Tensor]
-    """By part, as in `nn/factored.py: PARTS`."""
     index: int = 0
     """Of a module that shares the adapter with others: its place among equal parts of the rows."""
     of: int = 1

@@ -95,7 +95,8 @@ def in_scaled_8_bits(
 ) -> tuple[dict[str, About], Callable[[str], Tensor]]:
     """Change the arguments of `write_safetensors` so that some matrices (`scaled`, each `X.weight`) are written as codes with one scale each.
 
-    `tensor_of` has these matrices in fp32. The file has the mark first, and each scale after its matrix."""
+    `tensor_of` has these matrices in fp32. The file has the mark first, and each scale after its matrix.
+    """
     scales: dict[str, Tensor] = {}
     # Two elements ask for products in the full dtype. In products of 8-bit numbers, inputs would be clipped at 448.
     about: dict[str, About] = {MARK: ((2,), torch.float8_e4m3fn)}

@@ -120,12 +120,7 @@ def locate_frozen(
     skipped = {f"{name}.weight" for name in tied or ()}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
     remedy = f"set {key} to a complete folder or file of it"
-    advice = Advice(
-        described_by="the component's configuration",
-        if_unknown=remedy,
-        if_depth_differs=remedy,
-        if_shapes_differ=remedy,
-    )
+    advice = Advice(described_by="the component's configuration", remedy=remedy)
     return match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
 
 
@@ -164,12 +159,10 @@ class FrozenModule:
     """Builds the module from its configuration, on the default device."""
     config: Mapping[str, Any]
     source: SafetensorsSource
-    """The file or folder of the weights."""
     names: StateDictNames
     """Maps names of the file to the module's."""
     device: torch.device
     dtype: torch.dtype
-    """The dtype of the weights on the device."""
     key: str
     """The setting that names the component, for messages."""
     ignore: frozenset[str] = frozenset()
@@ -282,7 +275,8 @@ class FrozenVae(FrozenModule, ABC):
     ) -> list[dict[str, Tensor]]:
         """Latents [channels, f, h, w] of one clip, fp32, on the CPU, of about unit variance.
 
-        The clip has pixels in [-1, 1]; `strides` divide its sides and all frames but the first, because a VAE silently drops the rest."""
+        The clip has pixels in [-1, 1]; `strides` divide its sides and all frames but the first, because a VAE silently drops the rest.
+        """
         (clip,) = items
         (_, length, height, width), (frames, pixels) = clip.shape, self.strides
         assert (length - 1) % frames == height % pixels == width % pixels == 0, f"{length} frames of {height} x {width}"

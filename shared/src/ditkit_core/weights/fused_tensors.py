@@ -24,7 +24,8 @@ class FusedTensors:
     def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
         """Record that the rows of a tensor are these parts of the other side's tensors, from the first row on.
 
-        False, with nothing recorded, if one of these parts was found before, or a tensor was split into another number of parts."""
+        False, with nothing recorded, if one of these parts was found before, or a tensor was split into another number of parts.
+        """
         # All or nothing: half a tensor that was added would hide the parts of a better match.
         if not all(self._is_free(part) for part in parts):
             return False

@@ -1,8 +1,9 @@
 """Reads frozen modules one after the other, for encoders that do not fit into memory at once."""
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +39,8 @@ class LayerStreamer:
     def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
         """Give a module on `meta` its weights inside the `with` block: read now, overwritten by the next module's.
 
-        `mapping` has the parts of the file's tensors, by the module's own names."""
+        `mapping` has the parts of the file's tensors, by the module's own names.
+        """
         state = module.state_dict()
         for name in sorted(mapping, key=lambda name: file_position(self._reader.source, mapping[name][0])):
             owner, _, leaf = name.rpartition(".")
@@ -84,7 +86,8 @@ def below(prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> dict[s
 def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tuple[bool, str]:
     """Decide whether weights of so many bytes are streamed layer by layer, and say why in a few words.
 
-    `auto` streams weights that would leave less than `MARGIN_BYTES` free."""
+    `auto` streams weights that would leave less than `MARGIN_BYTES` free.
+    """
     if streaming != "auto":
         return streaming == "always", f"encode.streaming = {streaming}"
     free = free_memory_bytes(device)
@@ -112,16 +115,8 @@ def _left_in_group(group: Path) -> int:
         used = int((group / "memory.current").read_text())
     except (OSError, ValueError):
         return sys.maxsize
-    reclaimable = _numbers(group / "memory.stat").get(
-        "inactive_file", 0
-    )  # pages of files, which the system frees first
+    reclaimable = 0
+    with suppress(OSError):  # pages of files, which the system frees first
+        pages = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        reclaimable = int(pages[1]) if pages else 0
     return max(0, int(limit) - used + reclaimable) if limit.isdecimal() else sys.maxsize
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The first number of each line of a system file, by the line's first word; empty if there is no such file."""
-    try:
-        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -28,12 +28,10 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Words of `match` about weights that do not fit: what described the model, and how the user can fix each mistake."""
+    """Words of `match` about weights that do not fit: what described the model, and how the user can fix it; empty: as for a preset."""
 
     described_by: str = "the preset"
-    if_unknown: str = "name another file or preset"
-    if_depth_differs: str = "choose another model.preset"
-    if_shapes_differ: str = "choose another model.preset or other weights"
+    remedy: str = ""
 
 
 def match(
@@ -155,16 +153,17 @@ def _likely_reason(
         return "it has scales for 8-bit weights that it lacks; fetch it again"
     # A file of another depth or width still has most names. Where hardly any is found, it is another model.
     if len(mapping) < len(wanted) / 10:
-        return f"these are weights of another model, or with unknown names; {advice.if_unknown}"
+        return f"these are weights of another model, or with unknown names; {advice.remedy or 'name another file or preset'}"
     # The depth is the commonest difference between presets, and the easiest to name.
     ours, theirs = _depths(wanted), _depths(natives)
     for group in ours:
         if ours[group] != theirs[group]:
             return (
                 f"{advice.described_by} does not fit the weights, which have {theirs[group]} {group} "
-                f"where it has {ours[group]}; {advice.if_depth_differs}"
+                f"where it has {ours[group]}; {advice.remedy or 'choose another model.preset'}"
             )
-    return f"{advice.described_by} does not fit the weights; {advice.if_shapes_differ}"
+    remedy = advice.remedy or "choose another model.preset or other weights"
+    return f"{advice.described_by} does not fit the weights; {remedy}"
 
 
 def _depths(names: Iterable[str]) -> Counter[str]:
@@ -367,7 +366,8 @@ class ParameterReader:
     ) -> None:
         """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales.
 
-        If it has only some `rows` of the parameter, the whole parameter has `num_rows`."""
+        If it has only some `rows` of the parameter, the whole parameter has `num_rows`.
+        """
         for part, values, some in _spans(tensor, parts, rows, num_rows):
             stored, where = self.source.tensors[part.name], {"index": part.index, "of": part.of}
             if some is not None and stored.shape[0] // part.of != num_rows // len(parts):

@@ -48,7 +48,8 @@ class _Packed(NamedTuple):
 def packed_weight(layer: str, about: Mapping[str, Any], parts: Parts) -> StoredTensor | None:
     """The matrix of a layer as one tensor with its values in fp32; None if its format is not one of these.
 
-    `about` is what `comfy_quant` says of the layer."""
+    `about` is what `comfy_quant` says of the layer.
+    """
     read_format = _FORMATS.get(str(about.get("format")))
     if read_format is None:
         return None

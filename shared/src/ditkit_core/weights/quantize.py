@@ -97,7 +97,8 @@ def compute_in_8_bits(model: StagedModel, kind: str) -> str:
 def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
     """Replace the blocks' Linear layers of a model on `meta`, without adapters, by quantized ones of a format of `nn/quantized_layouts.py`.
 
-    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized."""
+    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized.
+    """
     layout, converted = quantized_layout(kind), Converted([], [])
     for name in linears_of_blocks(model):
         if keep_fp32(f"{name}.weight"):

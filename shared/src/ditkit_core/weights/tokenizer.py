@@ -13,7 +13,8 @@ _REMEDY = "fetch it again, or set model.tokenizer"
 def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tuple[str, ...] = ()) -> Path:
     """Find the tokenizer's folder, which must be complete.
 
-    It has `tokenizer.json`, or a file with the vocabulary (`or_vocabulary`), and the JSON files `also`."""
+    It has `tokenizer.json`, or a file with the vocabulary (`or_vocabulary`), and the JSON files `also`.
+    """
     # `locate` would ask for model.base, which a run with separate files does not have.
     if not components.tokenizer and not components.base:
         raise UserError(
