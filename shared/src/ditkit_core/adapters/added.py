@@ -125,7 +125,9 @@ class AddedDoras(nn.Module):
         (frozen,) = self._frozen
         out: Tensor = self.layer(x)
         rows, sums = x.flatten(0, -2), out.view(-1, out.shape[-1])
-        changes = [dora.of_rows(lambda: _weight_of(frozen, x.dtype)) for dora in self._doras]
+        is_quantized = isinstance(frozen, QuantizedLinear)
+        weight = lambda: frozen.dequantize(x.dtype) if is_quantized else frozen.weight.detach()
+        changes = [dora.of_rows(weight) for dora in self._doras]
         share = torch.stack([share for share, _ in changes]).sum(0).to(out.dtype)
         step = max(1, AT_ONCE["cuda"] // sums.shape[1]) if self._trained else len(sums)
         for x_rows, sum_rows in zip(rows.split(step), sums.split(step), strict=True):
@@ -138,16 +140,12 @@ class AddedDoras(nn.Module):
         return out
 
 
-def _weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a frozen layer, a quantized one in this dtype."""
-    return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach()
-
-
 @contextmanager
 def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
     """Add adapters that fit a model as long as the context is open; only forwards without gradients may run meanwhile.
 
-    `dtype_of` gives the dtype of a base parameter that is not quantized, by name: the products are made in it."""
+    `dtype_of` gives the dtype of a base parameter that is not quantized, by name: the products are made in it.
+    """
     modules = dict.fromkeys(module for adapter in adapters for module in adapter.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []
     try:

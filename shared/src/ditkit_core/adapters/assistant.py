@@ -45,7 +45,8 @@ def put_next_to_doras(
 ) -> tuple[AdapterFile, float] | None:
     """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is merged into the other layers alone.
 
-    `key` is the setting that names the assistant; empty for none. Returns the assistant and its strength."""
+    `key` is the setting that names the assistant; empty for none. Returns the assistant and its strength.
+    """
     if not key:
         return None
     (file, strength), doras = merged[-1], adapter_layers(model)

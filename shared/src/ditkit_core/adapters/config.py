@@ -12,7 +12,6 @@ from ditkit_core.errors import UserError, argument
 from ditkit_core.models.adapter_formats import set_forms
 
 METHOD_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
-"""Names of the methods of adapters, for messages."""
 _LARGEST_RANK = 2**20
 """Larger than any side of a layer; beyond it a rank is a typing error."""
 FP8_SCALED = "fp8_scaled"
@@ -62,7 +61,8 @@ class BaseConfig:
     def files(self, component: str) -> list[tuple[str, str]]:
         """The files that are merged into a transformer (`transformer`, or `transformer_2` for the second of two), each after the key that names it.
 
-        Its assistant is the last."""
+        Its assistant is the last.
+        """
         is_second = component == "transformer_2"
         (key, entries), assistant = self.merges[is_second], self.assistants[is_second]
         return [*((key, entry) for entry in entries), *[assistant] * bool(assistant[1])]

@@ -260,7 +260,8 @@ class _Rows(NamedTuple):
 def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None) -> SafetensorsSource:
     """Give another program's transformer, on `meta`, the weights of an exported folder, in fp32; matrices of Linear layers are read at each use.
 
-    `convert` is the program's conversion of the file's tensors to its names; None if the file has them. Returns the folder's tensors."""
+    `convert` is the program's conversion of the file's tensors to its names; None if the file has them. Returns the folder's tensors.
+    """
     source = SafetensorsSource.open(folder)
     rows_by_name = _converted(source, convert)
     wanted = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
@@ -389,7 +390,8 @@ class DiffusersModel:
     def verify(self, adapter_file: Path, components: ModelPaths, model: StagedModel, engine: Engine) -> str:
         """Load an adapter file with diffusers and compare outputs on fixed random inputs: `AdapterSpec.verify`.
 
-        An error is raised if diffusers rejects the file or skips a part of it, or if outputs differ, as they do if the adapter acts in our model alone."""
+        An error is raised if diffusers rejects the file or skips a part of it, or if outputs differ, as they do if the adapter acts in our model alone.
+        """
         inputs, theirs = self.inputs(model), self.transformer(model)
         return compare_with_pipeline(
             adapter_file,
@@ -416,6 +418,7 @@ class DiffusersModel:
 def noise_item(empty: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A training item of fixed noise for `DiffusersModel.inputs`, in the shapes of `TrainingSpec.empty_item`.
 
-    They are tiny, with sides that differ, so that swapped axes show."""
+    They are tiny, with sides that differ, so that swapped axes show.
+    """
     random = generator("verify export")
     return {name: torch.randn(tensor.shape, generator=random).to(device) for name, tensor in empty.items()}

@@ -35,7 +35,8 @@ def is_over_base(metadata: Mapping[str, str]) -> bool:
 def in_norm_of(form: str, matrices: LoraMatrices, scale: float, weight: Callable[[], Tensor]) -> LoraMatrices:
     """An adapter whose magnitude, if it has one, is over the norm that a form (one of `ADAPTER_FORMS`) has.
 
-    `scale` is the factor of B·A. `weight` returns the base's weight [out, in], on any device; it is called only if the norm changes."""
+    `scale` is the factor of B·A. `weight` returns the base's weight [out, in], on any device; it is called only if the norm changes.
+    """
     over_base = ADAPTER_FORMS[form].dora == "base"
     if matrices.magnitude is None or matrices.over_base == over_base:
         return matrices

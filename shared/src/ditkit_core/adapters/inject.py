@@ -81,9 +81,9 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
     common: dict[str, Any] = {
         "r": config.rank,
         # Anchored, so that no longer name fits that ends like one of them.
-        "rank_pattern": {_exactly(target): rank for target, rank in ranks.items() if rank != config.rank},
+        "rank_pattern": {f"^{re.escape(target)}": rank for target, rank in ranks.items() if rank != config.rank},
         "alpha_pattern": {
-            _exactly(target): module_alpha for target, module_alpha in alphas.items() if module_alpha != alpha
+            f"^{re.escape(target)}": module_alpha for target, module_alpha in alphas.items() if module_alpha != alpha
         },
         # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
         "target_modules": "|".join(map(re.escape, targets)),
@@ -133,11 +133,6 @@ def chosen_of(
     return tuple(name for name in linears if name in chosen)
 
 
-def _exactly(module: str) -> str:
-    """peft's pattern for one module."""
-    return f"^{re.escape(module)}"
-
-
 def initialise(
     model: nn.Module | StagedModel,
     seed: int,
@@ -157,11 +152,22 @@ def initialise(
             `dora_scale`, which is over the norm of the base's rows.
         division: Of the rows of base and adapters over ranks; None if this one has all.
     """
-    put = division.put_whole if division else None
+
+    def put(owner: nn.Module, leaf: str, value: Tensor) -> None:
+        before = owner._parameters[leaf]
+        assert before is not None and before.shape == value.shape, leaf
+        # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
+        value = value.float().contiguous()
+        if division is None:
+            owner.register_parameter(leaf, nn.Parameter(value))
+        else:
+            division.put_whole(owner, leaf, value)
+
     for module, layer in adapter_layers(model).items():
-        start_values = start(module) if start else {}
+        start_values, device = start(module) if start else {}, device_of(module)
         if (method := method_of(layer)) != "lora":
-            _initialise_factored(layer, method, module, seed, device_of(module), start_values, put)
+            for part, value in _factored_values(layer, method, module, seed, start_values).items():
+                put(getattr(layer, part), "default", value.to(device))
             continue
         rank, width = layer.lora_A["default"].weight.shape
         bound = 1 / math.sqrt(width)
@@ -170,26 +176,20 @@ def initialise(
         if down is None:
             down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
         up = start_values.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
-        device = device_of(module)
-        _set_weight(layer.lora_A["default"], down.to(device), put)
-        _set_weight(layer.lora_B["default"], up.to(device), put)
+        put(layer.lora_A["default"], "weight", down.to(device))
+        put(layer.lora_B["default"], "weight", up.to(device))
         if layer.lora_magnitude_vector:
-            magnitude, start_magnitude = (
-                layer.lora_magnitude_vector["default"],
-                start_values.get("lora_magnitude_vector.weight"),
-            )
-            if start_magnitude is not None:
-                _set_weight(magnitude, start_magnitude.to(device), put)
+            magnitude = layer.lora_magnitude_vector["default"]
+            if (norms := start_values.get("lora_magnitude_vector.weight")) is not None:
+                put(magnitude, "weight", norms.to(device))
             elif division is None:
                 base = dense_weight(layer.get_base_layer()).to(device)
-                _set_weight(magnitude, _row_norms(layer, base, start_values, down, up), None)
+                put(magnitude, "weight", _row_norms(layer, base, start_values, down, up))
             else:
                 base, rows = dense_rows(layer.get_base_layer(), division), division.rows(magnitude.weight)
                 assert rows is not None and len(rows) == len(base), module
-                local_rows = slice(rows.start, rows.stop)
-                division.put(
-                    magnitude, "weight", _row_norms(layer, base, start_values, down, up[local_rows], local_rows)
-                )
+                some = slice(rows.start, rows.stop)
+                division.put(magnitude, "weight", _row_norms(layer, base, start_values, down, up[some], some))
 
 
 def _row_norms(
@@ -203,38 +203,20 @@ def _row_norms(
     return torch.linalg.vector_norm(merged, dim=1)
 
 
-def _initialise_factored(
-    layer: Any,
-    method: str,
-    module: str,
-    seed: int,
-    device: torch.device,
-    start_values: Mapping[str, Tensor],
-    put: Callable[[nn.Module, str, Tensor], None] | None,
-) -> None:
-    assert not start_values or start_values.keys() == parts_of(layer, method).keys(), module
-    for part, before in parts_of(layer, method).items():
-        value = start_values.get(part)
-        if value is None:
-            bound = 0.0 if part in _ZERO_AT_FIRST else 1 / math.sqrt(before.shape[1])
-            random = generator(seed, "adapter", module, part)
-            value = torch.empty(before.shape).uniform_(-bound, bound, generator=random)
-        assert value.shape == before.shape, (module, part)
-        _set(getattr(layer, part), "default", value.to(device), put)
-
-
-def _set_weight(module: nn.Module, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None) -> None:
-    assert module.weight.shape == value.shape
-    _set(module, "weight", value, put)
-
-
-def _set(module: nn.Module, leaf: str, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None) -> None:
-    # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
-    value = value.float().contiguous()
-    if put is None:
-        module.register_parameter(leaf, nn.Parameter(value))
-    else:
-        put(module, leaf, value)
+def _factored_values(
+    layer: Any, method: str, module: str, seed: int, start_values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The first values of a LoKr or LoHa by part."""
+    parts = parts_of(layer, method)
+    if start_values:
+        assert start_values.keys() == parts.keys(), module
+        return {part: start_values[part] for part in parts}
+    values = {}
+    for part, before in parts.items():
+        bound = 0.0 if part in _ZERO_AT_FIRST else 1 / math.sqrt(before.shape[1])
+        random = generator(seed, "adapter", module, part)
+        values[part] = torch.empty(before.shape).uniform_(-bound, bound, generator=random)
+    return values
 
 
 def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:

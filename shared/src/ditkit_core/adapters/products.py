@@ -72,7 +72,8 @@ def reduce_product(
 ) -> LowRank:
     """The product nearest to B·A of a rank, or of the lowest rank that keeps the share `energy` of its squared singular values.
 
-    Its factors have equal norms and are fp32; their rank is at least 1 and at most the rank of B·A."""
+    Its factors have equal norms and are fp32; their rank is at least 1 and at most the rank of B·A.
+    """
     (q_down, r_down), (q_up, r_up) = torch.linalg.qr(down.double().T), torch.linalg.qr(up.double())
     u, s, vh = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
     # Share of the energy that the first singular values keep, for every rank at once.

@@ -20,7 +20,6 @@ class CardFile:
     """An exported file, or the folder of a whole transformer."""
 
     path: str
-    """Its path in the repository."""
     header: Mapping[str, str]
     readers: Mapping[str, str] | None
     """For each program that reads adapter files: its problem with this one, empty if it loads all of it. None for a whole transformer."""
@@ -33,7 +32,6 @@ class CardSample:
     """A generated sample."""
 
     path: str
-    """Its path in the repository."""
     prompt: str
 
 
@@ -43,7 +41,6 @@ class Card:
 
     spec: ModelSpec
     name: str
-    """The model's name: the title."""
     repository: str
     files: Sequence[CardFile]
     samples: Sequence[CardSample] = ()

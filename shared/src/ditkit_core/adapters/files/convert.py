@@ -40,9 +40,7 @@ class Written:
     exact: bool
     """Whether every module is bitwise identical: its matrices and its scale."""
     ranks: tuple[int, ...]
-    """The ranks of LoRAs, each once."""
     method: str = "lora"
-    """`lora`, `lokr` or `loha`."""
 
 
 def read_adapters(file: AdapterFile) -> dict[str, Scaled[Any]]:

@@ -61,7 +61,8 @@ def _dtype_of(config: ExportConfig) -> torch.dtype:
 def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec) -> ExportConfig:
     """The section, in place of the default with what the trained adapter needs.
 
-    A DoRA needs a file for ComfyUI and one for diffusers, because no file is for both; a LoKr or LoHa the form that has a name for each layer."""
+    A DoRA needs a file for ComfyUI and one for diffusers, because no file is for both; a LoKr or LoHa the form that has a name for each layer.
+    """
     if config.forms != ExportConfig().forms or adapter.method == "full":
         return config
     if adapter.method != "lora":
@@ -135,7 +136,8 @@ def why_unverified(
 ) -> str:
     """Why diffusers cannot compare an export in a form with ours, as the predicate of a sentence about it; empty if it can.
 
-    `complete` means a whole transformer; otherwise it is the model's adapter."""
+    `complete` means a whole transformer; otherwise it is the model's adapter.
+    """
     if complete:
         if spec.adapters.verify_whole is None:
             return "has no such model"
@@ -356,7 +358,8 @@ def base_tensors(model: StagedModel) -> dict[str, Tensor]:
 def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
     """The fp32 weight of an adapted layer with the adapter merged in: part `index` of `of` equal parts of its rows.
 
-    `base` is the weight without the adapter."""
+    `base` is the weight without the adapter.
+    """
     weight = rows_of(base.detach(), index, of).float()
     if (method := method_of(layer)) != "lora":
         parts = {part: tensor.detach().to(weight.device).float() for part, tensor in parts_of(layer, method).items()}

@@ -93,7 +93,8 @@ def adapter_in(
 ) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
-    `part` is the expert to choose in a file with an adapter for each. `layers` are those of an architecture that is no preset, whose names count too."""
+    `part` is the expert to choose in a file with an adapter for each. `layers` are those of an architecture that is no preset, whose names count too.
+    """
     complete, path = part_of(container, part), container.path
     source, differences = split_differences(complete)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.

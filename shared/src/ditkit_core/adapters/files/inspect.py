@@ -44,7 +44,8 @@ _FORMS = {
 def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None) -> dict[str, Any]:
     """Describe an adapter, or a complete transformer (file, folder or index), in plain values for JSON or for `inspection_text`.
 
-    `part` is the expert to choose in a file with an adapter for each; None describes each. `base` has the Linear layers to compare with."""
+    `part` is the expert to choose in a file with an adapter for each; None describes each. `base` has the Linear layers to compare with.
+    """
     source = SafetensorsSource.open(path)
     # Each file counts once, although a folder's files have many tensors each.
     about: dict[str, Any] = {

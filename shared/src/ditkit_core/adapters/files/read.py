@@ -67,7 +67,6 @@ class FileAdapter:
     """The adapter of one module in the file, which may be several modules of ours."""
 
     name: str
-    """The module's name in the file."""
     keys: Mapping[str, str]
     """The file's key by part: `down`, `up`, perhaps `magnitude`, or the parts in `nn/factored.py: PARTS`; perhaps `alpha`."""
     parts: tuple[TensorSlice, ...]
@@ -76,7 +75,6 @@ class FileAdapter:
     scale: float
     """The factor of the change."""
     method: str = "lora"
-    """`lora`, `lokr` or `loha`."""
 
     @classmethod
     def of(
@@ -189,7 +187,6 @@ class FilePiece:
 
     adapter: FileAdapter
     index: int
-    """Index among the adapter's parts."""
     columns: Tensor | None
     """The columns of the adapter's B that belong to our module; None for all."""
 
@@ -204,9 +201,7 @@ class FileModule:
     scale: float
     """The factor of up·down."""
     use_dora: bool
-    """Whether it has a magnitude for each row."""
     method: str = "lora"
-    """`lora`, `lokr` or `loha`."""
 
     def num_factors(self, source: SafetensorsSource) -> int:
         """Numbers in the tensors of its LoKr or LoHa."""
@@ -225,7 +220,6 @@ class AdapterFile:
 
     source: SafetensorsSource
     modules: Mapping[str, FileModule]
-    """Its modules, by our name."""
     differences: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
     """What is added to whole parameters, by our name."""
 

@@ -25,7 +25,8 @@ def config_from_file(
 ) -> tuple[AdapterConfig, str]:
     """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from; also one line about that.
 
-    `merge_key` is as `BaseConfig.merge_key`, for errors. Raises MixedAdapter if only some of the file's modules are DoRA."""
+    `merge_key` is as `BaseConfig.merge_key`, for errors. Raises MixedAdapter if only some of the file's modules are DoRA.
+    """
     path, modules = file.source.path, file.modules
     if config.rank_pattern or config.alpha_pattern:
         raise UserError(

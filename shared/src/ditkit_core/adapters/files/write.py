@@ -129,7 +129,8 @@ def _naming(form: str, names: StateDictNames) -> str:
 def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     """Refuse a form that cannot represent the adapter: before training, and again when it is written.
 
-    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`)."""
+    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`).
+    """
     forms = forms_of(names)
     if form not in forms:
         hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
@@ -242,7 +243,8 @@ def _diffusers_metadata(fused: Mapping[str, LoraAdapter], *, use_dora: bool) -> 
 def _compare(path: Path, adapters: Mapping[str, Scaled[Any]], names: StateDictNames, form: str) -> AdapterFile:
     """Compare a file, as our own reader sees it, with the adapters.
 
-    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module."""
+    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
+    """
     file = open_adapter(path, names, _layer_shapes(adapters, names, form))
     for module, expected in adapters.items():
         file_module = file.modules.get(module)
