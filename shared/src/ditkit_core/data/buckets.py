@@ -18,7 +18,8 @@ Size = tuple[int, int]
 def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
     """The sizes (height, width) of about height × width pixels, sorted: for each length of one side, the other side is chosen to match the area.
 
-    Sides are multiples of `step` pixels, and the longer one is at most `max_aspect` times the shorter."""
+    Sides are multiples of `step` pixels, and the longer one is at most `max_aspect` times the shorter.
+    """
     area = height * width
     sizes: set[Size] = set()
     for side in range(step, math.isqrt(int(area * max_aspect)) + step, step):
@@ -36,7 +37,8 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
 def sizes_within(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
     """A size, the same one on its side, and sizes of other shapes (as of `bucket_sizes`) that have at most as many pixels.
 
-    So a step on any of them needs no more memory than on the first."""
+    So a step on any of them needs no more memory than on the first.
+    """
     area = height * width
     sizes: set[Size] = {(height, width), (width, height)}
     for side in range(step, math.isqrt(int(area * max_aspect)) + 1, step):
@@ -69,17 +71,14 @@ class Resolution:
 
 def resolutions_of(config: DataConfig, size_step: int) -> tuple[Resolution, ...]:
     """The sizes that samples may have, by resolution, the largest first; sides are multiples of `size_step` pixels."""
-    sides = sorted(config.resolutions, reverse=True)
-    return tuple(
-        _resolution(size, config, config.bucket_step or 4 * size_step)
-        for size in [(side, side) for side in sides] or [(config.height, config.width)]
-    )
-
-
-def _resolution(size: Size, config: DataConfig, step: int) -> Resolution:
+    step, aspect = config.bucket_step or 4 * size_step, config.max_aspect
+    sizes = [(side, side) for side in sorted(config.resolutions, reverse=True)] or [(config.height, config.width)]
     if config.buckets == "auto":
-        return Resolution(sizes=sizes_within(*size, step=step, max_aspect=config.max_aspect), kept=size)
-    return Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=config.max_aspect) if config.buckets else (size,))
+        within = [sizes_within(*size, step=step, max_aspect=aspect) for size in sizes]
+        return tuple(Resolution(sizes=some, kept=size) for some, size in zip(within, sizes, strict=True))
+    if config.buckets:
+        return tuple(Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=aspect)) for size in sizes)
+    return tuple(Resolution(sizes=(size,)) for size in sizes)
 
 
 def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:

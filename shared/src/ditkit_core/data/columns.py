@@ -88,8 +88,9 @@ def reference_columns(
     if accepted and (
         ambiguous_name := next((name for name in headers if name in numbered or name in OF_THE_MODEL), "")
     ):
+        either = " or ".join(filter(None, [", ".join(accepted[:-1]), accepted[-1]]))
         raise UserError(
-            f"{where} has a column {ambiguous_name!r}, which is ambiguous for this model; rename it to {_either(accepted)}, or remove it"
+            f"{where} has a column {ambiguous_name!r}, which is ambiguous for this model; rename it to {either}, or remove it"
         )
     if reference_names:
         return (only_column(where, reference_names, REFERENCE_COLUMNS, "reference"),)
@@ -124,7 +125,3 @@ def _refuse_misspelt(where: str, headers: Sequence[str], *, valid_headers: Seque
 
 def _rename(where: str, name: str, correct_name: str) -> str:
     return f"{where} has a column {name!r}; rename it to {correct_name!r} if it names references, otherwise to something else"
-
-
-def _either(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -94,7 +94,8 @@ def control_values(
 ) -> dict[str, str]:
     """The paths or texts of one row by column, as written, in the order of `columns`; empty fields are omitted.
 
-    A list fills the columns that have no value of their own, in order."""
+    A list fills the columns that have no value of their own, in order.
+    """
     kinds = {column.name: column.kind for column in columns}
     column_values: dict[str, str] = {}
     # Headers of one column first: a list fills only the columns that none of them has filled.
@@ -182,7 +183,8 @@ def controls_by_name(
 ) -> tuple[Mapping[str, Mapping[str, Control]], list[str]]:
     """The files of the `data.controls` folders that have the name of a sample, by its id and column, and the files that match none.
 
-    A clip in a subfolder of the dataset has its file in the same subfolder there."""
+    A clip in a subfolder of the dataset has its file in the same subfolder there.
+    """
     controls: dict[str, dict[str, Control]] = defaultdict(dict)
     left_over: list[str] = []
     samples = Names(ids)
@@ -202,7 +204,10 @@ def controls_by_name(
             raise UserError(f"{setting}: no file has the name of a sample; name the files like those in {dataset}")
         for id, names in files_by_id.items():
             if id in ids:
-                controls[id][column.name] = Control(folder, _only(folder, column, id, names))
+                several = (
+                    f"{' and '.join(names)} in {folder} both match {id!r} as its {column.name}; remove all but one"
+                )
+                controls[id][column.name] = Control(folder, names[0] if len(names) == 1 else UserError(several))
             else:
                 left_over += [str(folder / name) for name in names]
     return controls, left_over
@@ -217,18 +222,13 @@ def _files(folder: Path, ids: Names) -> Iterator[str]:
         folders[:] = [name for name in folders if name not in clips]
 
 
-def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | UserError:
-    if len(names) == 1:
-        return names[0]
-    return UserError(f"{' and '.join(names)} in {folder} both match {id!r} as its {column.name}; remove all but one")
-
-
 def checked_control(
     folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, windows: Sequence[Window]
 ) -> str:
     """The path of a condition that exists, has the right kind and is long enough; for a text column the text itself.
 
-    `windows` are those of the clip's file: a control video must reach to the end of the last one."""
+    `windows` are those of the clip's file: a control video must reach to the end of the last one.
+    """
     if column.kind == "text":
         return name
     path, label = folder / name, f"{column.name} {folder / name}"

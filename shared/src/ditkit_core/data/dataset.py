@@ -52,7 +52,6 @@ class Sample:
     repeats: float = 1.0
     """Average number of uses per epoch."""
     is_mirrored: bool = False
-    """Whether it is read mirrored left to right."""
 
 
 Why = Literal["bad", "short", "unused"]
@@ -68,7 +67,6 @@ class Dataset:
     excluded: list[tuple[str, str]]
     """Each file (or line of the metadata) that was left out, with the message."""
     fps: float
-    """Frames per second that clips are read at."""
     kinds: list[Why] = field(default_factory=list)
     """The kind of reason for each item of `excluded`, in the same order."""
 
@@ -278,7 +276,6 @@ class _Reader:
     """Checks the records of one folder, one by one."""
 
     config: DataConfig
-    """The `[data]` section, reduced to this folder."""
     frame_step: int
     fps: float
     reference_size: ReferenceSize | None
@@ -313,7 +310,11 @@ class _Reader:
         if (kind := media_kind(media)) == "video" and self.frame_step == 0:
             raise UserError(f"{media} is a video, but this model takes still images; convert it to images or remove it")
         if media.is_dir() and not called_like_media(media):
-            self._check_image_folder(media)
+            if not self.config.image_folders:
+                raise UserError(
+                    f"{media} is a folder; set {argument('data.image_folders')} = true to read its images as one clip"
+                )
+            check_inside(media, folder, allow_outside=self.config.allow_outside)
         # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
         # the first window is used, its timestamps are enough.
         all_windows = self.config.windows != "first"
@@ -344,13 +345,6 @@ class _Reader:
             start = window.first / self.fps if window.first else 0.0
             samples.append(replace(whole_file, id=name, frames=window.frames, start_seconds=start))
         return samples
-
-    def _check_image_folder(self, media: Path) -> None:
-        if not self.config.image_folders:
-            raise UserError(
-                f"{media} is a folder; set {argument('data.image_folders')} = true to read its images as one clip"
-            )
-        check_inside(media, Path(self.config.folder), allow_outside=self.config.allow_outside)
 
     def _windows(self, media: Path, id: str, available_frames: int) -> list[Window]:
         if longest_that_fits(available_frames, self.config.lengths):

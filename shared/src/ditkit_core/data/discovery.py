@@ -26,22 +26,8 @@ CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 """Line i of a caption list is the caption of line i of a media list."""
 CAPTION_SUFFIXES = (".txt", ".caption")
 """Extensions of the caption file next to a clip; the first one that exists is read."""
-_NO_MEDIA = frozenset(
-    {
-        "",
-        *CAPTION_SUFFIXES,
-        ".json",
-        ".jsonl",
-        ".csv",
-        ".parquet",
-        ".yaml",
-        ".toml",
-        ".md",
-        ".npy",
-        ".npz",
-        ".safetensors",
-    }
-)
+_TEXTS = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".yaml", ".toml", ".md"})
+_NO_MEDIA = frozenset({"", ".parquet", ".npy", ".npz", ".safetensors"}) | _TEXTS
 """Extensions of files that may have a text of the same name without being meant as clips."""
 _NOT_READ = frozenset(
     {".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".svg", ".exr", ".dng", ".cr2", ".nef", ".arw"}
@@ -282,7 +268,8 @@ def names_of(folders: Sequence[str]) -> list[str]:
 def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
     """Relative paths of media files, and of folders with the name of one; hidden ones are ignored, links followed once.
 
-    With `image_folders` a subfolder that contains only numbered images is listed instead of its images."""
+    With `image_folders` a subfolder that contains only numbered images is listed instead of its images.
+    """
     for directory, folders, names in walk(folder, skip=skip):
         if image_folders and directory != Path(folder) and not folders and numbered(names):
             yield directory.relative_to(folder).as_posix()
@@ -340,17 +327,10 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     captions = _caption_list(reader, path)
     clips, texts = _lines(text), _lines(_read_list(reader, captions))
     if len(clips) != len(texts):
-        empty = next(
-            (
-                (file, file_lines.index("") + 1)
-                for file, file_lines in ((captions, texts), (path, clips))
-                if "" in file_lines
-            ),
-            None,
-        )
         remedy = "write one caption per file, each on one line"
-        if empty is not None:
-            remedy = f"line {empty[1]} of {empty[0].name} is empty: remove it, or fill it in"
+        for file, lines in ((path, clips), (captions, texts)):
+            if "" in lines:
+                remedy = f"line {lines.index('') + 1} of {file.name} is empty: remove it, or fill it in"
         raise UserError(
             f"{path} has {len(clips)} lines but {captions} has {len(texts)}: line i of one belongs to line i of the other; {remedy}"
         )

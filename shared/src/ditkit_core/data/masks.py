@@ -62,7 +62,8 @@ def at_latent_size(
 ) -> Float[Tensor, "1 latent_frames latent_height latent_width"]:
     """The mean of the mask over the pixels that each latent of a grid (frames, height, width) stands for.
 
-    Video VAEs encode the first frame alone and then groups of equal length, so the first latent frame has the mask of the first frame."""
+    Video VAEs encode the first frame alone and then groups of equal length, so the first latent frame has the mask of the first frame.
+    """
     frames, height, width = grid
     areas = torch.nn.functional.adaptive_avg_pool2d(mask[:, None], (height, width))[:, 0]
     if frames == 1:

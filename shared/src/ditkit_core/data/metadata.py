@@ -174,7 +174,9 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 def _csv_row(where: str, row: Mapping[str, object], lists: Sequence[str]) -> Mapping[str, object]:
     if None in row:  # DictReader collects surplus fields under the key None
         raise UserError(f"{where} has more fields than the header; put captions that contain commas in double quotes")
-    return {**row, **{name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}}
+    # A field that is no list stays as written: the name of a single file may also begin with a bracket.
+    cells = {name: cell for name in lists if isinstance(cell := row[name], str) and _LIST.match(cell)}
+    return {**row, **{name: list(_csv_paths(f"{where}: {name!r}", cell)) for name, cell in cells.items()}}
 
 
 Paths = Callable[[str, object], tuple[str, ...]]
@@ -236,11 +238,6 @@ def _csv_paths(where: str, cell: object) -> tuple[str, ...]:
         return _json_paths(where, json.loads(cell))
     except ValueError as error:
         raise UserError(f'{where} is not a JSON list; write one path, or ["first.png", "second.png"]') from error
-
-
-def _csv_list(where: str, cell: object) -> object:
-    """The list in a CSV field, or the field as written: the name of a single file may also begin with a bracket."""
-    return list(_csv_paths(where, cell)) if isinstance(cell, str) and _LIST.match(cell) else cell
 
 
 def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:

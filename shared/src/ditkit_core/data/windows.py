@@ -13,9 +13,7 @@ class Window(NamedTuple):
     number: int
     """Index among the file's windows; the same index gives the same random window however many are asked for."""
     first: int
-    """First frame."""
     frames: int
-    """Number of frames."""
 
 
 def longest_that_fits(available_frames: int, lengths: Sequence[int]) -> int:
@@ -26,7 +24,8 @@ def longest_that_fits(available_frames: int, lengths: Sequence[int]) -> int:
 def windows_of(available_frames: int, config: DataConfig, name: str) -> list[Window]:
     """The different windows of a file with so many frames at the clips' rate, enough for one window, in order of number.
 
-    The file's `name` seeds random windows."""
+    The file's `name` seeds random windows.
+    """
     frames = longest_that_fits(available_frames, config.lengths)
     assert frames, "shorter than every length"
     if config.windows == "all":

@@ -51,17 +51,11 @@ class MediaInfo:
 
     kind: Kind
     width: int
-    """Pixels, after rotation."""
     height: int
-    """Pixels, after rotation."""
     seconds: float
     """Seconds from the start of the first frame to the end of the last; 0 for an image, and for a folder of images without `fps.txt`."""
     fps: float
     """Average frames per second; 0 in the same cases as `seconds`."""
-    rotation: int
-    """Anticlockwise rotation in degrees (0, 90, 180, 270) that the file asks a player for; 0 for an image."""
-    is_mirrored: bool = False
-    """Whether it asks to exchange left and right after that."""
 
 
 def media_kind(path: Path) -> Kind:
@@ -96,12 +90,12 @@ def probe(path: Path) -> MediaInfo:
     """
     if _checked(path) == "image":
         height, width = still.image_size(path)
-        return MediaInfo(kind="image", width=width, height=height, seconds=0.0, fps=0.0, rotation=0)
+        return MediaInfo(kind="image", width=width, height=height, seconds=0.0, fps=0.0)
     if path.is_dir():
         images = open_folder(path)
         height, width = images.size()
         seconds = len(images.files) / images.fps if images.fps else 0.0
-        return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=images.fps, rotation=0)
+        return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=images.fps)
     survey = video.survey(path)
     return MediaInfo(
         kind="video",
@@ -109,8 +103,6 @@ def probe(path: Path) -> MediaInfo:
         height=survey.height,
         seconds=survey.timeline.seconds,
         fps=survey.timeline.count / max(survey.timeline.seconds, SLACK_SECONDS),
-        rotation=90 * survey.orientation.quarter_turns,
-        is_mirrored=survey.orientation.is_mirrored,
     )
 
 
@@ -120,9 +112,7 @@ class Available(NamedTuple):
     frames: int
     """Number of frames; 1 for an image."""
     height: int
-    """Pixels, after rotation."""
     width: int
-    """Pixels, after rotation."""
 
 
 def available(path: Path, fps: float, *, at_most: int | None = None) -> Available:
@@ -212,7 +202,8 @@ def colours_of(path: Path) -> Colours | None:
 def changes_since_first(path: Path) -> str:
     """What is read from this content otherwise than the first versions with this `TRANSFORM_VERSION` did; "" for nothing, or an unreadable file.
 
-    Part of the cache key, so that files which were always read right keep their entries."""
+    Part of the cache key, so that files which were always read right keep their entries.
+    """
     if not called_like_media(path):
         return ""
     try:
@@ -268,7 +259,8 @@ def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:
     """Write pixels in [0, 1] as an mp4 (H.264, yuv420p) atomically.
 
-    Values outside are clamped. For an odd size the last row or column is repeated, because yuv420p needs even sizes."""
+    Values outside are clamped. For an odd size the last row or column is repeated, because yuv420p needs even sizes.
+    """
     height, width = pixels.shape[2:]
     images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
     even = [np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images]

@@ -121,24 +121,20 @@ def _by_profile(icc: bytes, mode: str) -> StoredColours | None:
             "this Pillow cannot read colour profiles (it has no littleCMS); install it with pip install pillow"
         )
     try:
-        name = _profile_name(icc)
+        name = " ".join(str(_profile(icc).profile_description or "a colour profile without a name").split())
         convert = _profile_transform(icc, _mode_for(icc, mode))
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
         return StoredColours(printable(f"a colour profile that cannot be used ({' '.join(str(error).split())})"), None)
     if convert is None:
         return None
-    return StoredColours(name, functools.partial(_apply_profile, transform=convert))
+    # Cut and printable: whoever made the image wrote the name.
+    return StoredColours(printable(name[:_LONGEST_NAME]), functools.partial(_apply_profile, transform=convert))
 
 
 def _profile(icc: bytes) -> Any:
     from PIL import ImageCms
 
     return ImageCms.ImageCmsProfile(io.BytesIO(icc)).profile
-
-
-def _profile_name(icc: bytes) -> str:
-    name = " ".join(str(_profile(icc).profile_description or "a colour profile without a name").split())
-    return printable(name[:_LONGEST_NAME])  # whoever made the image wrote it
 
 
 def _mode_for(icc: bytes, mode: str) -> str:

@@ -26,7 +26,6 @@ MOST_PIXELS = 2**27
 """Largest image or frame (11585 x 11585). The header of a tiny file can claim any size, and opening it would take gigabytes."""
 
 MOST_ASPECT = 1000
-"""Largest ratio of the longer side of an image to the shorter."""
 
 _READS_HEIC = importlib.util.find_spec("pillow_heif") is not None
 HEIC_SUFFIXES = frozenset({".heic", ".heif"})
@@ -34,7 +33,6 @@ HEIC_SUFFIXES = frozenset({".heic", ".heif"})
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif"}) | (
     HEIC_SUFFIXES if _READS_HEIC else frozenset()
 )
-"""Extensions of still images."""
 
 # Pillow detects the format from the content and starts other programs for some (EPS), so only these are opened.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
@@ -150,7 +148,8 @@ def image_colours(path: Path) -> StoredColours | None:
 def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
     """An upright image in sRGB, height × width × RGB; transparency is composited on white.
 
-    With `as_stored` colours are not converted to sRGB: the values mean something else, as in a mask."""
+    With `as_stored` colours are not converted to sRGB: the values mean something else, as in a mask.
+    """
     from PIL import Image, ImageOps
 
     with _opened(path) as image:

@@ -58,7 +58,8 @@ class ImageFolder:
 def numbered(names: Sequence[str]) -> dict[int, str]:
     """The images among the names of a folder by number, in order, if the folder is one clip; empty if it is not.
 
-    A folder is a clip if it has at least two images, all with the same prefix and a number, and no other file but `fps.txt` and hidden ones."""
+    A folder is a clip if it has at least two images, all with the same prefix and a number, and no other file but `fps.txt` and hidden ones.
+    """
     images: dict[tuple[str, int], str] = {}
     for name in names:
         path = Path(name)

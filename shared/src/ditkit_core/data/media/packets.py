@@ -98,7 +98,8 @@ class SeekPoint(NamedTuple):
 def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
     """Move an open container, of which nothing was read yet, to the last keyframe at or before a time from which decoding gives the right frames.
 
-    Times are seconds since the first frame shown. None means that the file must be opened again and decoded from its start."""
+    Times are seconds since the first frame shown. None means that the file must be opened again and decoded from its start.
+    """
     import av
 
     if container.format.name not in _INDEXED or stream.time_base is None:
@@ -143,7 +144,8 @@ def _begins_afresh(packet: "VideoPacket", stream: "VideoStream") -> bool:
 def h264_units(data: bytes, extradata: bytes) -> set[int]:
     """The types of the NAL units in one H.264 packet; none if the stream's header (`extradata`), which gives the size of the lengths, is not avcC.
 
-    Source: ISO 14496-15, 5.3.3.1."""
+    Source: ISO 14496-15, 5.3.3.1.
+    """
     if len(extradata) < 5 or extradata[0] != 1:
         return set()
     size, at, types = (extradata[4] & 3) + 1, 0, set()

@@ -44,7 +44,8 @@ def write_frames(path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
     """Write a demo's inputs: each part into the folder of its name.
 
-    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again."""
+    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again.
+    """
     from av import FFmpegError
     from safetensors import SafetensorError
 
@@ -83,7 +84,8 @@ def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **setting
 def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
     """Write the configuration and weights of a text encoder of transformers, without the weight `tied` to another one.
 
-    The library's own `save_pretrained` shows a progress bar, so the weights are written here."""
+    The library's own `save_pretrained` shows a progress bar, so the weights are written here.
+    """
     model.config.save_pretrained(folder / "text_encoder")
     state = {name: tensor for name, tensor in model.state_dict().items() if name != tied}
     save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})

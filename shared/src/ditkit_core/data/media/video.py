@@ -164,9 +164,6 @@ class Survey(NamedTuple):
     height: int
     """Pixels, upright and square."""
     width: int
-    """Pixels, upright and square."""
-    orientation: Orientation
-    """What brought it upright."""
 
 
 def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
@@ -182,14 +179,13 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
                 break
         if first is None:
             raise UserError(f"{path} has no frame that can be decoded; replace it or remove it")
-        orientation = orientation_of(first, path)
-        height, width, _ = _upright(first, stream, orientation).shape
+        height, width, _ = _upright(first, stream, orientation_of(first, path)).shape
     if timeline.seconds > _LONGEST_SHOWN * timeline.count:
         raise UserError(
             f"{path} has implausible timestamps ({timeline.count} frames in {timeline.seconds:.0f} s); "
             "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
         )
-    return Survey(timeline, height, width, orientation)
+    return Survey(timeline, height, width)
 
 
 def is_hdr(path: Path) -> bool:
