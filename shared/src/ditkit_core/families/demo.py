@@ -39,7 +39,8 @@ CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for backgrou
 def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]] = ((SIDE, SIDE),)) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
 
-    Clips have one frame more than twice `DataSpec.frame_step` (0: images); their sizes are taken in turn."""
+    Clips have one frame more than twice `DataSpec.frame_step` (0: images); their sizes are taken in turn.
+    """
     from PIL import Image
 
     lines, count = [], 2 * frame_step + 1

@@ -17,9 +17,7 @@ class TextFamily:
     """The numbers of layers after which hidden states are taken; counted from the end if negative, as in transformers' `hidden_states`: -2 is before
     the last layer. Only -1 is behind the last norm as well."""
     before: str
-    """The template before the caption."""
     after: str
-    """The template after the caption."""
     dropped: int = field(default=0, repr=False)
     """Number of tokens of `before` whose features are no part of the result: of a system prompt, which the transformer does not attend to."""
     removed: str = ""
@@ -32,7 +30,6 @@ class TextFamily:
     kind: str = field(repr=False)
     """Start of the classes in transformers: `Qwen3` for Qwen3Config and Qwen3Model."""
     model_type: str = field(repr=False)
-    """The `model_type` of its config.json."""
     unstated: Mapping[str, Any] = field(repr=False)
     """Configuration that the shapes in a single file do not give: `rope_theta`, `rms_norm_eps`."""
     published: Mapping[str, Mapping[str, Any]] = field(repr=False)

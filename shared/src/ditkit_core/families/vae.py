@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -192,7 +193,8 @@ class DiffusersVae(FrozenVae):
     ):
         """Find the weights and read their headers; nothing is loaded.
 
-        `decodings` are the ways to decode, of which the first that memory has room for is taken; empty: as it encodes (`mode`)."""
+        `decodings` are the ways to decode, of which the first that memory has room for is taken; empty: as it encodes (`mode`).
+        """
         read = family.config_of_file or partial(config_of_kl_file, family)
         remedy, safe_names = family.remedy, family.safe_names
         source, config = find_weights(components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names)
@@ -270,7 +272,8 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
 def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> tuple[AuxiliaryModel, AuxiliaryModel]:
     """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
 
-    `channels` are those of the transformer's latents."""
+    `channels` are those of the transformer's latents.
+    """
     config = family.published
     if components.here("vae"):
         config = DiffusersVae(family, components, torch.device("cpu")).config
@@ -297,15 +300,9 @@ def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> t
 
 def patchify(latents: Float[Tensor, "c f height width"], side: int) -> Float[Tensor, "patch_channels f h w"]:
     """Squares of pixels to channels: with a side of 2, channel c, row i and column j of a square become channel 4c + 2i + j."""
-    if side == 1:
-        return latents
-    squares = latents.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # c f h side w side
-    return squares.permute(0, 3, 5, 1, 2, 4).flatten(0, 2)
+    return rearrange(latents, "c f (h i) (w j) -> (c i j) f h w", i=side, j=side)
 
 
 def unpatchify(patches: Float[Tensor, "patch_channels f h w"], side: int) -> Float[Tensor, "c f height width"]:
     """The inverse of `patchify`."""
-    if side == 1:
-        return patches
-    squares = patches.unflatten(0, (-1, side, side))  # c side side f h w
-    return squares.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+    return rearrange(patches, "(c i j) f h w -> c f (h i) (w j)", i=side, j=side)
