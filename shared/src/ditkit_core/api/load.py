@@ -87,7 +87,12 @@ def load(
     devices, ranks = execution.torch_devices, _ranks(execution)
     kernels = resolve_kernels(execution.kernels, devices, compiles=bool(execution.compile))
     placement = _place(unloaded, replace(execution, kernels=kernels), batch)
-    model = _load(unloaded, placement, ranks, devices[0], seed)
+    if ranks.shard == 1:
+        model = load_weights(unloaded, placement=placement, seed=seed)
+    else:
+        model = load_divided(unloaded, placement, ranks, devices[0], seed=seed)
+        assert model.shards is not None
+        model.shards.divide_gradients_by(ranks.size)  # a loop of one's own has a mean on each rank
     model.engine = engine_for(model, replace(execution, kernels=kernels), placement.checkpointing)
     return model
 
@@ -134,15 +139,6 @@ def empty_batch(
     """A micro-batch of `count` samples without values, on `meta`, of a size in frames, height and width; None for the model's own."""
     with torch.device("meta"):
         return [spec.training.empty_item(arch, size or spec.data.size, ()) for _ in range(count)]
-
-
-def _load(unloaded: Model, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
-    if ranks.shard == 1:
-        return load_weights(unloaded, placement=placement, seed=seed)
-    model = load_divided(unloaded, placement, ranks, device, seed=seed)
-    assert model.shards is not None
-    model.shards.divide_gradients_by(ranks.size)  # a loop of one's own has a mean on each rank
-    return model
 
 
 def _ranks(execution: Execution) -> Ranks:

@@ -26,7 +26,6 @@ class BatchIndices(NamedTuple):
     first: int
     """Number of samples in all earlier micro-batches of the run."""
     samples: list[int]
-    """Indices of the samples."""
 
 
 class Epochs:

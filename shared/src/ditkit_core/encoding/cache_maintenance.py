@@ -56,7 +56,8 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
 def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> list[Path]:
     """Read every file whose content hash a cache remembers, and forget the hashes of other contents.
 
-    Returns the files whose content is another although their sizes, times and samples are as they were."""
+    Returns the files whose content is another although their sizes, times and samples are as they were.
+    """
     remembered, changed = MediaHashes(cache.folder), []  # not inside: other processes would wait for hours
     for path in remembered.files():
         if remembered.has_changed_unseen(path):
@@ -106,7 +107,8 @@ def parse_rule(text: str) -> Rule:
 def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None) -> Pruned:
     """Remove entries by a rule. Entries used within the last hour always stay, because another run may be in progress.
 
-    `now` is the time in seconds since the epoch; None reads the clock."""
+    `now` is the time in seconds since the epoch; None reads the clock.
+    """
     now = time.time() if now is None else now
     for leftover in cache.folder.glob("**/.*.tmp"):  # of a process that was killed while it wrote
         with suppress(FileNotFoundError):

@@ -20,7 +20,8 @@ from ditkit_core.io.console import say
 def claimed(entry: Path) -> Iterator[bool]:
     """Claim an entry for the block, without waiting for another process that has claimed it; yields whether this process may encode it.
 
-    The claim is no promise that the entry is missing: look for it inside the block."""
+    The claim is no promise that the entry is missing: look for it inside the block.
+    """
     file = entry.with_name(f".{entry.stem}.claim")
     lock = FileLock(file)
     try:

@@ -110,9 +110,22 @@ def encode(
         again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
         ways = []
         for id in (sample.id, mirrored[sample.id].id)[: 1 + encoders.flips]:
-            its_conditions = (*conditions.get(id, ()), *weights.get(id, ()))
-            one = _encoded_sample(sample, [keys[clip] for clip in clips[id]], its_conditions, encoders, cache)
-            ways.append(replace(one, encode_again=again))
+            media_key, *reference_keys = (keys[clip] for clip in clips[id])
+            encoded_sample = EncodedSample(
+                id=sample.id,
+                cache=cache,
+                media_key=media_key,
+                text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
+                empty_text_key=text_key("", encoders.text),
+                reference_keys=tuple(reference_keys),
+                conditions=(*conditions.get(id, ()), *weights.get(id, ())),
+                assemble=encoders.assemble,
+                has_empty_caption=encoders.empty_captions,
+                mask_weight=encoders.mask_weight,
+                repeats=sample.repeats,
+                encode_again=again,
+            )
+            ways.append(encoded_sample)
         failed = [failures[key] for way in ways for key in way.item_keys if key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
@@ -136,24 +149,6 @@ def _mask_conditioning(
         for name, inputs in masked.items()
     }
     return Conditioning(conditioners=[MaskEncoder(media_identity, grids)] if masked else [])
-
-
-def _encoded_sample(
-    sample: Sample, media_keys: Sequence[str], conditions: tuple[Condition, ...], encoders: SampleEncoders, cache: Cache
-) -> EncodedSample:
-    return EncodedSample(
-        id=sample.id,
-        cache=cache,
-        media_key=media_keys[0],
-        text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
-        empty_text_key=text_key("", encoders.text),
-        reference_keys=tuple(media_keys[1:]),
-        conditions=conditions,
-        assemble=encoders.assemble,
-        has_empty_caption=encoders.empty_captions,
-        mask_weight=encoders.mask_weight,
-        repeats=sample.repeats,
-    )
 
 
 def encode_references(

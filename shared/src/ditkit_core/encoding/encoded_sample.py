@@ -54,9 +54,7 @@ class EncodedSample:
     empty_text_key: str
     """Key of the empty caption, for caption dropout."""
     reference_keys: tuple[str, ...] = ()
-    """Keys of the references, in order."""
     conditions: tuple[Condition, ...] = ()
-    """Conditions besides the caption."""
     has_empty_caption: bool = False
     """Whether items have the tensors of the empty caption, too, for `with_empty_caption`."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity

@@ -113,7 +113,6 @@ class BaseSteps:
     accumulation: int
     """Micro-batches in a step."""
     weight: float = 1.0
-    """Factor of their samples' losses."""
     text_key: str = ""
     """Key of the caption of all their samples; none means the empty caption."""
 

@@ -48,9 +48,7 @@ class EncodeTask(Generic[Item]):
     """All items for one encoder."""
 
     kind: str
-    """Kind of the cache entries."""
     wanted: Mapping[str, Item]
-    """Items by cache key."""
     encoder: Encoder | Conditioner
     read: Callable[[Item], Any]
     """From an item to the encoder's input."""
@@ -106,20 +104,17 @@ class _Work(Generic[Item]):
                 inputs: dict[str, Any] = {}
                 while waiting and len(inputs) < at_once:
                     key = waiting.popleft()
-                    if self._is_there(key):
+                    if self.cache.has(self.jobs.kind, key):
                         self.advance(1.0)
                     elif not claims.enter_context(claimed(self.cache.path(self.jobs.kind, key))):
                         busy.append(key)
-                    elif self._is_there(key):  # encoded while it was being claimed
+                    elif self.cache.has(self.jobs.kind, key):  # encoded while it was being claimed
                         self.advance(1.0)
                     else:
                         self._read(key, inputs)
                 if inputs:
                     self._store(inputs, len(waiting) + len(busy))
         return busy
-
-    def _is_there(self, key: str) -> bool:
-        return self.cache.has(self.jobs.kind, key)
 
     def _read(self, key: str, inputs: dict[str, Any]) -> None:
         """Read the encoder's input for an item into `inputs`, or note why it cannot be read."""

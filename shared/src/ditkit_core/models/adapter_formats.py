@@ -96,7 +96,6 @@ ADAPTER_FORMS: Mapping[str, AdapterForm] = {
         alpha=True,
     ),
 }
-"""The forms that ditkit writes adapters in."""
 
 FORM_OF_PREFIX: Mapping[str, str] = {
     "diffusion_model.": "official",
@@ -157,7 +156,7 @@ def readers_by_program(
             "diffusers": diffusers(layout, modules),
             "ComfyUI": comfyui(layout),
             "DiffSynth": _read_by_diffsynth(layout, diffsynth),
-            "musubi-tuner": _read_by_musubi(layout),
+            "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
         }
 
     return readers
@@ -169,10 +168,6 @@ def _read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
     if layout.form not in ("official", "diffsynth", "bare") or layout.naming != naming:
         return "loads nothing of it; write it with --to diffsynth"
     return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
-
-
-def _read_by_musubi(layout: AdapterLayout) -> str:
-    return "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi"
 
 
 @dataclass(frozen=True, kw_only=True)

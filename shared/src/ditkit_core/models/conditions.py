@@ -22,7 +22,6 @@ class Column:
     aliases: tuple[str, ...] = ()
     """Names of the column in other trainers. If several columns of a model share an alias, a list in that column fills them in order."""
     required: bool = False
-    """Whether every clip needs it."""
     moment: Literal["", "begin", "end"] = ""
     """Frame of the clip that an image shows, if any; then the image fits only one window of a file."""
     in_step: bool = False
@@ -33,7 +32,6 @@ class Column:
     """Columns that give the same condition in another form. If a clip has both, this column is used. A column given for a generated
     sample replaces the clip's own columns of the other form."""
     doc: str = ""
-    """One line that describes the column."""
 
 
 def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:

@@ -23,7 +23,6 @@ class VaeMode(NamedTuple):
     dtype: torch.dtype = torch.float32
     """Of its weights and of all that it computes; latents and pixels are in fp32."""
     tiled: bool = False
-    """Whether tile by tile."""
 
     @property
     def label(self) -> "VaeModeLabel":
@@ -41,7 +40,8 @@ VaeModeLabel = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
 def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
     """The ways to decode that a configuration allows, the most exact first: the first one that memory has room for is taken.
 
-    `tiled` allows tiles alone; otherwise they are the last way."""
+    `tiled` allows tiles alone; otherwise they are the last way.
+    """
     dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
     # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
     untiled = [] if tiled else [VaeMode(vae_dtype) for vae_dtype in dtypes]

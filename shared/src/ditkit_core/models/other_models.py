@@ -64,7 +64,8 @@ def looks_like(names: Collection[str], others: Iterable[OtherModel]) -> tuple[st
 def wrong_config(config: Mapping[str, Any], error: Exception, family: str, others: Iterable[OtherModel]) -> str:
     """What a config.json describes that is not a family's model, as the end of a sentence; with the remedy if that is another family's.
 
-    `error` is what reading it as the family's raised."""
+    `error` is what reading it as the family's raised.
+    """
     listed = config.get("architectures")
     kind = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else "")
     kind = kind[:80] if isinstance(kind, str) else ""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ditkit_core.models.protocol import StagedModel
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-"""torch's names of the dtypes, by their short names."""
 
 
 def parse_dtype(name: str) -> "torch.dtype":
@@ -50,7 +49,7 @@ class Precision:
 
     A model takes its dtypes from here and never from some tensor at hand: the residual stream is wider than the matmuls, and a
     quantized weight has its own dtype. The default is fp32, or wider if matmuls are wider; `timestep` is fp64, and `attention` has the
-    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider.
+    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider. What a place is, says its setting in `PrecisionConfig`.
     """
 
     matmul: "torch.dtype" = _DEFAULT
@@ -60,11 +59,9 @@ class Precision:
     rotary_tables: "torch.dtype" = _DEFAULT
     """Cosines and sines of positions; their angles are always fp64."""
     rotary: "torch.dtype" = _DEFAULT
-    """Rotation of q and k (RoPE)."""
     qk_norms: "torch.dtype" = _DEFAULT
     """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the weight, as in the official models."""
     norms: "torch.dtype" = _DEFAULT
-    """Layer norms of the residual stream in the blocks."""
     modulation: "torch.dtype" = _DEFAULT
     """Scale, shift and gate: computing them from the timestep, storing them, and applying them to the result of a norm."""
     residual: "torch.dtype" = _DEFAULT
@@ -73,17 +70,11 @@ class Precision:
     """The residual stream at the input of the first block, and the first norm there if this is narrower: the official models keep the
     dtype of the input matmul there. By default the same as `residual`."""
     time_mlp: "torch.dtype" = _DEFAULT
-    """The MLP for the features of t (and of guidance)."""
     head: "torch.dtype" = _DEFAULT
-    """The head: its norm, modulation and matmul, and so the prediction."""
     attention: "torch.dtype" = _DEFAULT
-    """q, k and v at the input of the attention kernel."""
     accumulation: "torch.dtype" = _DEFAULT
-    """Gradients of trained parameters, summed over micro-batches."""
     optimizer: "torch.dtype" = _DEFAULT
-    """The optimizer's moments."""
     reduction: "torch.dtype" = _DEFAULT
-    """Gradients while they are summed over ranks."""
 
     def __post_init__(self) -> None:
         import torch
@@ -107,7 +98,8 @@ class Precision:
     ) -> str:
         """What each place runs in: `timestep fp64, rotary tables fp32, …, matmul bf16`.
 
-        With `fused_backward` a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then."""
+        With `fused_backward` a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then.
+        """
         groups = [group for group in (*PLACES[1:], "matmul") if not (fused_backward and group == "accumulation")]
         names = {group: dtype_name(getattr(self, group)) for group in groups}
         if averages_in_8_bits:
@@ -197,7 +189,8 @@ class PrecisionConfig:
     ) -> None:
         """Refuse a dtype that a place of the training would not have.
 
-        `in_8_bits` names the optimizers that keep their averages so. With `fused_backward` gradients of a single micro-batch are applied as they come."""
+        `in_8_bits` names the optimizers that keep their averages so. With `fused_backward` gradients of a single micro-batch are applied as they come.
+        """
         if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
                 f"{argument('precision.optimizer')} = {self.optimizer}: {argument('optim.name')} = {optimizer} stores its moments in 8 bits; remove this "

@@ -22,7 +22,8 @@ from ditkit_core.models.token_streams import TokenStreams
 def lazy(import_path: str) -> Callable[..., Any]:
     """A function or class (`module:name`, or `module:object.method`) that is imported when it is called.
 
-    Encoders and samplers need diffusers and transformers, which take seconds."""
+    Encoders and samplers need diffusers and transformers, which take seconds.
+    """
     return lambda *args, **kwargs: resolve_name(import_path)(*args, **kwargs)
 
 
@@ -31,11 +32,8 @@ class SampleDefaults:
     """The sampling settings of an architecture's authors."""
 
     steps: int = 50
-    """Number of scheduler steps."""
     guidance: float = 4.0
-    """Guidance strength."""
     negative: str = ""
-    """Negative prompt of classifier-free guidance."""
     guided_by: Literal["negative", "embedding", "nothing"] = "negative"
     """How guidance works. `negative`: with a strength above 1 the model is called a second time in each step, with the negative prompt.
     `embedding`: the strength is an input of the model. `nothing`: a distilled model ignores guidance."""

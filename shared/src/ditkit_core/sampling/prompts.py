@@ -37,14 +37,14 @@ class SamplePrompt:
     clip: Path | None = None
     """The clip with this caption, from which a model may take the first frame; None for a prompt of the user."""
     start_seconds: float = 0.0
-    """Start of the clip in its file."""
     own_frames: int = 0
     """Frames of the clip in training; 0 without a clip."""
 
     def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "SamplePrompt":
         """This prompt, shortened to the clip's trained length if the clip or a condition video has too few frames for the sample.
 
-        `warn` is called with one line then."""
+        `warn` is called with one line then.
+        """
         if self.clip is None or self.frames <= self.own_frames:
             return self
         last = round(self.start_seconds * fps) + self.frames

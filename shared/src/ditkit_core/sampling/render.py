@@ -39,9 +39,7 @@ class SampleFiles:
     stem: str
     """First part of the file names."""
     fps: float
-    """Frames per second of clips."""
     images: int = 1
-    """Samples of each prompt."""
 
     def path(self, request: PromptRequest, suffix: str) -> Path:
         """The file of one sample; the seed is part of its name where a prompt has several."""
