@@ -29,6 +29,7 @@ from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.experts import describe_expert
 from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.training.checkpoint import best
@@ -45,10 +46,7 @@ def say_beginning(job: TrainingJob, changes: Sequence[ConfigChange]) -> None:
     """Print what a job trains, what changed since its last part, and its precision."""
     run, config = job.run, job.run.config
     if run.expert is not None:
-        flow, expert, sigmas = config.flow, run.expert, ", ".join(f"{sigma:g}" for sigma in config.held_out.sigmas)
-        measured = f"; validation levels {sigmas}" if config.held_out.clips else ""
-        levels = f"noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"
-        say(f"{expert.name} expert (model.{expert.part}): {levels}")
+        say(describe_expert(run.expert, config.flow, config.held_out))
     for change in changes:
         say(f"changed since the last part of this run: {change}")
     say(_opening(job))

@@ -155,12 +155,15 @@ def _gpu_called(name: str) -> GPU | None:
     for sold, gigabytes in SOLD_GB.items():
         if plain in (_plain(sold), _plain(sold).removeprefix("rtx")):
             gpu = replace(as_sold(gigabytes), name=sold)
-            if reference := RATES_OF.get(sold):
-                like = next(known_gpu for known_gpu, _ in KNOWN_GPUS if known_gpu.name == reference)
-                source = f"rates assumed as of {reference} ({like.source})"
-                gpu = replace(like, name=sold, total=gpu.total, reserve=gpu.reserve, source=source)
-            return gpu
+            return gpu if sold not in RATES_OF else _with_rates_of(gpu, RATES_OF[sold])
     return None
+
+
+def _with_rates_of(gpu: GPU, reference: str) -> GPU:
+    """A GPU with the rates of a known one."""
+    like = next(known_gpu for known_gpu, _ in KNOWN_GPUS if known_gpu.name == reference)
+    source = f"rates assumed as of {reference} ({like.source})"
+    return replace(like, name=gpu.name, total=gpu.total, reserve=gpu.reserve, source=source)
 
 
 def as_sold(size: float) -> GPU:

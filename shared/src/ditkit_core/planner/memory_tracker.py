@@ -244,8 +244,8 @@ class Meter(MemoryTracker):
         count = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
         flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
         if moved := _traffic(func, args, kwargs or {}, out):
-            kernel = Kernel(_kind_of(func, args, out, is_product=flops > 0), flops, moved)
-            self._note(kernel, func, args, (kwargs or {}).get("out", out))
+            kind = _kind_of_product(func, args) if flops else _kind_of_pass(func, args, out)
+            self._note(Kernel(kind, flops, moved), func, args, (kwargs or {}).get("out", out))
         del workspace
         return out
 
@@ -277,19 +277,22 @@ class Meter(MemoryTracker):
         return accumulator
 
 
-def _kind_of(func: Any, args: Any, out: Any, *, is_product: bool) -> str:
-    name = func._overloadpacket.__name__
-    if not is_product:
-        if func.namespace == "ditkit":
-            return "conversion" if name.startswith("dequantize") else "fused"
-        between = "copy" in name and len({x.device for x in (*_leaves(args), *_leaves(out))}) > 1
-        return "transfer" if between else "elementwise"
-    first = _leaves(args)[0]
+def _kind_of_product(func: Any, args: Any) -> str:
+    name, first = func._overloadpacket.__name__, _leaves(args)[0]
     if "attention" in name:
         return f"attention{'_backward' * ('backward' in name)}{'_32' * (first.dtype.itemsize > 2)}"
     if first.dtype.itemsize == 1:
-        return f"matmul_{'int8' if first.dtype == torch.int8 else 'fp8'}{'_scaled' * (name == 'multiply_codes')}"
+        scaled = "_scaled" * (name == "multiply_codes")
+        return f"matmul_{'int8' if first.dtype == torch.int8 else 'fp8'}{scaled}"
     return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
+
+
+def _kind_of_pass(func: Any, args: Any, out: Any) -> str:
+    if func.namespace == "ditkit":
+        return "conversion" if func._overloadpacket.__name__.startswith("dequantize") else "fused"
+    if "copy" in func._overloadpacket.__name__ and len({x.device for x in (*_leaves(args), *_leaves(out))}) > 1:
+        return "transfer"
+    return "elementwise"
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -312,9 +315,7 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         read = []
     # An input that is given twice is read once.
     unique = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in read}
-    # Of each the bytes of its distinct elements: an expanded axis is touched once.
-    axes = [(x.itemsize, zip(x.shape, x.stride(), strict=True)) for x in (*written, *unique.values())]
-    return sum(itemsize * math.prod(size for size, stride in of_x if stride) for itemsize, of_x in axes)
+    return sum(map(_touched, (*written, *unique.values())))
 
 
 @cache
@@ -334,6 +335,11 @@ _OVERWRITE = ("copy_", "fill_", "zero_")
 _FROM_A_VALUE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 """Take from their input the device and dtype, and some the shape, but no value."""
 _WITHOUT_CONTENTS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense")
+
+
+def _touched(x: Tensor) -> int:
+    """Bytes of the distinct elements of a tensor: an expanded axis is read once."""
+    return x.itemsize * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 def _on_one_device(func: Any, args: Any) -> Any:

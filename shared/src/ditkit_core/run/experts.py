@@ -162,6 +162,12 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     return replace(config, flow=flow, held_out=held_out)
 
 
+def describe_expert(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
+    """One line with the noise levels that an expert is trained and validated on."""
+    measured = f"; validation levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
+    return f"{expert.name} expert (model.{expert.part}): noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"
+
+
 def own_settings(config: Any, experts: Sequence[Expert], expert: Expert) -> Any:
     """A `RunConfig` that trains one expert alone, with its rank, learning rate and steps in their usual keys."""
     index, section = list(experts).index(expert), config.experts

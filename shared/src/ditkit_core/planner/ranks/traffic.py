@@ -77,18 +77,24 @@ class RankStep:
 
     def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
         """Bytes, and times over these links; `host` is a rank's page-locked memory."""
-        trained = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
         tensors = [rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows]
         return RanksPlan(
             layout=self.layout,
             micro_batches=self.work.micro_batches,
             host_of_machine=self.layout.nproc * host,
-            # A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas.
-            saving=0 if self.layout.shard == 1 or self._adapts else trained * self.layout.shard // self.layout.size,
+            saving=self._saving,
             loading=max(tensors, default=0) if self.layout.shard > 1 else 0,
             sent={name: exchange.sent for name, exchange in self._exchanges(routes[0]).items()},
             times=tuple(map(self._time, routes)),
         )
+
+    @property
+    def _saving(self) -> int:
+        """A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas."""
+        if self.layout.shard == 1 or self._adapts:
+            return 0
+        trained = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
+        return trained * self.layout.shard // self.layout.size
 
     @property
     def _adapts(self) -> bool:
@@ -102,8 +108,13 @@ class RankStep:
             computing = step_seconds(self.profile, self.division, [self.gpu], work)
             step = computing + exposed
             # Of a step's samples each rank computes a part; those that share one compute a part of it.
-            of_step = computing / work.micro_batches * self.work.micro_batches * self.layout.context
-            efficiency = of_step / (step * self.layout.size)
+            efficiency = (
+                computing
+                / work.micro_batches
+                * self.work.micro_batches
+                * self.layout.context
+                / (step * self.layout.size)
+            )
         return RouteTime(
             name=route.name,
             exchanges=tuple(exchange.seconds for exchange in exchanges),
@@ -115,13 +126,7 @@ class RankStep:
 
     def _exchanges(self, route: Route) -> dict[str, _Traffic]:
         traffic = self._of_shards(route) if self.layout.shard > 1 else self._of_replicas(route)
-        if self.layout.context > 1:
-            # Tokens for attention, and all of them before the head. Nothing hides them.
-            of_stages = sum(stage.sent_forward + stage.sent_backward for stage in self.profile.stages)
-            sent = self.own_work.micro_batches * of_stages
-            seconds = sent / route.gathered(self.layout.context)
-            traffic["tokens of shared samples"] = _Traffic(sent, seconds, seconds)
-        return traffic
+        return traffic | self._of_tokens(route)
 
     def _of_replicas(self, route: Route) -> dict[str, _Traffic]:
         """Whole gradients, after the last backward: first of the ranks that share samples, then of all."""
@@ -157,10 +162,12 @@ class RankStep:
         gathers = (gathered_ends + 2 * gathered_blocks) * part * micro_batches
         reduced = sum(stage.reduced for stage in self.profile.stages)
         # Of exchanges that arithmetic may hide: the same timeline as of streamed weights, whose copies run ahead by a block.
+        forward = self._exposed(True, [block.gathered * part / rate for block in blocks])
         gather = [block.gathered * part / rate for block in blocks]
-        forward, backward = self._exposed(True, gather), self._exposed(False, gather)
-        gather_and_sum = [gathering + summed([block]) for gathering, block in zip(gather, blocks, strict=True)]
-        with_sums = self._exposed(False, gather_and_sum)
+        backward = self._exposed(False, gather)
+        with_sums = self._exposed(
+            False, [gathering + summed([block]) for gathering, block in zip(gather, blocks, strict=True)]
+        )
         tail = summed([*ends, blocks[0]])
         traffic = {
             "weights, gathered": _Traffic(
@@ -175,6 +182,16 @@ class RankStep:
             # The time that nothing hides is in the row before.
             traffic["gradients, of repeated ranks"] = _Traffic(int(sent), sent / across, 0.0)
         return traffic
+
+    def _of_tokens(self, route: Route) -> dict[str, _Traffic]:
+        """Tokens of ranks that share samples: for attention, and all of them before the head. Nothing hides them."""
+        if self.layout.context == 1:
+            return {}
+        sent = self.own_work.micro_batches * sum(
+            stage.sent_forward + stage.sent_backward for stage in self.profile.stages
+        )
+        seconds = sent / route.gathered(self.layout.context)
+        return {"tokens of shared samples": _Traffic(sent, seconds, seconds)}
 
     def _exposed(self, is_forward: bool, exchanges: Sequence[float]) -> float:
         """Seconds for which a pass over the blocks waits for exchanges; without a known rate all of them."""
