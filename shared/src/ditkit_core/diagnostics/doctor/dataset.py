@@ -278,9 +278,7 @@ class _Examination:
                 info = probe(path)
             except UserError as error:  # damaged after its windows, which were decoded without an error
                 end, extent = max(s.start_seconds + s.frames / fps for s in samples), available(path, fps, at_most=1)
-                info = MediaInfo(
-                    kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps, rotation=0
-                )
+                info = MediaInfo(kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps)
                 self.findings += rules.check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, fps).frames / fps, fps=fps)
