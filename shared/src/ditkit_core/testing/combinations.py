@@ -1,5 +1,6 @@
 """The combinations of values that a check runs daily; the others are marked `exhaustive` and run nightly."""
 
+import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,11 +71,18 @@ def pairwise(
 ) -> list[tuple[Any, ...]]:
     """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case is the one with the most missing pairs."""
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
-    missing = {pair for case in every for pair in _pairs(case)}
+    pairs = [frozenset(_pairs(case)) for case in every]
+    missing = set().union(*pairs)
+    # The most pairs first, of equals the first case. What a case covers only falls, so one that is still the first when counted again is the best.
+    left = [(-len(covered), index) for index, covered in enumerate(pairs)]
+    heapq.heapify(left)
     cases: list[tuple[Any, ...]] = []
     while missing:
-        cases.append(max(every, key=lambda case: len(missing.intersection(_pairs(case)))))
-        missing.difference_update(_pairs(cases[-1]))
+        _, index = left[0]
+        count = len(missing & pairs[index])
+        if heapq.heapreplace(left, (-count, index)) == (-count, index):
+            cases.append(every[index])
+            missing -= pairs[index]
     return cases
 
 
