@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import functools
 import importlib
 import re
 from collections import Counter
@@ -12,8 +11,8 @@ import pytest
 
 from ditkit_core.testing.filled_in import marks, next_step
 from ditkit_core.testing.suites import SUITES
-from house_measures import CORE, defined_twice, folders_of, working_tree
-from workspace import MEMBERS, MODELS, ROOT, read_toml, text_files
+from house_measures import CORE, defined_twice, folders_of
+from workspace import MEMBERS, MODELS, ROOT, read_toml, source, text_files
 
 SOURCES = [file for member in MEMBERS for file in member.modules]
 MODULES_IN_NO_FOLDER = ("errors.py", "execution.py")
@@ -44,10 +43,9 @@ LIBRARY_ERRORS = "ditkit_core/errors"
 """The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
 
 
-@functools.cache
 def core():
-    """The files of the core with those for tests, read and parsed once: that takes a second."""
-    return working_tree(ROOT).files(CORE)
+    """The files of the core with those for tests."""
+    return [source(file) for file in SOURCES if CORE in file.as_posix()]
 
 
 def library():
@@ -111,8 +109,7 @@ os.fork()
 def test_library_code_does_nothing_forbidden():
     found, allowed = [], []
     for file in SOURCES:
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        of_file = [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)]
+        of_file = [f"{where(file, node)}: {forbidden(node)}" for node in source(file).nodes if forbidden(node)]
         if f"{file.parent.name}/{file.stem}" == LIBRARY_ERRORS:
             allowed.append(of_file.pop())
         found += of_file
@@ -123,15 +120,12 @@ def test_library_code_does_nothing_forbidden():
 
 def test_exceptions_that_docstrings_name_are_there():
     """Ours, Python's, or something that some module of ours imports."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    known = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.alias)} | set(dir(builtins))
-    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    nodes = [(file.name, node) for file in SOURCES for node in source(file).nodes]
+    known = {node.name for _, node in nodes if isinstance(node, ast.ClassDef | ast.alias)} | set(dir(builtins))
     found = [
-        (file.name, name)
-        for file, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, documented)
+        (file, name)
+        for file, node in nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
         for name in re.findall(
             r"^    (\w+): ", (ast.get_docstring(node) or "").partition("\nRaises:\n")[2], re.MULTILINE
         )
@@ -162,7 +156,7 @@ def test_few_modules_know_ranks_and_no_model_does():
     found: dict[str, set[str]] = {"asks": set(), "uses": set()}
     for file in SOURCES:
         path = file.relative_to(ROOT).with_suffix("").as_posix().partition("/src/")[2]
-        for kind in {uses_ranks(node) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))} - {""}:
+        for kind in {uses_ranks(node) for node in source(file).nodes} - {""}:
             found[kind].add(path)
     for kind, places in (("uses", RANKS), ("asks", PLACES_OF_RANKS)):
         assert len(found[kind]) > 5

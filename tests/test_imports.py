@@ -4,21 +4,23 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
-from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml
+from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml, source
 
 NOT_ON_AN_INDEX = {"flash_attn_interface", "sageattention"}
 """Imported where somebody built it, never required: FlashAttention 3 and SageAttention 2 are published as source only."""
 
 
+@cache
 def imported_packages(file: Path) -> set[str]:
     """First names of everything that a file imports, at the top and inside functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in source(file).nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

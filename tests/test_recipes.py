@@ -38,7 +38,7 @@ from ditkit_wan.spec import WAN
 from doc_recipes import ALL, COLUMNS, RECIPES, PlannedRun, anchor, row, sold
 from doc_tables import TABLES
 from marked import between
-from workspace import MEMBERS, ROOT
+from workspace import MEMBERS, ROOT, source
 
 FILES = {recipe.file: recipe for recipe in ALL}
 PAGE = (RECIPES / "README.md").read_text(encoding="utf-8")
@@ -258,7 +258,7 @@ def literals() -> str:
     """All texts of the code; where a value goes into one, and between two, there is a line's end."""
     found = []
     for file in (file for member in MEMBERS for file in member.modules):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in source(file).nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return "\n".join(found)

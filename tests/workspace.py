@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from house_measures import File
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -49,6 +51,12 @@ def members() -> list[Member]:
     """The core first, then the model packages."""
     folders = [ROOT / "shared", *sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))]
     return [Member(folder, read_toml(folder / "pyproject.toml")["project"]) for folder in folders]
+
+
+@cache
+def source(file: Path) -> File:
+    """A module of ours, read and parsed once for all tests of a process."""
+    return File.parse(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
 
 
 MEMBERS = members()

@@ -89,8 +89,13 @@ def folder_of(path: str) -> str:
 
 def counted(tree: Tree) -> list[File]:
     """The files of the core without `testing`, and of the packages."""
-    files = tree.files(CORE, "packages/wan/src/", "packages/flux2/src/")
-    return [file for file in files if not file.path.startswith(f"{CORE}testing/")]
+    return [file for file in tree.files("") if is_counted(file.path)]
+
+
+def is_counted(path: str) -> bool:
+    """Whether a file is one of them."""
+    sources = (CORE, *(f"packages/{package}/src/" for package in PACKAGES))
+    return path.startswith(sources) and not path.startswith(f"{CORE}testing/")
 
 
 def counts(files: Iterable[File]) -> dict[str, Count]:
