@@ -30,8 +30,7 @@ from ditkit_core.planner.plan import StepPlan
 from ditkit_core.planner.ranks.divided import work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout, parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
-from ditkit_core.planner.search.partition_search import Search
-from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of
+from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, Search, formats_of, task_of
 from ditkit_core.planner.step_time import step_seconds
 
 POLICIES = ("full", "attn_only", "none")
