@@ -63,12 +63,12 @@ def test_every_stage_of_the_table_is_there(command: str, verb: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(OPTIONS.values()), ids=list(OPTIONS))
-def test_an_option_goes_with_and_excludes_options_that_there_are(kind: type) -> None:
+def test_an_option_needs_and_excludes_options_that_there_are(kind: type) -> None:
     names = {field.name for field in fields(kind)}
     for field in fields(kind):
-        for rule in ("goes_with", "excludes"):
-            for others in field.metadata.get(rule, {}):
-                assert others and set(others.split()) <= names - {field.name}
+        for rule in (*field.metadata.get("needs", ()), *field.metadata.get("excludes", ())):
+            others, _, message = rule.partition(": ")
+            assert message and others and set(others.split()) <= names - {field.name}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,35 +22,31 @@ _NO_ADAPTER = "there is no adapter file {path}; {remedy}"
 
 
 def option(
-    default: Any,
-    *,
-    goes_with: Mapping[str, str] | None = None,
-    excludes: Mapping[str, str] | None = None,
-    missing: str = "",
+    default: Any, *, needs: str | Sequence[str] = (), excludes: str | Sequence[str] = (), missing: str = ""
 ) -> Any:
     """An option that cannot be combined freely with the others.
 
-    `goes_with` maps names of other options (separated by spaces) to the message for the case that none of them is given, `excludes` to the message for the
-    case that one of them, `{other}`, is given too; the option's name is printed in front. `missing` is for a file or folder that is read: the message for
-    the case that `{path}` does not exist; `{remedy}` says what to do.
+    `needs` are rules `names: message` for the case that none of these other options is given, and `excludes` for the case that one of them, `{other}`, is;
+    the option's name is printed in front of the message. `missing` is for a file or folder that is read: the message for the case that `{path}` does not
+    exist; `{remedy}` says what to do.
     """
-    metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "missing": missing}
-    return dataclasses.field(default=default, metadata=metadata)
+    rules = {"needs": needs, "excludes": excludes}
+    metadata = {key: [value] if isinstance(value, str) else value for key, value in rules.items()}
+    return dataclasses.field(default=default, metadata={**metadata, "missing": missing})
 
 
 def check_combination(options: Any) -> None:
     """Check that the given options can be combined."""
-    fields = _given(options)
-    flags = {field.name: _flag(field) for field in fields}
+    flags = {field.name: _flag(field) for field in _given(options)}
     # Contradictions are reported first: if two options exclude each other, adding a missing third one does not help.
-    for field in fields:
-        for names, message in field.metadata.get("excludes", {}).items():
-            if other := next((flags[name] for name in names.split() if name in flags), ""):
-                raise UserError(f"{flags[field.name]} {message.format(other=other)}; leave one of them out")
-    for field in fields:
-        for names, message in field.metadata.get("goes_with", {}).items():
-            if not any(name in flags for name in names.split()):
-                raise UserError(f"{flags[field.name]} {message}")
+    for kind in ("excludes", "needs"):
+        for field in _given(options):
+            for names, _, message in (rule.partition(": ") for rule in field.metadata.get(kind, ())):
+                other = next((flags[name] for name in names.split() if name in flags), "")
+                if kind == "excludes" and other:
+                    raise UserError(f"{flags[field.name]} {message.format(other=other)}; leave one of them out")
+                if kind == "needs" and not other:
+                    raise UserError(f"{flags[field.name]} {message}")
 
 
 def describe_options(options: Any) -> str:
@@ -74,56 +70,46 @@ class TrainOptions:
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
     init_from: str = option("", missing="--init-from {path} does not exist; {remedy}")
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
-    plan: bool = option(False, excludes={"fit": "and --fit: --fit prints the memory plan of its choice as well"})
+    plan: bool = option(False, excludes="fit: and --fit: --fit prints the memory plan of its choice as well")
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
     not."""
     fit: bool = False
     """Choose checkpointing, split points, swapped blocks and quantization for the devices (where nothing else fits, also how a full
     fine-tune updates its weights), print the whole configuration and exit."""
-    gpus: str = option(
-        "", goes_with={"plan fit": "names GPUs to plan for; add --plan or --fit, or set train.devices to train"}
-    )
+    gpus: str = option("", needs="plan fit: names GPUs to plan for; add --plan or --fit, or set train.devices to train")
     """GPUs to plan for instead of those of this machine: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`. A size is that with which a GPU is sold."""
-    host: str = option("", goes_with={"plan fit": "limits host memory in a plan; add --plan or --fit"})
+    host: str = option("", needs="plan fit: limits host memory in a plan; add --plan or --fit")
     """Host memory that a plan may use for streamed weights: `32GiB`. Unset: the free memory of this machine minus 2 GiB; unlimited with
     --gpus."""
     nproc: int = option(
-        0,
-        goes_with={
-            "plan fit": "is the number of processes in a plan; add --plan or --fit, or start them with torchrun"
-        },
+        0, needs="plan fit: is the number of processes in a plan; add --plan or --fit, or start them with torchrun"
     )
     """Processes on each machine to plan for, as torchrun's --nproc-per-node; each has a GPU of its own. Unset: with ranks.shard or
     ranks.context one for each GPU, else a single process, which divides the model over its GPUs."""
     nodes: int = option(
-        1,
-        goes_with={"plan fit": "is the number of machines in a plan; add --plan or --fit, or start them with torchrun"},
+        1, needs="plan fit: is the number of machines in a plan; add --plan or --fit, or start them with torchrun"
     )
     """Machines to plan for, as torchrun's --nnodes; --gpus names the GPUs of one."""
-    link: str = option("", goes_with={"plan fit": "is a link between ranks in a plan; add --plan or --fit"})
+    link: str = option("", needs="plan fit: is a link between ranks in a plan; add --plan or --fit")
     """Link between ranks to plan for: `nvlink`, `pcie`, `ib400` or `10gbe`; `pcie,10gbe` within and between machines. Unset: two usual ones."""
-    write: str = option("", goes_with={"fit": "saves the configuration that --fit chose; add --fit"})
+    write: str = option("", needs="fit: saves the configuration that --fit chose; add --fit")
     """With --fit: file that the chosen configuration is saved in."""
     audit_precision: bool = option(
-        False, excludes={"plan fit": "and {other}: the audit computes with the weights, {other} needs none"}
+        False, excludes="plan fit: and {other}: the audit computes with the weights, {other} needs none"
     )
     """Measure which operation's precision matters in this run: compare one batch with fp64, lowering one place of [precision] at a time,
     and report the error of each. Writes into the run folder's audit; does not train."""
-    check: bool = option(
-        False, excludes={"plan fit audit_precision report": "and {other}: each does its work and stops"}
-    )
+    check: bool = option(False, excludes="plan fit audit_precision report: and {other}: each does its work and stops")
     """Check data and model before training: which samples are used, which are left out and why, scene cuts, duplicates and truncated
     captions; then run two steps on the largest micro-batch and discard them. Writes check.json and check.html into the run folder.
     Exit status 0 if the run can be trained, 1 if not."""
     json: bool = option(
         False,
-        goes_with={
-            "plan audit_precision check": "prints a plan, an audit or a check as JSON; add --plan, --audit-precision or --check"
-        },
+        needs="plan audit_precision check: prints a plan, an audit or a check as JSON; add --plan, --audit-precision or --check",
     )
     """Print the plan, the audit or the check as JSON."""
     report: bool = option(
-        False, excludes={"plan fit audit_precision": "and {other}: --report only writes the report of a run and stops"}
+        False, excludes="plan fit audit_precision: and {other}: --report only writes the report of a run and stops"
     )
     """Rewrite the run's report.html from its files and exit; use with --run. Needs no model and also works while the run is training."""
 
@@ -172,7 +158,7 @@ class SampleOptions:
 class ExportOptions:
     """Options of `export`."""
 
-    demo: bool = option(False, excludes={_ONE_FILE: "is for a run, and {other} works on a file"})
+    demo: bool = option(False, excludes=f"{_ONE_FILE}: is for a run, and {{other}} works on a file")
     """Export the demo's run."""
     to: str | None = None
     """Naming scheme of the file's tensors: official (loaded by ComfyUI and most others), diffusers, diffsynth or musubi. Unset:
@@ -182,80 +168,75 @@ class ExportOptions:
     has."""
     merge: bool = option(
         False,
-        excludes={
-            "extract": "and --extract: --merge adds an adapter to a transformer, --extract computes one from it",
-            "rank": "and --rank: a merged adapter has no rank; reduce it first, then merge the reduced file",
-        },
+        excludes=(
+            "extract: and --extract: --merge adds an adapter to a transformer, --extract computes one from it",
+            "rank: and --rank: a merged adapter has no rank; reduce it first, then merge the reduced file",
+        ),
     )
     """Merge the adapter into the base and write the whole transformer."""
     out: str = ""
     """Output file, instead of one in the run's exports folder or next to the given file; for a whole transformer a folder. If several
     forms are written, every form but the official one is appended to the file name."""
-    step: int | Literal["best"] | None = option(None, excludes={_ONE_FILE: "is for a run, and {other} works on a file"})
+    step: int | Literal["best"] | None = option(
+        None, excludes=f"{_ONE_FILE}: is for a run, and {{other}} works on a file"
+    )
     """Save to export, by its step; best is the save with the lowest validation loss. Unset: the latest."""
     inspect: str = option(
         "",
         missing="there is no file {path} to --inspect; {remedy}",
-        excludes={
-            "adapter extract": "and {other}: one file can be given at a time",
-            "to dtype merge out rank strength": "writes nothing, and {other} is for a file that is written",
-        },
+        excludes=(
+            "adapter extract: and {other}: one file can be given at a time",
+            "to dtype merge out rank strength: writes nothing, and {other} is for a file that is written",
+        ),
     )
     """Describe this file: form, ranks, modules, norms, which preset it fits, which programs load it. Writes nothing."""
     adapter: str = option(
         "",
         missing=_NO_ADAPTER,
-        excludes={"extract": "and --extract: one file can be given at a time"},
-        goes_with={
-            "to rank merge dtype push card": "FILE needs an operation: --to FORM, --rank N, --dtype, --merge, or --push REPO; --inspect FILE describes it"
-        },
+        excludes="extract: and --extract: one file can be given at a time",
+        needs="to rank merge dtype push card: FILE needs an operation: --to FORM, --rank N, --dtype, --merge, or --push REPO; --inspect FILE describes it",
     )
     """Adapter file to work on instead of a run: with --to, --rank, --dtype, --merge, --push or --card."""
     rank: str = option(
-        "",
-        goes_with={
-            "adapter extract": "is for a file: add --adapter FILE or --extract TUNED; a run's rank is adapter.rank"
-        },
+        "", needs="adapter extract: is for a file: add --adapter FILE or --extract TUNED; a run's rank is adapter.rank"
     )
     """Rank of the reduced or extracted adapter: 16, or auto:0.95 for the lowest rank that keeps this share of the energy in each
     module."""
     extract: str = option(
         "",
         missing="there is no file or folder {path} to --extract from; {remedy}",
-        goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"},
+        needs="rank: needs the rank of the adapter: --rank 32, or --rank auto:0.95",
     )
     """Fine-tuned whole transformer; its difference to --base becomes a low-rank adapter."""
     base: str = option(
-        "", goes_with={_ONE_FILE: "goes with --extract, --inspect and --adapter FILE; a run knows its base"}
+        "", needs=f"{_ONE_FILE}: goes with --extract, --inspect and --adapter FILE; a run knows its base"
     )
     """Base transformer that --extract compares with, --merge merges into, and adapter files are checked against: a file, a folder, or a
     folder or hub id in diffusers layout. Unset: model.*."""
     strength: float | None = option(
         None,
-        goes_with={
-            "merge": "scales an adapter file that is merged; add --adapter FILE --merge",
-            "adapter": "scales an adapter file that is merged; add --adapter FILE --merge",
-        },
+        needs=(
+            "merge: scales an adapter file that is merged; add --adapter FILE --merge",
+            "adapter: scales an adapter file that is merged; add --adapter FILE --merge",
+        ),
     )
     """Factor that the adapter is multiplied by when a file is merged. Unset: 1."""
     part: Literal["transformer", "transformer_2"] | None = option(
-        None, goes_with={"adapter inspect": "chooses an expert in a file; add --adapter FILE or --inspect FILE"}
+        None, needs="adapter inspect: chooses an expert in a file; add --adapter FILE or --inspect FILE"
     )
     """Expert whose adapter to use, if the file contains one for each expert."""
-    json: bool = option(False, goes_with={"inspect": "prints the result of --inspect as JSON; add --inspect FILE"})
+    json: bool = option(False, needs="inspect: prints the result of --inspect as JSON; add --inspect FILE")
     """Print the result of --inspect as JSON."""
-    push: str = option("", excludes={"inspect extract": "and {other}: it uploads an adapter or a run's export"})
+    push: str = option("", excludes="inspect extract: and {other}: it uploads an adapter or a run's export")
     """Repository on the hub (NAME/REPO) to upload to: the run's finished adapters, the export that the other options describe, or the file of
     --adapter; with a model card and the newest samples. It is created if necessary. Needs `hf auth login`."""
-    card: str = option("", excludes={"inspect extract": "and {other}: it describes an adapter or a run's export"})
+    card: str = option("", excludes="inspect extract: and {other}: it describes an adapter or a run's export")
     """File for the model card, or - to print it; nothing is uploaded without --push. With --push a file that exists is uploaded as the card."""
-    private: bool = option(False, goes_with={"push": "is for a repository; add --push NAME/REPO"})
+    private: bool = option(False, needs="push: is for a repository; add --push NAME/REPO")
     """Create the repository of --push as a private one."""
-    revision: str = option("", goes_with={"push": "is a branch of a repository; add --push NAME/REPO"})
+    revision: str = option("", needs="push: is a branch of a repository; add --push NAME/REPO")
     """Branch to upload to, created if necessary. Unset: the main one."""
-    license: str = option(
-        "", goes_with={"push card": "is written into a model card; add --push NAME/REPO or --card FILE"}
-    )
+    license: str = option("", needs="push card: is written into a model card; add --push NAME/REPO or --card FILE")
     """License for the model card, as the hub abbreviates it: apache-2.0, cc-by-nc-4.0."""
 
     def __post_init__(self) -> None:
