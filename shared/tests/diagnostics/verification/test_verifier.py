@@ -202,7 +202,9 @@ def test_an_export_whose_save_is_gone_does_not_wait(world: World) -> None:
     shutil.rmtree(folder.save(2))
     assert {each.step for each in unverified(folder)} == {4}
     (empty := folder.exports / "transformer_official").mkdir()
-    assert Result.of(Exported(path=empty, form="official", step=4)).num_bytes == 0, "a folder that is being removed"
+    assert Result.of(Exported(folder=folder, path=empty, form="official", step=4)).num_bytes == 0, (
+        "a folder that is being removed"
+    )
 
 
 def test_a_result_counts_as_long_as_its_export_is_there_unchanged(

@@ -4,7 +4,8 @@ What is left follows from the two alone. So nothing is lost when a run is killed
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +22,10 @@ _WHOLE = "transformer_"
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An export."""
+    """An export of a run."""
 
+    folder: RunFolder
+    """The run's."""
     path: Path
     """The adapter's file, or the folder of a whole transformer."""
     form: str
@@ -33,6 +36,16 @@ class Exported:
     def is_whole(self) -> bool:
         """Whether it is a whole transformer."""
         return self.path.is_dir()
+
+    @property
+    def name(self) -> str:
+        """The name under which its result is kept."""
+        return self.path.relative_to(self.folder.exports).as_posix()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is there, and for an adapter the save that it is compared with."""
+        return self.path.exists() and (self.is_whole or self.folder.save(self.step).exists())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,31 +69,20 @@ class Result:
         return cls(line="", agrees=False, num_bytes=num_bytes, written_ns=written_ns, digest=digest)
 
 
-def unverified(folder: RunFolder) -> list[Exported]:
-    """The exports that have no result, the newest first: with a slow host, the export of the latest save matters most."""
-    results = read_results(folder)
-    left = []
+def unverified(folder: RunFolder, skipped: Collection[str] = ()) -> list[Exported]:
+    """The exports that have no result, the newest first: with a slow host, the export of the latest save matters most.
+
+    Args:
+        skipped: Names of exports to leave alone.
+    """
+    results, left = read_results(folder), []
     for export in _exports(folder):
-        if not is_left(folder, export):
-            continue
-        try:
-            state = _state(export.path)
-        except OSError:  # it was removed with its save meanwhile
-            continue
-        result = results.get(result_name(folder, export))
-        if result is None or (result.num_bytes, result.written_ns) != state:
-            left.append((state[1], str(export.path), export))
+        with suppress(OSError):  # it was removed with its save meanwhile
+            state, result = _state(export.path), results.get(export.name)
+            is_current = result is not None and (result.num_bytes, result.written_ns) == state
+            if export.is_left and not is_current and export.name not in skipped:
+                left.append((state[1], str(export.path), export))
     return [export for *_, export in sorted(left, key=lambda entry: entry[:2], reverse=True)]
-
-
-def is_left(folder: RunFolder, export: Exported) -> bool:
-    """Whether an export is there, and for an adapter the save that it is compared with."""
-    return export.path.exists() and (export.is_whole or folder.save(export.step).exists())
-
-
-def result_name(folder: RunFolder, export: Exported) -> str:
-    """The name under which its result is kept."""
-    return export.path.relative_to(folder.exports).as_posix()
 
 
 def read_results(folder: RunFolder) -> dict[str, Result]:
@@ -93,7 +95,7 @@ def read_results(folder: RunFolder) -> dict[str, Result]:
 
 def current_results(folder: RunFolder) -> dict[str, Result]:
     """The results of the exports as they are: one stays in the file after its export was removed or replaced."""
-    outdated = {result_name(folder, export) for export in unverified(folder)}
+    outdated = {export.name for export in unverified(folder)}
     return {
         name: result
         for name, result in read_results(folder).items()
@@ -101,11 +103,12 @@ def current_results(folder: RunFolder) -> dict[str, Result]:
     }
 
 
-def write_result(folder: RunFolder, export: Exported, result: Result) -> None:
+def write_result(export: Exported, result: Result) -> None:
     """Add a result, and forget the results of exports that are gone."""
+    folder = export.folder
     results = {name: stored for name, stored in read_results(folder).items() if (folder.exports / name).exists()}
     values: Mapping[str, Any] = {name: asdict(stored) for name, stored in results.items()}
-    write_text(folder.verified, json.dumps({**values, result_name(folder, export): asdict(result)}, indent=1) + "\n")
+    write_text(folder.verified, json.dumps({**values, export.name: asdict(result)}, indent=1) + "\n")
 
 
 def is_finished(folder: RunFolder, name: str) -> bool:
@@ -118,10 +121,10 @@ def _exports(folder: RunFolder) -> Iterator[Exported]:
     for file in folder.exports.glob("*.safetensors"):
         name = ExportName.parse(file.name, (folder.name,))
         if name is not None and not name.by_command and (step := _step(file)) is not None:
-            yield Exported(path=file, form=name.form, step=step)
+            yield Exported(folder=folder, path=file, form=name.form, step=step)
     for path in (*folder.exports.glob(f"{_WHOLE}*"), *folder.exports.glob(f"step-*/{_WHOLE}*")):
         if (step := _step(path)) is not None:
-            yield Exported(path=path, form=path.name.removeprefix(_WHOLE), step=step)
+            yield Exported(folder=folder, path=path, form=path.name.removeprefix(_WHOLE), step=step)
 
 
 def _step(path: Path) -> int | None:

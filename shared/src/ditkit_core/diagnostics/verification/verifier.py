@@ -8,13 +8,7 @@ from typing import Self
 
 import torch
 
-from ditkit_core.diagnostics.verification.exported import (
-    current_results,
-    is_finished,
-    read_results,
-    result_name,
-    unverified,
-)
+from ditkit_core.diagnostics.verification.exported import current_results, is_finished, read_results, unverified
 from ditkit_core.diagnostics.verification.verify import verify_waiting
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import say, warn
@@ -109,11 +103,7 @@ class Verifier:
                 raise UserError(result.line)
 
     def _left(self) -> list[str]:
-        return [
-            name
-            for export in unverified(self._folder)
-            if (name := result_name(self._folder, export)) not in self._given_up
-        ]
+        return [export.name for export in unverified(self._folder, self._given_up)]
 
     def _give_up(self, reason: str) -> None:
         """Leave the exports that wait alone for the rest of this start."""

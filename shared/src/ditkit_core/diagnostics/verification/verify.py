@@ -8,15 +8,7 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.diagnostics.verification.exported import (
-    Exported,
-    Result,
-    is_left,
-    read_results,
-    result_name,
-    unverified,
-    write_result,
-)
+from ditkit_core.diagnostics.verification.exported import Exported, Result, read_results, unverified, write_result
 from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
@@ -39,48 +31,40 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     gone: set[str] = set()
     failure: UserError | None = None
     with torch.random.fork_rng(devices=[]):
-        while left := [
-            waiting for waiting in unverified(folder) if result_name(folder, waiting) not in {*skipped, *gone}
-        ]:
+        while left := unverified(folder, {*skipped, *gone}):
             export = left[0]
             # Whatever diffusers and peft raise: a mistake in there, or in here, must not end the training that goes on.
             problem = f"{export.path}: comparing it with diffusers failed"
             try:
                 with given_to_library(problem, "training goes on; load the file yourself before you use it"):
                     about = Result.of(export)  # first: a file that changes while it is compared is compared again
-                    result = _copied(folder, export, about)
+                    result = _copied(export, about)
                     if result is None:
                         if adapted is None and not export.is_whole:
                             # The run's base with an adapter on it, whose values are still to be loaded.
                             parts = run.config.model, run.config.adapter, run.config.base
                             adapted = read_at_use(run.spec, *parts, component=run.component)
-                        result = _compared(run.spec, run.config.model, run.component, folder, export, about, adapted)
+                        result = _compared(run.spec, run.config.model, run.component, export, about, adapted)
             except UserError as error:
-                if is_left(folder, export):
+                if export.is_left:
                     failure = failure or error  # a damaged save leaves the others to be verified
-                gone.add(result_name(folder, export))  # or removed meanwhile, as each save is in its turn
+                gone.add(export.name)  # or removed meanwhile, as each save is in its turn
                 continue
-            write_result(folder, export, result)
+            write_result(export, result)
     if failure is not None:
         raise failure
 
 
-def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None:
+def _copied(export: Exported, about: Result) -> Result | None:
     """The result of a file with the same bytes: the finished adapter has the bytes of the last save."""
-    for name, result in read_results(folder).items() if about.digest else ():
+    for name, result in read_results(export.folder).items() if about.digest else ():
         if result.agrees and result.digest == about.digest:
             return replace(about, line=result.line.replace(name, export.path.name), agrees=True)
     return None
 
 
 def _compared(
-    spec: ModelSpec,
-    model_paths: Any,
-    component: str,
-    folder: RunFolder,
-    export: Exported,
-    about: Result,
-    adapted: Model | None,
+    spec: ModelSpec, model_paths: Any, component: str, export: Exported, about: Result, adapted: Model | None
 ) -> Result:
     """The result of comparing an export; UserError if there is nothing to compare it with."""
     adapters = spec.adapters
@@ -93,7 +77,7 @@ def _compared(
         verify = partial(adapters.verify_whole, export.path, export.form, full_model.module, run_plain)
     else:
         assert adapters.verify is not None, "its header says that it has no reader"
-        load_trained(adapted, folder, export.step)
+        load_trained(adapted, export.folder, export.step)
         # The weights that were trained, which may be the second expert's.
         paths = replace(model_paths, transformer=str(adapted.origin.stored.source.path))
         verify = partial(adapters.verify, export.path, paths, adapted.module, run_plain)
