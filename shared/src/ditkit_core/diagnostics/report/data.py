@@ -104,6 +104,12 @@ class Section:
         return max((series.steps[-1] for series in self.series.values()), default=0)
 
     @property
+    def held_out(self) -> list[Any]:
+        """The samples that are held out for validation."""
+        listed = self.data.get("held_out")
+        return listed if isinstance(listed, list) else []
+
+    @property
     def sigmas(self) -> list[float]:
         """The noise levels of the held-out loss, ascending."""
         names = (name.removeprefix(PER_SIGMA) for name in self.series if name.startswith(PER_SIGMA))

@@ -23,11 +23,10 @@ def overview(section: Section) -> dict[str, Any]:
         **({"Exports": _exports(section.verified)} if section.verified else {}),
     }
     headline = verdict.headline[0].upper() + verdict.headline[1:] + "."
-    kind, state = verdict.kind, _state(section)
     return {
         "name": section.name,
-        "state": state,
-        "kind": kind,
+        "state": _state(section),
+        "kind": verdict.kind,
         "headline": headline,
         "details": details,
         "facts": facts,
@@ -45,23 +44,19 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     if len(measured.steps) == 1 or measured.steps[0] or not first:
         words = f"validation loss is {format_number(last)} at step {measured.steps[-1]}"
         why = "It was not measured before and after training."
-        soon = len(measured.steps) == 1 and not measured.steps[0]
-        return Verdict(words, "unclear", f"{'too early to tell' if soon else 'nothing to compare with'}: {words}"), [
-            why
-        ]
+        why_unclear = "nothing to compare with" if measured.steps[0] or len(measured.steps) > 1 else "too early to tell"
+        return Verdict(words, "unclear", f"{why_unclear}: {words}"), [why]
     ends = [section.series[name] for name in ("held_out_low", "held_out_high") if name in section.series]
     # The grid of noise levels may have changed since an interval was measured.
     interval = [end.last for end in ends] if {end.steps[-1] for end in ends[1:]} == {measured.steps[-1]} else None
     lowest = min(range(len(measured.values)), key=measured.values.__getitem__)
-    details = (
-        f"Validation loss: {format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
-    )
+    values = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
+    details = f"Validation loss: {values}"
     is_past = measured.values[lowest] < last
     if is_past:
         details += f"; lowest at step {measured.steps[lowest]}: {format_number(measured.values[lowest])}"
-    held_out = section.data.get("held_out")
     noun = "clip" if _of_clips(section) else "image"
-    verdict = judge_change(first, last, interval, len(held_out) if isinstance(held_out, list) else 0, noun)
+    verdict = judge_change(first, last, interval, len(section.held_out), noun)
     advice = verdict.advice
     if verdict.kind == "rose" and is_past and measured.steps[lowest]:
         advice += " The best save is exported by the export command with --step best."
@@ -120,16 +115,15 @@ def _data(section: Section) -> list[str]:
     if of_clips:
         parts.insert(0, f"{' to '.join(map(str, dict.fromkeys((frames[0], frames[-1]))))} frames")
         parts += [f"{fps:g} fps"] if isinstance(fps := data.get("fps"), int | float) else []
-    held_out, excluded = data.get("held_out"), data.get("num_excluded")
+    excluded = data.get("num_excluded")
+    masks = f"{data.get('masks')} with loss masks (weight {config.get('train.mask_weight', 0):g} outside)"
     return _said(
         plural(data["samples"], "clip" if of_clips else "image") if "samples" in data else "",
         f"folder {folder}" if folder else "",
         ", ".join(parts),
-        f"{data['masks']} with loss masks (weight {config.get('train.mask_weight', 0):g} outside)"
-        if data.get("masks")
-        else "",
+        masks if data.get("masks") else "",
         "mirrored in half of their uses" if config.get("data.flip") else "",
-        f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
+        f"{len(section.held_out)} held out for validation" if section.held_out else "",
         f"{excluded} left out" if excluded else "",
     )
 

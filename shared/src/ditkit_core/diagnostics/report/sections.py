@@ -149,7 +149,7 @@ def tables(section: Section) -> dict[str, list[Table]]:
     titled = {
         "Newest numbers": _numbers(section),
         "Validation loss in numbers": _measurements(section),
-        "Data": _data(section.data),
+        "Data": _data(section),
         "Environment": [_pairs(environment) for environment in section.environments],
         "Configuration": [_pairs(config)] if config else [],
     }
@@ -186,16 +186,16 @@ def _cell(name: str, step: int, value: float) -> Markup:
     return markup(cell, repr(value), name, step, format_number(value / _unit(name)))
 
 
-def _data(data: Mapping[str, Any]) -> list[Table]:
-    if not data:
+def _data(section: Section) -> list[Table]:
+    if not (data := section.data):
         return []
-    held_out, excluded = data.get("held_out"), dicts_of(data.get("excluded"))
+    excluded = dicts_of(data.get("excluded"))
     facts = {
         "samples": data.get("samples"),
         "captions": data.get("captions"),
         "with a loss mask": data.get("masks"),
         "frames per second": data.get("fps"),
-        "held out": ", ".join(map(str, held_out)) if isinstance(held_out, list) and held_out else "none",
+        "held out": ", ".join(map(str, section.held_out)) or "none",
         "left out": data.get("num_excluded", len(excluded)),
     }
     listed = [_columns(dicts_of(data.get("shapes")), ["frames", "height", "width", "samples"])]
