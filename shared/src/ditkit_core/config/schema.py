@@ -45,9 +45,13 @@ class ConfigField:
         return self.holds in ("path", "part")
 
 
-@functools.cache
 def config_fields(tree: type) -> Mapping[str, ConfigField]:
     """The keys of a tree, in order of declaration."""
+    return _config_fields(tree)
+
+
+@functools.cache
+def _config_fields(tree: type) -> Mapping[str, ConfigField]:
     described = {}
     for section, section_type in config_sections(tree).items():
         hints, docs = get_type_hints(section_type), field_docs(section_type)

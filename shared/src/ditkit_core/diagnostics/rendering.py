@@ -51,9 +51,9 @@ def print_parts(parts: Sequence[Part]) -> None:
         say("")
 
 
-def parts_page(title: str, heading: str, parts: Sequence[Part], **values: object) -> str:
-    """A report of parts as an HTML page; arguments as for `html_page`."""
-    return html_page("parts.html", title=title, heading=heading, parts=parts, **values)
+def parts_page(title: str, heading: str, parts: Sequence[Part]) -> str:
+    """A report of parts as an HTML page."""
+    return html_page("parts.html", title=title, heading=heading, parts=parts)
 
 
 def escape_html(text: object) -> Markup:

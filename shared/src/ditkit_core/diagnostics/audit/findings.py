@@ -102,7 +102,7 @@ def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
         cost = entry["cost"] and Cost(**entry["cost"])
         return OpGroupFindings(op_group=entry["place"], dtype=entry["dtype"], cost=cost, **cases)
 
-    named = {name: values[name] for name in ("lowered", "seconds", "peak_bytes", "not_measured")}
-    listed = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
-    cases = {"as_run": case(values["own"]), "all_lowered": case(values["all_lowered"])}
-    return AuditFindings(op_groups=tuple(map(op_group, values["places"])), **named, **listed, **cases)
+    converted: dict[str, Any] = {name: values[name] for name in ("lowered", "seconds", "peak_bytes", "not_measured")}
+    converted |= {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
+    converted |= {"as_run": case(values["own"]), "all_lowered": case(values["all_lowered"])}
+    return AuditFindings(op_groups=tuple(map(op_group, values["places"])), **converted)

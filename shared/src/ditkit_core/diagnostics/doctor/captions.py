@@ -103,10 +103,7 @@ def check_captions(
     if empty := [sample.id for sample in all_samples for text in sample.captions if not text.strip()]:
         observation = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding(
-            "D16",
-            listed(empty),
-            observation,
-            "write one; for training without captions set train.caption_dropout",
+            "D16", listed(empty), observation, "write one; for training without captions set train.caption_dropout"
         )
     using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
     for sample in samples:

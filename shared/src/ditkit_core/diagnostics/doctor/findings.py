@@ -75,7 +75,7 @@ class Finding:
     """One thing to know or to fix."""
 
     code: str
-    severity: Severity = field(default="", kw_only=True)  # type: ignore[assignment]
+    severity: Severity = field(default="", kw_only=True)  # type: ignore[arg-type]
     """By default the code's."""
     where: str
     """A file, a sample, a setting."""

@@ -363,10 +363,7 @@ def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding
     elif share > 1 - LEAST_MASK:
         remedy = "paint what is not learnt black (transparency counts as white), or remove the mask"
         yield Finding(
-            "D29",
-            sample.id,
-            f"its mask {sample.mask} is white everywhere: it is learnt as without one",
-            remedy,
+            "D29", sample.id, f"its mask {sample.mask} is white everywhere: it is learnt as without one", remedy
         )
 
 
