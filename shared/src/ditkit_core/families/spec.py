@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_le
 from ditkit_core.families.language_models import TextEncoding
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
-from ditkit_core.models.encoders import AuxiliaryModel, Sampler, VaeMode
+from ditkit_core.models.encoders import AuxiliaryModel, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -138,6 +137,12 @@ def family_spec(
         images = [latents for key, latents in item.items() if key == "latents" or key.startswith("reference.")]
         return len(item["text"]) * text_in_stream + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
 
+    def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
+        return DiffusersVae(vae, components, device, mode)
+
+    def text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Any:
+        return LanguageModelEncoder(text, components, device, dtype, streaming)
+
     def sampler(
         components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[VaeMode]
     ) -> Sampler:
@@ -176,8 +181,8 @@ def family_spec(
             reference_size=reference_size,
         ),
         auxiliary=AuxiliarySpec(
-            media_encoder=partial(DiffusersVae, vae),
-            text_encoder=partial(LanguageModelEncoder, text),
+            media_encoder=media_encoder,
+            text_encoder=text_encoder,
             sampler=sampler,
             sample_defaults=sample_defaults,
             models=models,

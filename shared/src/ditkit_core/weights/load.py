@@ -265,7 +265,8 @@ def _quantize_into(
     division: RowReader | None,
 ) -> None:
     """Give a quantized layer the codes and scales of a file's tensors; if it is divided, bitwise the rows that a whole layer would have."""
-    shape, rows = torch.Size((layer.out_features, layer.in_features)), division and division.rows(layer.weight)
+    shape = torch.Size((layer.out_features, layer.in_features))
+    rows = None if division is None else division.rows(layer.weight)
     # Unchanged if they can be: other scales would round them a second time.
     values = _stored_codes(layer, reader, parts, device, edit, rows)
     if division is None:
