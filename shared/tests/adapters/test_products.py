@@ -1,4 +1,4 @@
-"""Low-rank products, measured and reduced without being formed, and Kronecker products nearest to a matrix."""
+"""Low-rank products, measured and reduced without being formed."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.adapters import products
-from ditkit_core.adapters.products import low_rank, nearest_kronecker, product_norm, reduce_product, relative_difference
+from ditkit_core.adapters.products import low_rank, product_norm, reduce_product, relative_difference
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -88,38 +88,3 @@ def test_a_matrix_of_nothing_and_one_that_is_low_already() -> None:
     assert found.energy_share == pytest.approx(1.0, abs=1e-9)
     torch.testing.assert_close(found.up @ found.down, matrix, rtol=1e-4, atol=1e-5)
     assert len(low_rank(matrix, None, 0.999999, "x").down) == 2
-
-
-def lost(matrix: torch.Tensor, parts: dict[str, torch.Tensor]) -> float:
-    second = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
-    difference = matrix.double() - torch.kron(parts["lokr_w1"].double(), second.double())
-    return float(difference.square().sum() / matrix.double().square().sum())
-
-
-def test_whole_factors_are_the_nearest_of_all() -> None:
-    """The share that is kept is that of the leading singular value of the blocks as rows, which bounds every Kronecker product."""
-    matrix = drawn(12, 20)
-    parts, kept = nearest_kronecker(matrix, {"lokr_w1": (3, 4), "lokr_w2": (4, 5)}, "x")
-    blocks = torch.stack([block.flatten() for rows in matrix.split(4) for block in rows.split(5, 1)])
-    squares = torch.linalg.svdvals(blocks.double()).square()
-    assert kept == pytest.approx(float(squares[0] / squares.sum()), rel=1e-6)
-    assert lost(matrix, parts) == pytest.approx(1 - kept, rel=1e-5)
-    for seed in range(20):
-        other = {part: tensor + 0.05 * drawn(*tensor.shape, seed=seed) for part, tensor in parts.items()}
-        assert lost(matrix, other) > lost(matrix, parts)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4, 9])
-def test_a_second_factor_of_a_low_rank_is_fitted_with_the_first(rank: int) -> None:
-    matrix = drawn(12, 20)
-    shapes = {"lokr_w1": (3, 4), "lokr_w2_a": (4, rank), "lokr_w2_b": (rank, 5)}
-    parts, kept = nearest_kronecker(matrix, shapes, "x")
-    assert {part: tuple(tensor.shape) for part, tensor in parts.items()} == shapes
-    assert lost(matrix, parts) == pytest.approx(1 - kept, rel=1e-4)
-    whole, most = nearest_kronecker(matrix, {"lokr_w1": (3, 4), "lokr_w2": (4, 5)}, "x")
-    u, s, vh = torch.linalg.svd(whole["lokr_w2"].double(), full_matrices=False)
-    cut = {"lokr_w1": whole["lokr_w1"], "lokr_w2": (u[:, :rank] * s[:rank] @ vh[:rank]).float()}
-    assert lost(matrix, parts) <= lost(matrix, cut) + 1e-6 and kept <= most + 1e-6
-    for seed in range(20 if rank < 4 else 0):
-        other = {part: tensor + 0.02 * drawn(*tensor.shape, seed=seed) for part, tensor in parts.items()}
-        assert lost(matrix, other) > lost(matrix, parts)

@@ -1,4 +1,4 @@
-"""Extracts a LoRA or LoKr from the difference of two complete transformers, with one module in memory at a time."""
+"""Extracts a LoRA from the difference of two complete transformers, with one module in memory at a time."""
 
 import math
 from collections.abc import Callable, Collection
@@ -6,51 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.identify import layers_of, parameters_of
-from ditkit_core.adapters.files.start import lokr_shapes
-from ditkit_core.adapters.files.write import Scaled
-from ditkit_core.adapters.products import low_rank, nearest_kronecker
+from ditkit_core.adapters.files.write import LoraAdapter, Scaled
+from ditkit_core.adapters.products import low_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.weights.factored import FactoredMatrices
 from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import StoredParameters
-
-Approximation = Callable[[Tensor, str], tuple[Scaled[Any], float]]
-"""From a difference [out, in] and its module's name to an adapter of the module, and the share of the difference's energy that it keeps."""
-
-
-def as_lora(rank: int | None, energy: float) -> Approximation:
-    """The nearest LoRA of a rank; without one of the lowest rank, up to 256, that keeps the share `energy` of the squared singular values of each module."""
-
-    def nearest(difference: Tensor, module: str) -> tuple[Scaled[LoraMatrices], float]:
-        product = low_rank(difference, rank, energy, module)
-        return Scaled(LoraMatrices(product.down, product.up)), product.energy_share
-
-    return nearest
-
-
-def as_lokr(config: AdapterConfig) -> Approximation:
-    """The nearest LoKr with the factors that training with this section would have."""
-
-    def nearest(difference: Tensor, module: str) -> tuple[Scaled[FactoredMatrices], float]:
-        parts, energy_share = nearest_kronecker(
-            difference, lokr_shapes(config, module, tuple(difference.shape)), module
-        )
-        return Scaled(FactoredMatrices(parts)), energy_share
-
-    return nearest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
     """The difference of two transformers."""
 
-    adapters: dict[str, Scaled[Any]]
+    adapters: dict[str, LoraAdapter]
     """Adapters by our name of the module; modules that do not differ have none."""
     energy_shares: dict[str, float]
     """Share of the energy of each module's difference that its adapter keeps, 0 to 1."""
@@ -62,7 +33,7 @@ class Extracted:
     @property
     def residual(self) -> float:
         """Norm of the part of the modules' difference that the adapters do not represent, relative to that difference."""
-        # By Pythagoras: what is kept is orthogonal to its remainder, of a LoRA and of a LoKr.
+        # By Pythagoras: what is kept is orthogonal to its remainder.
         squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.energy_shares}
         lost = sum(square * (1 - self.energy_shares[name]) for name, square in squares.items())
         return (max(0.0, lost) / sum(squares.values())) ** 0.5
@@ -80,14 +51,16 @@ def extract(
     tuned: SafetensorsSource,
     base: SafetensorsSource,
     *,
-    approximate: Approximation,
+    rank: int | None,
+    energy: float,
     only: Collection[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """Extract adapters from the difference of two transformers of one architecture, in any forms and dtypes, module by module.
+    """Extract LoRAs from the difference of two transformers of one architecture, in any forms and dtypes, module by module.
 
     Args:
-        approximate: Makes an adapter of a module's difference: `as_lora` or `as_lokr`.
+        rank: None: in each module the lowest rank, up to 256, that keeps `energy`.
+        energy: Share of the squared singular values to keep, above 0 and at most 1.
         only: Modules that may have an adapter; None: all Linear layers.
         advance: Called after each parameter, for progress.
     """
@@ -111,7 +84,8 @@ def extract(
         if module not in layers or module == name or (only is not None and module not in only):
             uncovered[name] = size / size_of_base if size_of_base else float("inf")
             continue
-        adapters[module], energy_shares[module] = approximate(difference, module)
+        product = low_rank(difference, rank, energy, module)
+        adapters[module], energy_shares[module] = Scaled(LoraMatrices(product.down, product.up)), product.energy_share
     if not adapters:
         verdict = "differ in no Linear layer" if sizes else "do not differ"
         raise UserError(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
+from ditkit_core.adapters.config import FP8_SCALED, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
-from ditkit_core.adapters.extract import as_lokr, as_lora, extract
+from ditkit_core.adapters.extract import extract
 from ditkit_core.adapters.files.convert import (
     adapter_dtype,
     add_missing_modules,
@@ -24,12 +24,12 @@ from ditkit_core.adapters.files.convert import (
     write_converted,
 )
 from ditkit_core.adapters.files.differences import described, not_applied
-from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms, with_forms_of
+from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.files.read import with_differences
-from ditkit_core.adapters.files.write import Scaled, check_form, check_one_to_one
+from ditkit_core.adapters.files.write import Scaled, check_form
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.export import check_free, check_kind
 from ditkit_core.commands.options import ExportOptions, parse_rank
@@ -121,33 +121,22 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Compute a LoRA, or a LoKr, from the difference of two transformers."""
+    """Compute a LoRA from the difference of two transformers."""
     (rank, energy), tuned_path = parse_rank(options.rank), local_path(options.extract)
-    method, is_lokr = config.adapter.method, config.adapter.method == "lokr"
-    if method == "loha":
+    if config.adapter.method in ("lokr", "loha"):
         raise UserError(
-            "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
+            f"--extract makes a LoRA, and adapter.method = {config.adapter.method}; leave adapter.method out"
         )
-    if is_lokr and (rank is None or config.adapter.decompose_both):
-        setting = "--rank auto" if rank is None else "adapter.decompose_both"
-        raise UserError(
-            f"--extract: {setting} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
-        )
-    adapter = replace(config.adapter, rank=rank) if is_lokr and rank else AdapterConfig()
-    form = options.to or with_forms_of(ExportConfig(), adapter, spec).forms[0]
+    form = options.to or ExportConfig().forms[0]
     check_form(form, spec.architecture.names, use_dora=False)
-    out = _out(options.out, tuned_path, f"_lokr{rank}" if is_lokr else f"_rank{rank}" if rank else "_extracted")
+    out = _out(options.out, tuned_path, f"_rank{rank}" if rank else "_extracted")
     base, arch, layers = _base(spec, config, options)
     tuned = open_weights(tuned_path)
     only = None
-    # A LoKr without targets is of the layers that training would adapt: no form has each layer alone.
-    if config.adapter.targets or is_lokr:
+    if config.adapter.targets:
         only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
-    if is_lokr and only:
-        check_one_to_one(form, spec.architecture.names, only)
-    approximate = as_lokr(adapter) if is_lokr else as_lora(rank, energy)
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
-        extracted = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
+        extracted = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
     say(_kept_lines(extracted.energy_shares, "of the difference's energy kept"))
     say(f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules")
     if extracted.uncovered:
@@ -165,7 +154,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     residual = round(extracted.residual, 6)
     metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
-    adapters = extracted.adapters if is_lokr else add_missing_modules(extracted.adapters, spec, form, layers, out)
+    adapters = add_missing_modules(extracted.adapters, spec, form, layers, out)
     _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
