@@ -138,15 +138,11 @@ def mesh_of(kind: str, ranks: Ranks) -> DeviceMesh:
     """
     key = f"{kind} {ranks.shard}"
     if key not in ranks.meshes:
-        ranks.meshes[key] = _mesh_of(kind, ranks.size // ranks.shard, ranks.shard)
+        names = ("replicate", "shard")
+        ranks.meshes[key] = init_device_mesh(kind, (ranks.size // ranks.shard, ranks.shard), mesh_dim_names=names)
+        # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
+        set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
+        for name in names:
+            set_timeout(WITHOUT_LIMIT, ranks.meshes[key].get_group(name))
     mesh: DeviceMesh = ranks.meshes[key]
-    return mesh
-
-
-def _mesh_of(kind: str, replicas: int, shard: int) -> DeviceMesh:
-    mesh = init_device_mesh(kind, (replicas, shard), mesh_dim_names=("replicate", "shard"))
-    # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
-    set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
-    for name in ("replicate", "shard"):
-        set_timeout(WITHOUT_LIMIT, mesh.get_group(name))
     return mesh

@@ -1,12 +1,11 @@
 """Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is allocated yet."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ditkit_core.adapters.assistant import put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
@@ -68,7 +67,9 @@ def model_on_meta(
     """
     source = open_weights(components.locate(component))
     if adapter is not None:
-        _check_formats(adapter, base, source)
+        check_quantize(base.quantize, adapter.method)
+        if num_scaled(source) or num_packed(source):
+            check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components, source)
     model, files = build_on_meta(spec, arch, precision), base.files(component)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -76,14 +77,18 @@ def model_on_meta(
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
     # An assistant is taken out again for samples, which differences of whole parameters cannot be.
-    merged = _opened(files, partial(open_file, parameters=shapes), {base.assistant_key(component): open_file})
+    others, open_merge = {base.assistant_key(component): open_file}, partial(open_file, parameters=shapes)
+    parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
+    merged = [(others.get(key, open_merge)(file), strength) for key, file, strength in parsed]
     adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
     if base.compute != "dtype":
         say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with
-    adapted = _trained(model, adapter, spec)
+    if adapter is None:
+        model.requires_grad_(False)
+    adapted = () if adapter is None else inject(model, adapter, spec.adapters.targets)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {_described_merge(file)} at strength {strength:g}")
     assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter and adapter.use_dora else "")
@@ -101,31 +106,6 @@ def model_on_meta(
         merge_key=base.merge_key(component),
     )
     return Model(model, BlockEngine(), spec, trainable_parameters(model), loaded_from=origin)
-
-
-def _check_formats(adapter: AdapterConfig, base: BaseConfig, source: SafetensorsSource) -> None:
-    """Refuse to train weights in 8 or 4 bits."""
-    check_quantize(base.quantize, adapter.method)
-    if num_scaled(source) or num_packed(source):
-        check_scaled(str(source.path), adapter.method)
-
-
-def _trained(model: nn.Module, adapter: AdapterConfig | None, spec: ModelSpec) -> tuple[str, ...]:
-    """Make the model trainable as configured, or freeze it; returns the modules that have an adapter now."""
-    if adapter is None:
-        model.requires_grad_(False)
-        return ()
-    return inject(model, adapter, spec.adapters.targets)
-
-
-def _opened(
-    files: Sequence[tuple[str, str]],
-    opens: Callable[[Path], AdapterFile],
-    others: Mapping[str, Callable[[Path], AdapterFile]],
-) -> list[tuple[AdapterFile, float]]:
-    """The files to merge with their strengths; some keys are opened in another way."""
-    parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
-    return [(others.get(key, opens)(file), strength) for key, file, strength in parsed]
 
 
 def _described_merge(file: AdapterFile) -> str:
@@ -161,10 +141,16 @@ def _quantize_blocks(
     say: Callable[[str], None],
 ) -> None:
     """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
-    formats = formats_in_blocks(spec, model, source, mapping)
+    formats, dtype_of = formats_in_blocks(spec, model, source, mapping), loaded_dtype(spec, precision)
     held = {name: stored for name, stored in formats.items() if kind in ("none", stored)}
     if held:
-        say(_hold_as_stored(spec, model, source, held, precision, merges=bool(merge_into(merged))))
+        before = num_bytes(model, dtype_of)
+        hold_as_stored(model, held)
+        line = (
+            f"{source.path}: {len(held)} matrices stay as they are stored, in {_and(held.values())}; "
+            f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
+        )
+        say(line + "; those that a merged adapter changes are rounded once more" * bool(merge_into(merged)))
     if others := {stored for name, stored in formats.items() if name not in held}:
         say(
             f"{source.path} is in {_and(others)}, and rounded once more; a bf16 file or base.quantize = none loses less"
@@ -175,35 +161,9 @@ def _quantize_blocks(
         say(f"{source.path}: {len(packed)} matrices in 8 or 4 bits are unpacked, {packed[0]} the first")
     # With a format that the file has, there may be no linear layer to convert.
     if kind != "none" and any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
-        say(_quantize(spec, model, kind, precision))
-
-
-def _quantize(spec: ModelSpec, model: StagedModel, kind: str, precision: Precision) -> str:
-    """Have the blocks' matrices quantized when they are loaded; returns one line about it."""
-    dtype_of, num_blocks = loaded_dtype(spec, precision), len(model.blocks())
-    before = num_bytes(model, dtype_of)
-    converted = convert(model, kind, spec.precision.keep_fp32)
-    return describe_quantized(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
-
-
-def _hold_as_stored(
-    spec: ModelSpec,
-    model: StagedModel,
-    source: SafetensorsSource,
-    formats: Mapping[str, str],
-    precision: Precision,
-    *,
-    merges: bool,
-) -> str:
-    """Keep matrices of the blocks as a file has them; returns one line about it."""
-    dtype_of = loaded_dtype(spec, precision)
-    before = num_bytes(model, dtype_of)
-    hold_as_stored(model, formats)
-    line = (
-        f"{source.path}: {len(formats)} matrices stay as they are stored, in {_and(formats.values())}; "
-        f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
-    )
-    return line + "; those that a merged adapter changes are rounded once more" * merges
+        before = num_bytes(model, dtype_of)
+        converted = convert(model, kind, spec.precision.keep_fp32)
+        say(describe_quantized(kind, converted, len(model.blocks()), before, num_bytes(model, dtype_of)))
 
 
 def _and(formats: Collection[str]) -> str:

@@ -99,10 +99,6 @@ KERNEL_ADDS_FROM, KERNEL_ADDS_COLUMNS = 2**24, 192
 or up to 13 % faster. cuBLAS rounds the product to bf16 before it adds it; a kernel rounds once."""
 
 
-def _add_in_torch(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return total.addmm_(left, right)
-
-
 def _add_in_kernel(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if total.numel() < KERNEL_ADDS_FROM or not _suits_kernel(total, left, right):
         return total.addmm_(left, right)
@@ -119,5 +115,5 @@ def _suits_kernel(total: Tensor, left: Tensor, right: Tensor) -> bool:
     return length % 8 == width % 8 == 0 and all(x.is_contiguous() and x.storage_offset() % 8 == 0 for x in tensors)
 
 
-IN_TORCH = Split(split_factors, split_products, split_sums, _add_in_torch)
+IN_TORCH = Split(split_factors, split_products, split_sums, Tensor.addmm_)
 IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts, kernels.term_sums, _add_in_kernel)

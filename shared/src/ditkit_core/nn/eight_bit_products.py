@@ -97,7 +97,9 @@ def _product_of_codes(
     fused = fused and _fits_kernels(x)
     rows = x.reshape(-1, x.shape[-1])
     out = rows.new_empty(len(rows), codes.shape[1])
-    applies_scales = fused and _applies_scales(x, codes, bias)
+    # Only on Hopper, where the times of `_multiply` were measured.
+    has_product = codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16)
+    applies_scales = fused and has_product and hopper.is_hopper(x)
     # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in codes, or sums in 32 bits.
     at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
     if applies_scales:
@@ -123,11 +125,6 @@ def _product_of_codes(
 
 def _fits_kernels(x: Tensor) -> bool:
     return x.dtype.itemsize <= 4
-
-
-def _applies_scales(x: Tensor, codes: Tensor, bias: Tensor | None) -> bool:
-    """Whether `_multiply` computes such a product: only on Hopper, where its times were measured."""
-    return hopper.is_hopper(x) and (codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16))
 
 
 def _multiply(

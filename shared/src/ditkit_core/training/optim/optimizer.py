@@ -56,12 +56,6 @@ def check_rates(config: OptimConfig, layers: Collection[str]) -> None:
     check_used("optim.lr_pattern", config.rates, layers)
 
 
-def _rate(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[str, float]:
-    """Name and factor of a parameter's learning rate."""
-    # As peft's `create_loraplus_optimizer`: B, and vectors, which in an adapter are DoRA's magnitudes.
-    return config.rate_of(module_of(name), is_up=is_adapter_name(name) and (".lora_B." in name or parameter.ndim == 1))
-
-
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         rate = lr * group["lr_factor"]
@@ -143,7 +137,9 @@ class NamedOptimizer:
         parameters = {one: self._proxies[one] for one in parameters}
         chosen: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for one, parameter in parameters.items():
-            label, factor = _rate(one, parameter, config)
+            # As peft's `create_loraplus_optimizer`: B, and vectors, which in an adapter are DoRA's magnitudes.
+            is_up = is_adapter_name(one) and (".lora_B." in one or parameter.ndim == 1)
+            label, factor = config.rate_of(module_of(one), is_up=is_up)
             chosen.setdefault((parameter.ndim <= 1, factor), []).append(parameter)
             if label:
                 self._factors[label] = factor
