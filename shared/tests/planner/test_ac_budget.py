@@ -231,8 +231,8 @@ def test_a_plan_has_the_kernels_of_its_run_and_the_format_that_its_base_is_multi
     """Its step, for the memory; and the amount of work, for the time."""
     run = run_of("full", **COMPUTED)
     job = planned_step(run, "cuda").job
-    for planned in (job, job.work):
-        assert (planned.kernels, planned.quantize, planned.compute) == ("triton", "fp8", "fp8")
+    assert (job.kernels, job.quantize, job.execution.compute) == ("triton", "fp8", "fp8")
+    assert (job.work.kernels, job.work.quantize, job.work.compute) == ("triton", "fp8", "fp8")
 
 
 def test_a_plan_says_what_products_in_8_bits_gain():

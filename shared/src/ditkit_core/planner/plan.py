@@ -181,11 +181,7 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
     check_formats(execution.compute, hardware)
     if layout is not None:
         hardware = (weakest(hardware),)
-    devices, named = execution.torch_devices, execution.devices
-    if gpus:  # which need not exist; they have the configured names, because policies can be set per device name
-        if len(named) != len(hardware) or not all(name.startswith("cuda:") for name in named):
-            named = tuple(f"cuda:{index}" for index in range(len(hardware)))
-        devices = tuple(map(torch.device, named))
+    devices = _names_for(execution, len(hardware)) if gpus else execution.torch_devices
     hardware = keeping_reserves(hardware, reserve)
     limit, budgets = host_limit(host, here=not gpus), budgets_of(hardware)
     if layout is not None:
@@ -220,3 +216,11 @@ def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
             raise UserError(
                 f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
             )
+
+
+def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
+    """Devices for GPUs that need not exist, with the configured names, because policies can be set per device name."""
+    names = execution.devices
+    if len(names) != count or not all(name.startswith("cuda:") for name in names):
+        names = tuple(f"cuda:{index}" for index in range(count))
+    return tuple(map(torch.device, names))

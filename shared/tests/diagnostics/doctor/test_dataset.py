@@ -58,7 +58,7 @@ def sample(id: str = "a", captions: tuple[str, ...] = ("a clip",), frames: int =
 
 
 def info(seconds: float = 2.0, fps: float = 24.0, height: int = 64, width: int = 64) -> MediaInfo:
-    return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=fps, rotation=0)
+    return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=fps)
 
 
 def a_look(**changes: object) -> WindowLook:
@@ -236,7 +236,7 @@ def test_the_page_does_not_break_words_in_tables() -> None:
 def test_frames_of_windows_that_overlap_are_counted_once() -> None:
     row = file_row("a", info(seconds=2.0), [sample(), sample("a #1", start=0.25), sample("a #2", start=1.0)], 16.0)
     assert (row.frames, row.kept, row.dropped) == (32, 22, 10)
-    still = MediaInfo(kind="image", width=32, height=64, seconds=0.0, fps=0.0, rotation=0)
+    still = MediaInfo(kind="image", width=32, height=64, seconds=0.0, fps=0.0)
     row = file_row("a.png", still, [sample(frames=1)], 16.0)
     assert (row.frames, row.kept, row.dropped, row.enlarged) == (1, 1, 0, 2.0)
 

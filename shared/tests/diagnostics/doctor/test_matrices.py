@@ -45,7 +45,7 @@ def test_only_a_video_without_a_tag_is_named(tmp_path: Path) -> None:
     tagged, untagged = video(tmp_path / "a.mp4", tagged=True), video(tmp_path / "b.mp4", tagged=False)
     (tmp_path / "c.mp4").write_bytes(b"damaged")
     assert (has_no_matrix(tagged), has_no_matrix(untagged)) == (False, True)
-    hd = MediaInfo(kind="video", width=64, height=720, seconds=1.0, fps=8.0, rotation=0)
+    hd = MediaInfo(kind="video", width=64, height=720, seconds=1.0, fps=8.0)
     rows = [row_of(path, hd) for path in (*sorted(tmp_path.iterdir()), tmp_path)]
     assert without_matrix([*rows, row_of(untagged, replace(hd, height=480))]) == [str(untagged)]
 
