@@ -23,7 +23,8 @@ from ditkit_core.testing import recorded_graph
 from ditkit_core.testing.conformance_replay import trained_steps
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.recorded_graph import RecordedGraphs, recorded_graphs
-from ditkit_core.testing.toy import TOY, ToyBlock, toy_items
+from ditkit_core.testing.specs import altered
+from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, ToyModel, toy_items
 from ditkit_core.testing.world import differing
 from ditkit_core.training import replay
 from ditkit_core.training.checkpoint import load_state
@@ -63,6 +64,35 @@ def test_each_replay_chooses_the_tokens_that_an_eager_step_would() -> None:
     found = steps_of(CASE | {"routed": True}, replays=True)
     assert is_bitwise(found, steps_of(CASE | {"routed": True}, replays=False))
     assert found[2:] == ([], 3) and not is_bitwise(found, steps_of(replays=False))
+
+
+class _Unread(ToyBlock):
+    """A block that changes the text as well: after the last block nothing reads it."""
+
+    def __init__(self, arch: ToyArch, precision: Any):
+        super().__init__(arch, precision)
+        self.unread = nn.Linear(arch.dim, arch.dim)
+
+    def forward(self, carry: ToyCarry) -> ToyCarry:
+        return super().forward(carry)._replace(text=carry.text + self.unread(carry.text))
+
+
+class _UnreadModel(ToyModel):
+    def __init__(self, arch: ToyArch, precision: Any):
+        super().__init__(arch, precision)
+        self.layers = nn.ModuleList(_Unread(arch, precision) for _ in range(arch.depth))
+
+
+@pytest.mark.parametrize(("policy", "adapter"), [("none", "full"), ("full", "dora"), ("attn_only", "full")])
+def test_a_layer_whose_result_nothing_reads_is_left_alone_as_in_an_eager_step(policy: str, adapter: str) -> None:
+    """It has no gradient, or zeros where a recompute or an adapter's product makes them; zeros would be decayed and change the norm's sum."""
+    spec = altered(TOY, build=_UnreadModel, targets={"all": ("qkv", "unread")})
+    case = CASE | {"policy": policy, "adapter": adapter, "accumulation": 2, "target": "velocity"}
+    items = toy_items(2, ragged=True)
+    with recorded_graphs():
+        found, expected = (trained_steps(spec, ARCH, items, case, replays) for replays in (True, False))
+    assert is_bitwise(found, expected)
+    assert found[2:] == ([], 2)
 
 
 # Faults of the kinds that a CUDA graph has, planted where they would stand.

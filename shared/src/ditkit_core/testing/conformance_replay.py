@@ -17,6 +17,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_layouts import LAYOUTS
@@ -95,7 +96,10 @@ def trained_steps(
     )
     graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
     router = routing_of(spec, arch, model) if case.get("routed") else None
-    engine = BlockEngine(policy=case["policy"], backend=attention, router=router)
+    clock = StepClock(
+        [device]
+    )  # a run has one: its marks between blocks lead the backward to layers whose result nothing reads
+    engine = BlockEngine(policy=case["policy"], backend=attention, router=router, clock=clock)
     staged = Model(model, engine, spec, trainable=trained.parameters)
     items = masked(items) if case["masks"] else list(items)
     if case["target"] == "guided":
@@ -107,7 +111,7 @@ def trained_steps(
     batches[0] = replace(batches[0], matches_base=case["target"] == "base")
     results = []
     for step in range(STEPS):
-        context = StepContext(step=step, seed=1, flow=flow, replays=graphs)
+        context = StepContext(step=step, seed=1, flow=flow, replays=graphs, clock=clock)
         watch = StatsRecorder() if step == 2 else None
         results.append(training_step(staged, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.1, watch=watch))
         trained.average.update(step + 1)

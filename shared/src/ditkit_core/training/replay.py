@@ -286,8 +286,9 @@ class _GradientBuffers:
         names: list[str] = []
         before = {name for name, parameter in self._trainable.items() if parameter.grad is not None}
         self.prepare(list(self._trainable))
+        # Autograd also comes to layers whose result nothing reads, with None: eager micro-batches leave them without a gradient.
         hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+            parameter.register_hook(lambda gradient, name=name: names.append(name) if gradient is not None else None)
             for name, parameter in self._trainable.items()
         ]
         try:
