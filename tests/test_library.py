@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 import ditkit_core
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.errors import keys_shown
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.step_time import step_seconds
 from pages import blocks
 from workspace import MODELS, ROOT
 
@@ -44,6 +46,10 @@ def for_family(program: str, package: str) -> str:
 @pytest.fixture(scope="module", params=[member.package for member in MODELS])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+one_family = pytest.mark.parametrize("family", ["ditkit_wan"], indirect=True, scope="module")
+"""For plans, which read a family through its spec: each package plans its presets, and the core its own model, in ways that find more."""
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +113,16 @@ def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
     assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
 
 
+@one_family
 def test_a_step_is_planned_for_a_gpu_that_is_not_here(run, capsys):
     step = run("Plan my step on that GPU")["step"]
-    assert step.fits and step.seconds > 0 and step.job.execution.kernels == "triton"
+    assert step.fits and step.job.execution.kernels == "triton"
+    assert step.seconds == step_seconds(step.profile, step.partition, parse_gpus("rtx4090"), step.work) > 0
+    assert step.devices[0].budget.total == parse_gpus("rtx4090")[0].total and step.flops > 0
     assert capsys.readouterr().out.endswith(" s, fits\n")
 
 
+@one_family
 def test_what_fits_this_machine_is_loaded_so(run):
     names = run("Split or stream my model by memory")
     assert names["step"].fits and len(list(names["model"].parameters())) > 10

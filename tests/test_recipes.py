@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from profiled_once import equal_steps_are_profiled_once  # noqa: F401 (a fixture)
 from safetensors.torch import load_file
 
 from ditkit_core.adapters.files.export import check_export
@@ -160,6 +161,7 @@ def test_hours_count_everything_that_runs_the_model():
     assert hours(WAN, **experts) == pytest.approx(900 + 4 * (5 * 5 + 3 * 4) + sampled)  # 0.9 is no level of the second
 
 
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_hours_of_a_small_run_are_those_of_its_plan():
     """The toy, which is profiled in a second: two samples in a step, a block streamed."""
     flags = {

@@ -20,10 +20,10 @@ LORA, SIZE = LoraConfig(r=4), (17, 256, 256)
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_preset_is_planned_at_a_size_and_with_a_batch() -> None:
-    small, large = (plan(SPEC, "wide", "24GiB", LORA, size=size) for size in ((5, 64, 64), SIZE))
+    small = plan(SPEC, "wide", "24GiB", LORA, size=(5, 64, 64), batch_size=2, micro_batches=3)
+    large = plan(SPEC, "wide", "24GiB", LORA, size=SIZE)
     assert small.fits and small.devices[0].peak < large.devices[0].peak
-    two = plan(SPEC, "wide", "24GiB", LORA, size=(5, 64, 64), batch_size=2, micro_batches=3)
-    assert len(two.job.batch) == 2 and two.work.micro_batches == 3
+    assert len(small.job.batch) == 2 and small.work.micro_batches == 3
     with pytest.raises(UserError, match="batch_size = 0 must be at least 1"):
         plan(SPEC, "wide", "24GiB", batch_size=0)
 
