@@ -66,11 +66,10 @@ def test_verifying_reads_the_files_that_entries_were_made_of(
     capsys.readouterr()
     assert encode(world, "--verify-cache") == 0
     said = capsys.readouterr()
-    assert f"{photo.resolve()} has other content than when it was encoded" in said.err
-    assert said.err.count("has other content") == 1 and "6 files that entries were made of read, 1 changed" in said.out
+    assert "all files are read again" in said.out
     assert len(entries(world) - before) == 1 and before < entries(world)
-    capsys.readouterr()
-    assert encode(world, "--verify-cache") == 0 and "read, 0 changed" in capsys.readouterr().out
+    after = entries(world)
+    assert encode(world, "--verify-cache") == 0 and entries(world) == after
 
 
 def test_what_no_run_needs_is_pruned(

@@ -6,7 +6,7 @@ from pathlib import Path
 from ditkit_core.commands.options import EncodeOptions
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.encoding.cache import Cache, MediaHashes
-from ditkit_core.encoding.cache_maintenance import Rule, changed_sources, keys_in, parse_rule, prune, verify
+from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError
@@ -48,13 +48,10 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
 
 
 def _verify_cache(cache: Cache) -> None:
-    """Compare every cache entry, and every file that entries were made of, with its digest, and report those that differ."""
-    sources = len(MediaHashes(cache.folder).files())
-    with progress("verify files", sources) as bar:
-        changed = changed_sources(cache, bar.advance)
-    for path in changed:
-        warn(f"{path} has other content than when it was encoded, with the same size and times: it is encoded again")
-    say(f"{plural(sources, 'file')} that entries were made of read, {len(changed)} changed unnoticed")
+    """Compare every cache entry with its digest, and report those that differ; have every file that entries were made of read again."""
+    with MediaHashes(cache.folder) as hashes:
+        hashes.forget()
+    say("all files are read again; whatever has changed unnoticed is encoded again")
     with progress("verify cache", sum(1 for _ in cache.entries())) as bar:
         result = verify(cache, bar.advance)
     for name in result.damaged:

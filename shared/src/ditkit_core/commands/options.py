@@ -123,7 +123,7 @@ class EncodeOptions:
     dump: str = ""
     """Folder for the preprocessed samples: the pixels that the encoder receives as .mp4 or .png, the captions as .txt."""
     verify_cache: bool = False
-    """First read every cache entry, and every file that entries were made of, and compare them with their digests. Damaged entries are
+    """First compare every cache entry with its digest, and have each file read again when it is next needed. Damaged entries are
     removed; what differs is encoded again if this data needs it."""
     prune_cache: str = ""
     """Afterwards remove cache entries: `unused` (needed by no run in this run's parent folder), `30d` (not needed for 30 days), or

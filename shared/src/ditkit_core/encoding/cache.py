@@ -250,7 +250,7 @@ class MediaHashes:
 
     A hash is used again if the file's size, both times (`_FileState`) and a sample of its content are what they were. On Linux and macOS no
     program can change a file without the time of its last change. Elsewhere (Windows, some file systems of networks) the sample finds other
-    content, unless it differs between the sampled blocks only; `cache_maintenance.changed_sources` reads everything.
+    content, unless it differs between the sampled blocks only; `forget` has everything read.
 
     A context manager: new hashes are saved when it ends, and occasionally before. Of several processes one is inside at a time, so that
     files that all of them need are read once.
@@ -317,23 +317,9 @@ class MediaHashes:
         except OSError:
             return 0
 
-    def files(self) -> list[Path]:
-        """The files whose hashes are remembered and that are still there."""
-        return [path for path in map(Path, self._entries) if path.is_file()]
-
-    def has_changed_unseen(self, path: Path) -> bool:
-        """Read all of a file whose hash is remembered: whether its content is another although nothing else of it has changed."""
-        try:
-            remembered = self._remembered(path, _FileState.of(path))
-            return remembered is not None and remembered[0] != file_hash(path)
-        except OSError as error:
-            refuse_shortage(path, error)
-            raise UserError(f"cannot read {path}: {error.strerror}; correct its permissions") from error
-
-    def forget(self, path: Path) -> None:
-        """Forget the hash of a file, so that it is read again."""
-        if self._entries.pop(str(path.resolve()), None) is not None:
-            self._unsaved += 1
+    def forget(self) -> None:
+        """Forget all hashes, so that each file is read when it is next needed, also one that has changed unnoticed."""
+        self._entries, self._unsaved = {}, self._unsaved + 1
 
     def save(self) -> None:
         """Write the hashes atomically if there are new ones; in a read-only cache they are not saved."""

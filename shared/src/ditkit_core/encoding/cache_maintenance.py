@@ -1,4 +1,4 @@
-"""Cache maintenance: verifying entries and their sources against their digests, and pruning entries that are no longer needed."""
+"""Cache maintenance: verifying entries against their digests, and pruning entries that are no longer needed."""
 
 import re
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ditkit_core.encoding.cache import Cache, MediaHashes, header_matches, matches_digest, opened, remove
+from ditkit_core.encoding.cache import Cache, header_matches, matches_digest, opened, remove
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import read_json_object
@@ -51,23 +51,6 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
         without += matches is None
         advance(1.0)
     return Verified(checked=checked, damaged=tuple(damaged), without_digest=without)
-
-
-def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> list[Path]:
-    """Read every file whose content hash a cache remembers, and forget the hashes of other contents.
-
-    Returns the files whose content is another although their sizes, times and samples are as they were.
-    """
-    remembered, changed = MediaHashes(cache.folder), []  # not inside: other processes would wait for hours
-    for path in remembered.files():
-        if remembered.has_changed_unseen(path):
-            changed.append(path)
-        advance(1.0)
-    if changed:
-        with MediaHashes(cache.folder) as hashes:
-            for path in changed:
-                hashes.forget(path)
-    return changed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,10 @@ class DiffusersVae(FrozenVae):
     @property
     def recipe(self) -> str:  # type: ignore[override]  # a constant of other classes
         """How latents are made, for the identity of caches."""
-        return self.family.recipe or _recipe(self.family, self.config)
+        family, config = self.family, {**self.family.published, **self.config}
+        shift, scale = config.get("shift_factor"), config.get("scaling_factor")
+        patches = f", {family.patch}x{family.patch} patches as channel, row, column" if family.patch > 1 else ""
+        return family.recipe or f"posterior mode, minus {shift}, times {scale}{patches}, {{}}"
 
     @property
     def channels(self) -> int:
@@ -242,12 +245,6 @@ class DiffusersVae(FrozenVae):
             if isinstance(norm, nn.GroupNorm) and type(norm.num_groups) is not int:
                 raise ValueError(f"norm_num_groups is {norm.num_groups}")
         self.family.finish(vae)
-
-
-def _recipe(family: VaeFamily, config: Mapping[str, Any]) -> str:
-    shift, scale = (config.get(name, family.published.get(name)) for name in ("shift_factor", "scaling_factor"))
-    patches = f", {family.patch}x{family.patch} patches as channel, row, column" if family.patch > 1 else ""
-    return f"posterior mode, minus {shift}, times {scale}{patches}, {{}}"
 
 
 def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
