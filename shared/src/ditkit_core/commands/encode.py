@@ -10,7 +10,7 @@ from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, pr
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
@@ -52,13 +52,10 @@ def _verify_cache(cache: Cache) -> None:
     with MediaHashes(cache.folder) as hashes:
         hashes.forget()
     say("all files are read again; whatever has changed unnoticed is encoded again")
-    with progress("verify cache", sum(1 for _ in cache.entries())) as bar:
-        result = verify(cache, bar.advance)
-    for name in result.damaged:
-        warn(f"removed a damaged entry from the cache: {name}")
-    without = f", {result.without_digest} of them by length only (written by a version without digests)"
-    older = without if result.without_digest else ""
-    say(f"{cache.folder}: {result.checked} entries read{older}, {len(result.damaged)} damaged")
+    count = sum(1 for _ in cache.entries())
+    with progress("verify cache", count) as bar:
+        damaged = verify(cache, bar.advance)
+    say(f"{cache.folder}: {count} entries read, {damaged} damaged")
 
 
 def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) -> None:

@@ -137,7 +137,8 @@ class Cache:
         """Use a folder, which is created when the first entry is written."""
         self.folder = Path(folder)
         self._compared: set[Path] = set()
-        self._removed: set[Path] = set()
+        self.damaged: set[Path] = set()
+        """The files of entries that were damaged, and are removed."""
 
     def has(self, kind: str, key: str) -> bool:
         """Whether an entry exists and is complete, by its header.
@@ -173,7 +174,7 @@ class Cache:
     ) -> dict[str, Taken]:
         """Read an entry that was encoded before, with `get` or `shapes`; `encode_again` stores it again if it was damaged."""
         taken = read(kind, key)
-        if taken is None and self.path(kind, key) in self._removed and not _ahead.get():
+        if taken is None and self.path(kind, key) in self.damaged and not _ahead.get():
             encode_again()
             taken = read(kind, key)
         if taken is None:
@@ -214,7 +215,7 @@ class Cache:
             pass
         warn(f"the cache entry {path} is damaged: it is removed, and encoded again")
         remove(path)
-        self._removed.add(path)
+        self.damaged.add(path)
         return None
 
 

@@ -7,9 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from ditkit_core.encoding.cache import Cache, header_matches, matches_digest, opened, remove
+from ditkit_core.encoding.cache import Cache, remove
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import read_json_object
@@ -20,37 +18,13 @@ _SETTLED_SECONDS = 3600
 """Entries that were used more recently than this are never pruned: another run may need them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """The result of verifying a cache."""
-
-    checked: int
-    """Number of entries."""
-    damaged: tuple[str, ...]
-    """Damaged entries, which were removed; paths relative to the cache."""
-    without_digest: int
-    """Number of entries from versions that did not store digests; only their length could be checked."""
-
-
-def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> Verified:
-    """Compare every entry with its stored digest; damaged entries are removed, and encoded again when they are needed."""
-    checked, without, damaged = 0, 0, []
-    for path in cache.entries():
-        try:
-            with opened(path) as file:
-                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-                matches = matches_digest(file, tensors) if header_matches(file, path.stem) else False
-        except FileNotFoundError:  # removed by another process
-            continue
-        except SafetensorError:
-            matches = False
-        checked += 1
-        if matches is False:
-            remove(path)
-            damaged.append(path.relative_to(cache.folder).as_posix())
-        without += matches is None
+def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> int:
+    """Compare every entry with its stored digest; damaged ones, which are counted, are removed, and encoded again when they are needed."""
+    unread = Cache(cache.folder)  # compares each entry, whatever this process has compared already
+    for path in unread.entries():
+        unread.get(path.parent.parent.name, path.stem)
         advance(1.0)
-    return Verified(checked=checked, damaged=tuple(damaged), without_digest=without)
+    return len(unread.damaged)
 
 
 @dataclass(frozen=True, kw_only=True)
