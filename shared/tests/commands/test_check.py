@@ -22,6 +22,8 @@ from ditkit_core.diagnostics.doctor.findings import CutsCaptions
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyBlock, ToyModel, ToyTextEncoder
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:

@@ -16,6 +16,8 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import differing
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 BUCKETS = ("--data.buckets", "true", "--data.bucket_step", "4", "--sample.captions", "0")
 
 

@@ -9,6 +9,8 @@ from made_clips import pan, texture, written
 from PIL import Image
 from toy_world import World, equal
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:

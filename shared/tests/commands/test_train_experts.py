@@ -22,6 +22,8 @@ from ditkit_core.run import model as run
 from ditkit_core.run.data import RunData
 from ditkit_core.training import trainer as train
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 NAMES = tuple(expert.name for expert in EXPERTS)
 
 

@@ -25,6 +25,8 @@ from ditkit_core.testing.plans import divided
 from ditkit_core.testing.toy import TOY
 from ditkit_core.training.replay import MOST
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 (H100,) = parse_gpus("h100")
 WHOLE = divided(4, ())
 QUICK: KernelCounts = frozenset({(Kernel("matmul_16", 10**6, 10**4), 20)})

@@ -11,6 +11,8 @@ from two_experts import BOUNDARY, TwoExperts
 from ditkit_core.engine import parked_weights
 from ditkit_core.previews import exchange
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 NAMES = ("high_noise", "low_noise")
 
 

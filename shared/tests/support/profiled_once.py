@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,6 +43,8 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
         return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))
 
-    for module in [module for module in sys.modules.values() if vars(module).get("profile") is profile]:
-        monkeypatch.setattr(module, "profile", remembered)
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    for module in modules:
+        if vars(module).get("profile") is profile:
+            monkeypatch.setattr(module, "profile", remembered)
     monkeypatch.setattr(auxiliary_plan, "denoising_bytes", denoised)

@@ -18,6 +18,8 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import NoisedBatch, guiding
 from ditkit_core.training.validation import validation_loss
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 FLAGS = ("--flow.target_guidance", "3", "--sample.captions", "0", "--held_out.clips", "1")
 
 

@@ -29,6 +29,8 @@ from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.weights.fp8_scaled import num_packed, open_weights
 from ditkit_core.weights.load import ParameterReader
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 State = dict[str, torch.Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8 = torch.float8_e4m3fn
