@@ -40,8 +40,14 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
         encoded_ids, folder = {sample.id for sample in encoded}, local_path(options.dump)
         samples, columns = [s for s in run.data.dataset.samples if s.id in encoded_ids], run.data.auxiliary.columns
         with progress("dump", len(samples)) as bar:
-            sizes = {"fps": run.data.dataset.fps, "reference_size": run.spec.data.reference_size}
-            dump(samples, folder, columns=columns, advance=bar.advance, **sizes)
+            dump(
+                samples,
+                folder,
+                fps=run.data.dataset.fps,
+                columns=columns,
+                reference_size=run.spec.data.reference_size,
+                advance=bar.advance,
+            )
         say(f"{len(samples)} samples as they are encoded: {folder}")
     if rule is not None:  # last, when it is known which entries this data needs
         _prune_cache(run.data, rule, [*encoded, *prior])

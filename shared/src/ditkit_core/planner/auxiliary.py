@@ -182,12 +182,13 @@ class AuxiliaryPlanner:
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
         """The encoders, which run one at a time with nothing else on their device, for the sizes of all clips and references that are encoded."""
-        how = {"tiled": self.encoding.tiled, "dtype": self.encoding.dtype}
-        rows = []
+        rows, encoding = list[AuxiliaryRow](), self.encoding
         for model in self.models if sizes else ():
-            if model.stage == "encode":
-                row = self._row(model, sizes, room, **how if model.tiles else {})
-                rows.append(replace(row, mode=self.encoding.label) if model.tiles else row)
+            if model.stage == "encode" and model.tiles:
+                row = self._row(model, sizes, room, tiled=encoding.tiled, dtype=encoding.dtype)
+                rows.append(replace(row, mode=encoding.label))
+            elif model.stage == "encode":
+                rows.append(self._row(model, sizes, room))
         return rows
 
     def sample_rows(

@@ -73,13 +73,11 @@ def report_of(
     )
     sample, gpus_planned = run.config.sample, targets.gpus
     job = plan.job.with_execution(checkpointing=plan.placement.checkpointing or plan.job.schedule)
-    of_rank = layout and RankStep(
-        layout=layout,
-        profile=plan.profile,
-        division=plan.partition,
-        work=plan.job.work,
-        gpu=gpus_planned[0] if gpus_planned else None,
-    )
+    ranks = None
+    if layout is not None:
+        gpu = gpus_planned[0] if gpus_planned else None
+        of_rank = RankStep(layout=layout, profile=plan.profile, division=plan.partition, work=plan.job.work, gpu=gpu)
+        ranks = of_rank.plan(routes, plan.host)
     adapter_bytes = sum(stage.adapters for stage in plan.profile.stages)
     return PlanReport(
         step=plan,
@@ -91,7 +89,7 @@ def report_of(
         previews=bool(sample.every_steps and not sample.device),
         verifying=_verifying(run.spec, run.config, run.arch, adapter_bytes) if gpus_planned else 0,
         notes=(*notes, *notes_on_codes(job, plan.profile, plan.partition, gpus_planned, plan.work)),
-        ranks=of_rank and of_rank.plan(routes, plan.host),
+        ranks=ranks,
     )
 
 
