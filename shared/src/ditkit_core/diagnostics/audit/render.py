@@ -128,8 +128,8 @@ def _chart(findings: AuditFindings) -> dict[str, Any]:
             for entry in findings.op_groups
         ],
         "lines": [
-            (kind, _LEFT + width(case.overall.gradient))
-            for kind, case in (("as-run", findings.as_run), ("lowered", findings.all_lowered))
+            (dashes, _LEFT + width(case.overall.gradient))
+            for dashes, case in ((6, findings.as_run), (2, findings.all_lowered))
             if case.overall.gradient
         ],
     }
