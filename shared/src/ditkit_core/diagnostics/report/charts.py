@@ -120,7 +120,7 @@ class Chart:
     @property
     def step_ticks(self) -> Iterator[tuple[float, str]]:
         """The positions of labels below the chart."""
-        for tick in _round_ticks(*map(float, self.steps)):
+        for tick in _round_ticks(*self.steps):
             if tick == round(tick):
                 text = f"{round(tick)}"
                 yield min(self.x(tick), WIDTH - len(text) * _DIGIT / 2), text  # the text would be cut off at the edge
@@ -141,8 +141,9 @@ class Chart:
     @property
     def area(self) -> str:
         """The band as one closed outline: there and back."""
-        low, high = self.band or ()
-        return "M" + "L".join(f"{x} {y}" for x, y in [*self.points(low), *self.points(high)[::-1]]) + "Z"
+        assert self.band is not None
+        low, high = map(self.points, self.band)
+        return "M" + "L".join(f"{x} {y}" for x, y in [*low, *high[::-1]]) + "Z"
 
 
 def _round_ticks(low: float, high: float, about: int = 4) -> list[float]:
