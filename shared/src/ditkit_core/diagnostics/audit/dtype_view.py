@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.models.precision import Precision
@@ -78,30 +79,22 @@ class _Stage(nn.Module):
 
     def __init__(self, inner: nn.Module, name: str, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]):
         super().__init__()
-        self.inner = inner
+        self.inner, self._name = inner, name
         self._dtype_of, self._take = dtype_of, take
-        # Remembered by module and name and not as objects: streaming and placement put other Parameter objects there.
-        self._entries = [
-            (f"{name}.{path}.{leaf}".replace("..", "."), module._parameters, leaf)
+        self._codes = {
+            f"{path}.{leaf}".lstrip(".")
             for path, module in inner.named_modules()
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None and not (isinstance(module, QuantizedLinear) and leaf in module.values())
-        ]
+            if isinstance(module, QuantizedLinear)
+            for leaf in module.values()
+        }
 
     def forward(self, inputs: Any) -> Any:
-        cast: dict[int, Tensor] = {}
-        before = [entries[leaf] for _, entries, leaf in self._entries]
-        try:
-            for (name, entries, leaf), parameter in zip(self._entries, before, strict=True):
-                assert parameter is not None
-                if id(parameter) not in cast:  # a shared parameter is cast once, so that it has one gradient
-                    cast[id(parameter)] = self._cast(name, parameter)
-                entries[leaf] = cast[id(parameter)]
-            return self.inner(inputs)
-        finally:
-            # Also after an error: the model belongs to the run.
-            for (_, entries, leaf), parameter in zip(self._entries, before, strict=True):
-                entries[leaf] = parameter
+        # Names are looked up each time: streaming and placement put other Parameter objects there. A shared parameter is cast once.
+        parameters = dict(self.inner.named_parameters()).items()
+        cast = {
+            path: self._cast(f"{self._name}.{path}", value) for path, value in parameters if path not in self._codes
+        }
+        return functional_call(self.inner, cast, (inputs,))
 
     def _cast(self, name: str, parameter: Tensor) -> Tensor:
         dtype = self._dtype_of(name, parameter.dtype)
