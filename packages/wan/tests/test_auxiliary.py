@@ -10,6 +10,7 @@ from ditkit_core.models.encoders import AuxiliaryModel, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.auxiliary_models import check_tiles, live, num_parameters
+from ditkit_wan.encoders import text
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -109,7 +110,11 @@ def test_a_streamed_text_encoder_takes_its_embedding_and_little_more() -> None:
     assert weights == 2 * 256_384 * 4096 and weights < peak < weights + 0.5 * GIB
 
 
-def test_what_a_streamed_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
+def test_what_a_streamed_text_encoder_holds_is_what_was_planned(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight captions at a time: more add their states and masks, in both."""
+    monkeypatch.setattr(text, "CAPTIONS_STREAMED", 8)
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "always")
     encoder.load()
     found = auxiliary_models(base=str(checkpoint))["text encoder"]

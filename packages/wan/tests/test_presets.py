@@ -1,5 +1,6 @@
 """The presets are the published models, counted on `meta`, and what diffusers' configurations say of them."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -52,11 +53,13 @@ INDICES: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def ours(preset: str) -> WanTransformer:
     with torch.device("meta"):
         return WanTransformer(PRESETS[preset], Precision())
 
 
+@cache
 def theirs(preset: str) -> Any:
     from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 

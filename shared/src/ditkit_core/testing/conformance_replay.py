@@ -155,7 +155,9 @@ class ReplayChecks(ModelChecks):
             else:
                 with recorded_graphs():
                     results, state, lines, num_graphs = run(case, replays=True, device=gpu.device)
-        if not gpu.is_real:  # which computes what the CPU does (`test_a_gpu_trains_as_the_cpu_does`), and takes four times as long
+        if (
+            not gpu.is_real
+        ):  # which computes what the CPU does (`test_a_gpu_trains_as_the_cpu_does`), and takes four times as long
             eager, expected, *_ = run(case, replays=False)
         assert results == eager
         assert differing(state, expected) == []
