@@ -109,16 +109,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Yields:
         A temporary path for the new folder; after an error it is removed.
     """
-    temporary = temporary_path(path)
+    temporary, replaced = temporary_path(path), temporary_path(path)
     try:
         yield temporary
-        if path.exists():
-            shutil.rmtree(path)
+        if path.exists():  # a folder cannot be renamed over another on Windows
+            os.rename(path, replaced)
         os.rename(temporary, path)
     except OSError as error:
         raise _cannot_write(path, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (temporary, replaced):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -132,17 +132,6 @@ class TensorBoard:
             RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-class _Backend(Protocol):
-    """A library with runs that have an id."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def media(self, path: Path, caption: str) -> Any:
-        """An image or a video as a value of `log`."""
-
-    def finish(self, *, failed: bool) -> None: ...
-
-
 class LibraryTracker:
     """A run in wandb or trackio: its numbers, its settings, and the samples in its folder.
 
@@ -177,9 +166,7 @@ class LibraryTracker:
         self._logged: dict[str, int] = self._memory[library]["samples"]
         self._looked = 0
         self._remember()  # before the run is there, so that a kill makes no second one
-        self._backend: _Backend = _BACKENDS[library](
-            self._folder, project, run, self._memory[library]["id"], is_said=is_said
-        )
+        self._backend = _BACKENDS[library](self._folder, project, run, self._memory[library]["id"], is_said=is_said)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._backend.log(step, values)
@@ -308,4 +295,4 @@ class _Trackio:
             self._trackio.finish()
 
 
-_BACKENDS: Mapping[str, Callable[..., _Backend]] = {"wandb": _Wandb, "trackio": _Trackio}
+_BACKENDS: Mapping[str, Callable[..., _Wandb | _Trackio]] = {"wandb": _Wandb, "trackio": _Trackio}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ditkit_core
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
+from ditkit_core.io.files import atomic_folder, file_hash, flush, json_hash, temporary_path
 from ditkit_core.training.config import SaveConfig
 
 if TYPE_CHECKING:
@@ -68,17 +68,11 @@ def save_state(
     with _errors_name(final):
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(".step-*.tmp"))  # of a run that was killed while it saved
-        temporary, replaced = temporary_path(final), temporary_path(final)
-        try:
+        with atomic_folder(final) as temporary:  # which may replace a save that is damaged or abandoned
             temporary.mkdir()
             _write_index(temporary, state, (write or partial(_write_files, state))(temporary))
-            if final.exists():  # damaged or abandoned; a folder cannot be renamed over another on Windows
-                os.rename(final, replaced)
-            os.rename(temporary, final)
-            # The rename has to survive a power failure, too.
-            _flush_folder(folder)
-        finally:
-            _remove([temporary, replaced])
+        # The rename has to survive a power failure, too.
+        _flush_folder(folder)
         prune_saves(folder, state.step, config)
     return final
 
