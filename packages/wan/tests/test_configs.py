@@ -21,7 +21,7 @@ PLANNED = (
     "t2v_1.3b_lora", "t2v_1.3b_full", "i2v_14b_480p_lora", "flf2v_14b_lora", "ti2v_5b_lora", "t2v_a14b_lora", "i2v_a14b_lora",
     "vace_1.3b_lora", "fun_v1.1_control_1.3b_lora", "fun_v1.1_control_camera_1.3b_lora", "wantodance_14b_lora",
     "fun_v1.1_inp_1.3b_lora", "fun_inp_5b_lora", "fun_control_5b_lora", "fun_control_camera_5b_lora", "fun_inp_a14b_lora", "fun_control_a14b_lora",
-    "fun_control_camera_a14b_lora", "vace_fun_a14b_lora", "s2v_14b_lora",
+    "fun_control_camera_a14b_lora", "vace_fun_a14b_lora", "s2v_14b_lora", "animate_14b_lora",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def kind(preset):
     arch = PRESETS[preset]
     return (
         arch.in_channels, arch.image_dim, arch.image_positions, bool(arch.boundary), bool(arch.vace_layers), arch.ref_conv,
-        arch.camera_channels, arch.music is not None, arch.speech is not None, arch.token_times, arch.fun,
+        arch.camera_channels, arch.music is not None, arch.speech is not None, arch.animate is not None, arch.token_times, arch.fun,
     )  # fmt: skip
 
 

@@ -125,9 +125,9 @@ class TestSplit(FullSizeSplitConformance):
 class TestCompiled(Clips, CompileConformance):
     trained = ("full", "float32")
     # blocks of every kind; what else variants have is in their embedding and in what plain blocks take
-    in_pairs = ("TestVace", "TestWanToDance", "TestSpeechToVideo")
-    # the grids of music and of speech; others know one sample and several, each once of a size and then of any
-    graphs_of_sizes: ClassVar = {"TestWanToDance": 1, "TestSpeechToVideo": 1}
+    in_pairs = ("TestVace", "TestWanToDance", "TestSpeechToVideo", "TestAnimate")
+    # the grids of music, speech and faces; others know one sample and several, each once of a size and then of any
+    graphs_of_sizes: ClassVar = {"TestWanToDance": 1, "TestSpeechToVideo": 1, "TestAnimate": 1}
 
 
 @pytest.mark.exhaustive  # half a minute for each class
@@ -234,10 +234,10 @@ class TestContextOfEveryPolicy(ContextConformance):
     under_every_policy = ("ragged", "two heads", "vace")
 
 
-def test_only_music_and_speech_cannot_be_shared():
-    with_sound = {name for name, arch in PRESETS.items() if arch.music or arch.speech}
-    assert len(with_sound) == 3
-    assert {name for name, arch in PRESETS.items() if token_streams(arch) is None} == with_sound
+def test_only_what_is_added_by_frame_cannot_be_shared():
+    by_frame = {name for name, arch in PRESETS.items() if arch.music or arch.speech or arch.animate}
+    assert len(by_frame) == 4
+    assert {name for name, arch in PRESETS.items() if token_streams(arch) is None} == by_frame
 
 
 BOTH = (Divided(4, 2, context=2),)

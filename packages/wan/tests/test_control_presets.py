@@ -36,6 +36,10 @@ COUNTS = WITHOUT_DIFFUSERS | {
     "fun-inp-5b": (5_000_426_688, 825),
     "fun-inp-a14b": (14_288_901_184, 1095),
     "vace-fun-a14b": (17_337_592_896, 1331),
+    "animate-14b": (
+        17_274_816_884,
+        1427,
+    ),  # `WanAnimateModel` in Wan-Video/Wan2.2, which has 14 kernels of blurs as well
 }
 BESIDE = {
     "fun-v1.1-control-14b": {"ref_conv.weight": (5120, 16, 2, 2)},
@@ -49,6 +53,12 @@ BESIDE = {
         "control_adapter.conv.weight": (3072, 6144, 2, 2), "patch_embedding.weight": (3072, 100, 1, 2, 2),
     },
     "vace-fun-a14b": {"vace_patch_embedding.weight": (5120, 96, 1, 2, 2)},
+    "animate-14b": {
+        "pose_patch_embedding.weight": (5120, 16, 1, 2, 2), "motion_encoder.dec.direction.weight": (512, 20),
+        "motion_encoder.enc.net_app.convs.8.weight": (512, 512, 4, 4), "motion_encoder.enc.fc.4.weight": (20, 512),
+        "motion_encoder.enc.net_app.convs.4.skip.1.weight": (512, 256, 1, 1), "face_encoder.conv1_local.conv.weight": (4096, 512, 3),
+        "face_adapter.fuser_blocks.7.linear1_kv.weight": (10240, 5120), "face_adapter.fuser_blocks.0.q_norm.weight": (128,),
+    },
     "s2v-14b": {
         "cond_encoder.weight": (5120, 16, 1, 2, 2), "frame_packer.proj_4x.weight": (5120, 16, 4, 8, 8),
         "casual_audio_encoder.weights": (1, 25, 1, 1), "casual_audio_encoder.encoder.conv1_local.conv.weight": (5120, 1024, 3),

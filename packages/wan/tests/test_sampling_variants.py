@@ -12,7 +12,7 @@ from conditions_help import noise as colours
 from PIL import Image
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.data.media.clip import read_clip, write_video
+from ditkit_core.data.media.clip import read_clip, write_image, write_video
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator
 from ditkit_core.loading.on_meta import model_on_meta
@@ -49,11 +49,13 @@ class Sampled:
         self.model = load_weights(made, placement=place_blocks(made.module, [CPU]), seed=0).module
         self.sampler = WanSampler(self.components, CPU, arch=self.arch)
 
-    def latents(self, files: dict[str, str], **changes: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def latents(
+        self, files: dict[str, str], fps: float = 16.0, **changes: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What we draw, and the conditions that we drew with."""
         text = TextEncoder(self.components, CPU, torch.float32)
         text.load()
-        given = controls(None, files, frames=FRAMES, height=SIDE, width=SIDE)
+        given = controls(None, files, frames=FRAMES, height=SIDE, width=SIDE, fps=fps)
         conditions: dict[str, torch.Tensor] = dict(text.encode(["a red circle"])[0])
         for conditioner in conditioners(self.arch, self.components, CPU, VaeMode()):
             if conditioner.uses(given):
@@ -148,6 +150,54 @@ def test_vace_samples_its_references_and_cuts_them_off_as_diffusers_does(sampled
     agree(latents, theirs[:, 1:])  # it cuts when it decodes
 
 
+def shown(path: str, side: int = SIDE) -> list[Image.Image]:
+    """The frames of a video, as a pipeline of diffusers takes them."""
+    pixels = read_clip(Path(path), frames=FRAMES, fps=30.0, height=side, width=side)
+    pictures = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+@pytest.mark.parametrize("mode", ["animate", pytest.param("replace", marks=pytest.mark.slow)])
+def test_an_animated_character_is_that_of_diffusers(sampled: Any, tmp_path: Path, mode: str) -> None:
+    """Each step of one segment; the reference image is denoised as a frame in front, and guidance shows a black face."""
+    ours = sampled("animate")
+    files = {"reference_image": image_file(tmp_path / "r.png", 2, SIDE, SIDE)}
+    columns = ["animate_pose_video", "animate_face_video", *(("animate_inpaint_video",) if mode == "replace" else ())]
+    for number, column in enumerate(columns):
+        files[column] = str(tmp_path / f"{column}.mp4")
+        write_video(Path(files[column]), colours(3 + number, FRAMES, SIDE, SIDE), 30.0)
+    if mode == "replace":
+        mask = torch.zeros(3, SIDE, SIDE)
+        mask[:, :24, 16:40] = 1.0
+        files["animate_mask_video"] = str(tmp_path / "m.png")
+        write_image(tmp_path / "m.png", mask)
+    latents, conditions = ours.latents(files, fps=30.0)
+    pipeline = ours.pipeline("WanAnimatePipeline")
+    pipeline.encode_image = lambda *given: conditions["image"][None]  # it crops images for CLIP to a square
+    steps: list[torch.Tensor] = []
+
+    def noted(pipeline: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        steps.append(tensors["latents"][0].clone())
+        return tensors
+
+    more = (
+        {
+            "background_video": shown(files["animate_inpaint_video"]),
+            "mask_video": [opened(files["animate_mask_video"])] * FRAMES,
+        }
+        if mode == "replace"
+        else {}
+    )
+    pipeline(
+        **{name: value for name, value in ASKED.items() if name != "num_frames"},
+        image=opened(files["reference_image"]), pose_video=shown(files["animate_pose_video"]),
+        face_video=shown(files["animate_face_video"], 32), segment_frame_length=FRAMES, mode=mode, latents=noise(16, 3, SIDE // 8),
+        callback_on_step_end=noted, **more,
+    )  # fmt: skip
+    assert latents.shape[1] == 2 and len(steps) == 3
+    agree(latents, steps[-1][:, 1:])
+
+
 def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     # generate.py of Wan2.1 and the configurations of Wan2.2
     expected = {
@@ -167,6 +217,7 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     for arch in pairs:  # `denoiser_stages`: ranks that divide them take each step of samples of several sizes together
         assert len({default_shift(arch, height, height) for height in (64, 480, 1280)}) == 1
     assert len(pairs) == 6
+    assert default_shift(PRESETS["animate-14b"], 480, 832) == default_shift(PRESETS["animate-14b"], 720, 1280) == 5
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ KINDS = {
     "fun-control": {"control", "reference", "clip-vision"}, "fun-control-camera": {"camera", "first-latent", "clip-vision"},
     "wantodance": {"music", "keyframes", "clip-vision", "clip-vision-dancer"},
     "s2v": {"speech", "speech-reference", "pose"},
+    "animate": {"animate", "animate-pose", "face", "clip-vision-subject"},
 }  # fmt: skip
 """The conditions that a run of each leaves in its cache."""
 
@@ -56,6 +57,7 @@ CONTROLS: dict[str, dict[str, Callable[[Path, int], None]]] = {
     "fun-control-camera": {"camera_control_direction": _direction},
     "wantodance": {"wantodance_music_path": _music, "wantodance_reference_image": _reference},
     "s2v": {"input_audio": _speech, "s2v_pose_video": _control},
+    "animate": {"animate_pose_video": _control, "animate_face_video": _control, "reference_image": _reference},
 }
 """By variant and column, what writes the file that goes with a clip."""
 
@@ -82,11 +84,11 @@ def flags_of(variant: str, inputs: Path) -> list[str]:
             "--model.transformer",
             str(inputs / "checkpoint" / "transformer.safetensors"),
         ]
-    if variant in ("wantodance", "s2v"):
-        layers = {"wantodance": "music", "s2v": "audio"}[variant]
+    if variant in ("wantodance", "s2v", "animate"):
+        layers = {"wantodance": "music", "s2v": "audio", "animate": "face"}[variant]
         flags += ["--adapter.targets", f'["q,k,v,o,ffn.0,ffn.2,{layers}"]']
-    # VACE's adapters go into diffusers under its own names
-    return flags + (["--export.forms", '["diffusers"]'] if variant == "vace" else [])
+    # adapters of VACE and of faces go into diffusers under its own names
+    return flags + (["--export.forms", '["diffusers"]'] if variant in ("vace", "animate") else [])
 
 
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "t2v"])

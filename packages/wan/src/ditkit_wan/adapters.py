@@ -21,6 +21,8 @@ _NOT_IN_DIFFUSERS = re.compile(
     r"\.(music|audio)\.|^embed\.speech\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
 )
 """Modules of models that diffusers lacks."""
+_REJECTED = ("vace_blocks.", "embed.vace_", "embed.animate.")
+"""Starts of modules that diffusers has, and does not read by their official names."""
 _NO_MODEL = "has no such model; generate with a program that has it"
 _CONVERT = "convert it with --to official"
 
@@ -47,7 +49,7 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
         return _NO_MODEL
     if layout.method != "lora":
         return NO_FACTORED
-    outside = [name for name in modules if not _BLOCK.fullmatch(name)]
+    outside = [name for name in modules if not _BLOCK.fullmatch(name) or ".face." in name]
     if layout.form == "diffusers":
         return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
     if layout.form == "videox":
@@ -62,7 +64,7 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
         return f"loads nothing of it, and only warns; {_CONVERT}"
     if layout.naming != "official":
         return f"rejects these names behind diffusion_model.; {_CONVERT}"
-    if rejected := [name for name in outside if name.startswith(("vace_blocks.", "embed.vace_"))]:
+    if rejected := [name for name in outside if name.startswith(_REJECTED) or ".face." in name]:
         return f"rejects {rejected[0]} in these names; write it with --to diffusers"
     if len(outside) == len(modules):
         return "rejects a file without an adapter in the blocks; write it with --to diffusers"

@@ -38,6 +38,9 @@ class MusicArch:
 SPEECH_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)
 """Blocks of S2V after which the audio is injected; its files number the injectors by their index in this list."""
 
+FACE_LAYERS_APART = 5
+"""Of this many blocks of Animate, the first ends with a face adapter; its files number the adapters in order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechArch:
@@ -53,6 +56,33 @@ class SpeechArch:
     """Tokens of the audio per latent frame; a learned one is added."""
     pose_channels: int = 16
     """Channels of the latents of a video of poses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnimateArch:
+    """Sizes of what Animate adds: its pose embedding, its encoder of a face's motion, and the adapters in some blocks."""
+
+    layers: tuple[int, ...] = tuple(range(0, 40, FACE_LAYERS_APART))
+    """Blocks that end with a face adapter, in order."""
+    pose_channels: int = 16
+    """Channels of the latents of a video of poses."""
+    face_channels: tuple[int, ...] = (32, 64, 128, 256, 512, 512, 512, 512)
+    """Channels of the motion encoder at the size of a face's pictures, at half of it, and so on down to 4 pixels."""
+    style: int = 512
+    """Width of the layers after these."""
+    motion: int = 20
+    """Number of directions of motion."""
+    motion_dim: int = 512
+    """Width of a direction."""
+    width: int = 1024
+    """Width of the face encoder."""
+    tokens: int = 4
+    """Tokens of a face per latent frame; a learned one is added."""
+
+    @property
+    def face_size(self) -> int:
+        """Height and width of a face's pictures in pixels."""
+        return 4 * 2 ** (len(self.face_channels) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +123,8 @@ class WanArch:
     """The music layers of WanToDance; None for all other models."""
     speech: SpeechArch | None = None
     """What S2V adds; None for all other models."""
+    animate: AnimateArch | None = None
+    """What Animate adds; None for all other models. Its first latent frame is a reference image."""
     fun: bool = False
     """Whether it is a model of VideoX-Fun. Its samples have other defaults, and some have the shapes of a model of Wan's authors."""
 
@@ -138,6 +170,7 @@ PRESETS = {
     "t2v-a14b": replace(_14B, boundary=0.875),
     "i2v-a14b": _I2V_A14B,
     "s2v-14b": replace(_14B, speech=SpeechArch()),
+    "animate-14b": replace(_I2V_14B, animate=AnimateArch()),
     "fun-v1.1-inp-1.3b": replace(_1_3B, in_channels=36, image_dim=1280, fun=True),
     "fun-v1.1-inp-14b": replace(_I2V_14B, fun=True),
     "fun-v1.1-control-1.3b": replace(_1_3B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
@@ -166,6 +199,7 @@ HUB_PRESETS = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "t2v-a14b",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "i2v-a14b",
     "Wan-AI/Wan2.2-S2V-14B": "s2v-14b",
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": "animate-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-InP": "fun-v1.1-inp-1.3b",
     "alibaba-pai/Wan2.1-Fun-V1.1-14B-InP": "fun-v1.1-inp-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control": "fun-v1.1-control-1.3b",
@@ -218,4 +252,24 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
         token_times=bool(index.get("expand_timesteps", out_channels == 48)),
         vace_layers=tuple(config.get("vace_layers") or ()),
         vace_channels=config.get("vace_in_channels") or 96,
+        animate=_animate(config) if "motion_encoder_dim" in config else None,
+    )
+
+
+def _animate(config: Mapping[str, Any]) -> AnimateArch:
+    """What diffusers' `WanAnimateTransformer3DModel` has besides."""
+    apart, published = config["inject_face_latents_blocks"], AnimateArch()
+    channels = config.get("motion_encoder_channel_sizes") or dict(
+        zip((str(published.face_size >> level) for level in range(8)), published.face_channels, strict=True)
+    )
+    size = config["motion_encoder_size"]
+    return AnimateArch(
+        layers=tuple(range(0, config["num_layers"] // apart * apart, apart)),
+        pose_channels=config["latent_channels"] or config["out_channels"],
+        face_channels=tuple(channels[str(size >> level)] for level in range(size.bit_length() - 2)),
+        style=config["motion_style_dim"],
+        motion=config["motion_dim"],
+        motion_dim=config["motion_encoder_dim"],
+        width=config["face_encoder_hidden_dim"],
+        tokens=config["face_encoder_num_heads"],
     )

@@ -13,7 +13,7 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.keyframes import media_encoder
-from ditkit_wan.model.inputs import make_inputs
+from ditkit_wan.model.inputs import IN_FRONT, make_inputs
 from ditkit_wan.presets import WanArch
 
 _SCHEDULER: Mapping[str, Any] = {
@@ -40,7 +40,7 @@ def default_shift(arch: WanArch | None, height: int, width: int) -> float:
         return 5.0 if image_to_video else 12.0
     if arch.vace_layers or arch.image_positions:
         return 16.0
-    shifted_by_size = arch.image_dim and not arch.music
+    shifted_by_size = arch.image_dim and not (arch.music or arch.animate)
     return 3.0 if shifted_by_size and height * width <= _SMALL_PIXELS else 5.0
 
 
@@ -74,7 +74,7 @@ class WanSampler:
         """Generate one sample.
 
         Timesteps are integers, as in the official sampler. Noise is sampled on the CPU. A clean first frame is put back after each
-        step. Frames of VACE's references are denoised with the others and removed at the end. S2V's reference, or the frames that it
+        step. Frames of VACE's and Animate's references are denoised with the others and removed at the end. S2V's reference, or the frames that it
         continues, are put in front at the end.
 
         Args:
@@ -89,8 +89,8 @@ class WanSampler:
         """
         conditions = {name: tensor.to(self._device) for name, tensor in job.conditions.items()}
         negative = {name: tensor.to(self._device) for name, tensor in (job.negative or {}).items()}
-        references, first = conditions.get("vace_reference"), conditions.get("first_frame")
-        in_front = 0 if references is None else references.shape[1]
+        first = conditions.get("first_frame")
+        in_front = sum(conditions[name].shape[1] for name in IN_FRONT if name in conditions)
         if "audio" in conditions:
             in_front = -1  # S2V generates the frames after the first
         latents = self._noise(job, in_front)
@@ -133,7 +133,8 @@ class WanSampler:
         inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0, latent_stride=stride)
         if negative:
             silence = None if inputs.audio is None else [torch.zeros_like(states) for states in inputs.audio]
-            inputs = inputs._replace(skips=True, audio=silence)
+            black = None if inputs.face is None else [torch.full_like(face, -1.0) for face in inputs.face]
+            inputs = inputs._replace(skips=True, audio=silence, face=black)
         return denoiser(inputs)[0].to(self._device, torch.float32)
 
     def _scheduler(self, job: GenerationRequest) -> Any:

@@ -32,6 +32,8 @@ _STARTS = {
     "embed.time_projection.": "time_mlp",
     "head.": "head",
     "embed.speech.casual_audio_encoder.": "norms",
+    "embed.animate.motion_encoder.": "norms",
+    "embed.animate.face_encoder.": "norms",
 }
 _ENDS = {
     ".modulation": "modulation",
@@ -40,6 +42,8 @@ _ENDS = {
     ".norm_q.weight": "qk_norms",
     ".norm_k.weight": "qk_norms",
     ".norm_k_img.weight": "qk_norms",
+    ".face.q_norm.weight": "qk_norms",
+    ".face.k_norm.weight": "qk_norms",
     ".img_emb.emb_pos": "norms",
     **{
         f".{module}.{leaf}": "norms"
@@ -81,6 +85,11 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
         adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
     if arch.image_positions:
         adapters = replace(adapters, whole_unread={"official": f"does not know img_emb.emb_pos; {_DIFFUSERS}"})
+    if arch.animate:
+        adapters = replace(
+            adapters,
+            whole_unread={"official": f"converts some tensors by their values, which are not compared; {_DIFFUSERS}"},
+        )
     return replace(
         spec,
         training=training_of(spec.training, arch),
@@ -133,6 +142,13 @@ WAN = ModelSpec(
             "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
             # With the injectors of S2V, which DiffSynth's recipe adapts as well.
             "q,k,v,o,ffn.0,ffn.2,audio": (*_ATTENTION, "ffn.0", "ffn.2", *(f"injector.{part}" for part in "qkvo")),
+            # With the face adapters of Animate.
+            "q,k,v,o,ffn.0,ffn.2,face": (
+                *_ATTENTION,
+                "ffn.0",
+                "ffn.2",
+                *(f"face.{part}" for part in ("linear1_kv", "linear1_q", "linear2")),
+            ),
             # VACE's default targets are all blocks of both kinds; these are the VACE blocks alone.
             "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
         },

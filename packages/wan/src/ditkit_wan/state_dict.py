@@ -1,19 +1,22 @@
 """Wan's parameter names: ours, the official files' (which ComfyUI keeps), and diffusers'.
 
 Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names come from its
-`WanTransformer3DModel` and `WanVACETransformer3DModel`. All programs name the additional modules of the Fun models and
-WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, and those of S2V as in Wan-Video/Wan2.2.
+`WanTransformer3DModel`, `WanVACETransformer3DModel` and `WanAnimateTransformer3DModel`. All programs name the additional modules of the Fun
+models and WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, and those of S2V as in Wan-Video/Wan2.2.
 
 Ours are the official names with two changes: modules that run before the blocks are below `embed`, and the blocks are in `layers`.
-The forms differ only in names of modules, so one table serves both directions.
+The forms differ only in names of modules, so one table serves both directions; of Animate they differ in more, which is at the end.
 """
 
 import re
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
-from ditkit_core.models.state_dict import StateDictNames
-from ditkit_wan.presets import MUSIC_LAYERS, SPEECH_LAYERS
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_wan.model.variants.animate import blur_kernel
+from ditkit_wan.presets import FACE_LAYERS_APART, MUSIC_LAYERS, SPEECH_LAYERS, AnimateArch
 
 # official -> diffusers, modules and single parameters of one block
 _IN_BLOCK = {
@@ -111,6 +114,62 @@ _CONTROLS = {
     },
 }
 
+# ours -> (official, diffusers), of Animate's encoder of a face's motion
+_PYRAMID = "enc.net_app.convs"
+_RESIDUALS = len(AnimateArch().face_channels) - 1
+_MOTION = {
+    "directions": ("dec.direction.weight", "motion_synthesis_weight"),
+    "conv_in.weight": (f"{_PYRAMID}.0.0.weight", "conv_in.weight"),
+    "conv_in.bias": (f"{_PYRAMID}.0.1.bias", "conv_in.act_fn.bias"),
+    "conv_out.weight": (f"{_PYRAMID}.{_RESIDUALS + 1}.weight", "conv_out.weight"),
+    **{f"motion_network.{number}": (f"enc.fc.{number}", f"motion_network.{number}") for number in range(5)},
+    **{
+        f"res_blocks.{number}.{ours}": (f"{_PYRAMID}.{number + 1}.{official}", f"res_blocks.{number}.{theirs}")
+        for number in range(_RESIDUALS)
+        for ours, official, theirs in (
+            ("conv1.weight", "conv1.0.weight", "conv1.weight"),
+            ("conv1.bias", "conv1.1.bias", "conv1.act_fn.bias"),
+            ("conv2.weight", "conv2.1.weight", "conv2.weight"),
+            ("conv2.bias", "conv2.2.bias", "conv2.act_fn.bias"),
+            ("conv_skip.weight", "skip.1.weight", "conv_skip.weight"),
+        )
+    },
+}
+
+# official -> diffusers, of Animate's face adapters; keys and values are two tensors in diffusers
+_FACE = {"linear1_q": "to_q", "linear2": "to_out", "q_norm": "norm_q", "k_norm": "norm_k"}
+_ADAPTERS = range(len(AnimateArch().layers))
+_ANIMATE = [
+    *(
+        (f"embed.animate.motion_encoder.{ours}", f"motion_encoder.{official}", f"motion_encoder.{theirs}")
+        for ours, (official, theirs) in _MOTION.items()
+    ),
+    *(
+        (f"embed.animate.face_encoder.{conv}.conv", f"face_encoder.{conv}.conv", f"face_encoder.{conv}")
+        for conv in ("conv1_local", "conv2", "conv3")
+    ),
+    *(
+        (f"embed.animate.{name}", name, name)
+        for name in ("pose_patch_embedding", "face_encoder.out_proj", "face_encoder.padding_tokens")
+    ),
+    *(
+        (
+            f"layers.{FACE_LAYERS_APART * number}.face.{official}",
+            f"face_adapter.fuser_blocks.{number}.{official}",
+            f"face_adapter.{number}.{theirs}",
+        )
+        for number in _ADAPTERS
+        for official, theirs in _FACE.items()
+    ),
+    *(
+        (
+            f"layers.{FACE_LAYERS_APART * number}.face.linear1_kv",
+            *[f"face_adapter.fuser_blocks.{number}.linear1_kv"] * 2,
+        )
+        for number in _ADAPTERS
+    ),
+]
+
 # Ours, official, diffusers; `*` stands for the block's number.
 _FORMS = (
     [(f"layers.*.{official}", f"blocks.*.{official}", f"blocks.*.{theirs}") for official, theirs in _IN_BLOCK.items()]
@@ -123,6 +182,7 @@ _FORMS = (
     + [(f"embed.{official}", official, theirs) for official, theirs in _EMBED.items()]
     + [(official, official, theirs) for official, theirs in _HEAD.items()]
     + [(ours, official, official) for ours, official in _CONTROLS.items()]
+    + _ANIMATE
 )
 _TO_OFFICIAL = {ours: official for ours, official, _ in _FORMS}
 _TO_DIFFUSERS = {ours: theirs for ours, _, theirs in _FORMS}
@@ -165,10 +225,44 @@ def to_diffusers(name: str) -> str:
     return theirs
 
 
-NAMES = StateDictNames.renaming(
+_FACE_KV = re.compile(r"layers\.(\d+)\.face\.linear1_kv\.(weight|bias)")
+_FACE_K_OR_V = re.compile(r"face_adapter\.(\d+)\.to_([kv])\.(weight|bias)")
+_BLURRED = re.compile(rf"(motion_encoder\.{re.escape(_PYRAMID)}\.\d+\.(conv2|skip))\.1\.weight")
+_PYRAMID_BIAS = re.compile(rf"motion_encoder\.{re.escape(_PYRAMID)}\..*\.bias")
+
+
+def _to_slices(name: str) -> tuple[TensorSlice, ...] | None:
+    """`StateDictNames.to_native`: diffusers has keys and values of a face in two tensors, and official files have the blur's kernels."""
+    if match := _FACE_K_OR_V.fullmatch(name):
+        number, part, leaf = match.groups()
+        return (TensorSlice(f"layers.{FACE_LAYERS_APART * int(number)}.face.linear1_kv.{leaf}", "kv".index(part), 2),)
+    if name.endswith(".0.kernel") and _BLURRED.fullmatch(f"{name.removesuffix('.0.kernel')}.1.weight"):
+        return ()
+    native = to_native(name)
+    return None if native is None else (TensorSlice(native),)
+
+
+def _in_diffusers(name: str) -> tuple[TensorSlice, ...]:
+    if match := _FACE_KV.fullmatch(name):
+        number, leaf = match.groups()
+        return tuple(TensorSlice(f"face_adapter.{int(number) // FACE_LAYERS_APART}.to_{part}.{leaf}") for part in "kv")
+    return (TensorSlice(to_diffusers(name)),)
+
+
+def _stored(form: str, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    """`StateDictNames.stored`: official files have biases of images as [1, channels, 1, 1], and kernels of blurs."""
+    if form != "official":
+        return {name: tensor}
+    if match := _BLURRED.fullmatch(name):
+        return {name: tensor, f"{match[1]}.0.kernel": blur_kernel(tensor.device, tensor.dtype)}
+    return {name: tensor[None, :, None, None] if _PYRAMID_BIAS.fullmatch(name) else tensor}
+
+
+NAMES = StateDictNames(
+    to_native=_to_slices,
+    from_native={"official": lambda name: (TensorSlice(to_official(name)),), "diffusers": _in_diffusers},
+    stored=_stored,
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
-    to_native=to_native,
-    from_native={"official": to_official, "diffusers": to_diffusers},
     others=(
         OtherModel(name="FLUX.2", classes=r"^Flux2", remedy="use the flux2 commands"),
         OtherModel(

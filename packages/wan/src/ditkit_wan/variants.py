@@ -49,6 +49,8 @@ def data_of(data: DataSpec, arch: WanArch) -> DataSpec:
         return replace(data, size=(81, 720, 1280))
     if arch.speech:  # the frames before a clip have patches of 64 pixels
         return replace(data, size=(81, 448, 832), size_step=64)
+    if arch.animate:
+        return replace(data, fps=30.0, size=(77, 720, 1280))
     if arch.music:
         return replace(data, fps=arch.music.fps, size=(149, 1280, 720))
     return data
@@ -71,6 +73,8 @@ def sample_defaults(arch: WanArch) -> SampleDefaults:
         return SampleDefaults(steps=50, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.speech:
         return SampleDefaults(steps=40, guidance=4.5, negative=_SPEECH_NEGATIVE)
+    if arch.animate:
+        return SampleDefaults(steps=20, guidance=1.0, negative=_NEGATIVE)
     if arch.boundary:
         return SampleDefaults(steps=40, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.music:

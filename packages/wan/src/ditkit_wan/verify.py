@@ -9,6 +9,7 @@ from torch import Tensor
 from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
 from ditkit_core.models.spec import lazy
 from ditkit_wan.model.inputs import WanInputs, empty_item, make_inputs
+from ditkit_wan.model.variants.animate import blur_kernel
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
 
@@ -25,8 +26,12 @@ def _inputs(model: Any) -> WanInputs:
     return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)
 
 
+_FACE_MODULES = ("motion_encoder", "face_encoder")
+"""Modules that diffusers computes in the dtype of their parameters; ours are fp32."""
+
+
 def _dtype_of(transformer: Any, name: str, matmul: torch.dtype) -> torch.dtype:
-    keep = any(part in transformer._keep_in_fp32_modules for part in name.split("."))
+    keep = any(part in (*transformer._keep_in_fp32_modules, *_FACE_MODULES) for part in name.split("."))
     return torch.float32 if keep and matmul != torch.float64 else matmul
 
 
@@ -49,12 +54,39 @@ def _config(arch: WanArch) -> Mapping[str, Any]:
         config |= {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
     if arch.image_positions:
         config["pos_embed_seq_len"] = arch.image_positions
+    if (animate := arch.animate) is not None:
+        size, layers = animate.face_size, animate.layers
+        config |= {
+            "motion_encoder_channel_sizes": {
+                str(size >> level): num for level, num in enumerate(animate.face_channels)
+            },
+            "motion_encoder_size": size,
+            "motion_style_dim": animate.style,
+            "motion_dim": animate.motion,
+            "motion_encoder_dim": animate.motion_dim,
+            "face_encoder_hidden_dim": animate.width,
+            "face_encoder_num_heads": animate.tokens,
+            "inject_face_latents_blocks": layers[1] if len(layers) > 1 else arch.layers,
+        }
     return config
+
+
+def _kind(arch: WanArch) -> str:
+    if arch.animate:
+        return "WanAnimateTransformer3DModel"
+    return "WanVACETransformer3DModel" if arch.vace_layers else "WanTransformer3DModel"
 
 
 def _make_tables(transformer: Any, device: torch.device) -> None:
     config = transformer.config
     transformer.rope = type(transformer.rope)(config.attention_head_dim, config.patch_size, 1024).to(device)
+    if "motion_encoder_dim" in config:
+        for module in transformer.motion_encoder.modules():
+            if getattr(module, "blur", False):
+                module.blur_kernel = blur_kernel(device)
+        # Its face encoder is in fp32 like ours, and what follows is in the dtype of the matmuls.
+        matmul = lambda module, inputs, out: out.to(transformer.pose_patch_embedding.weight.dtype)
+        transformer.face_encoder.register_forward_hook(matmul)
 
 
 def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
@@ -66,6 +98,9 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
     if inputs.vace is not None:
         arguments["control_hidden_states"] = inputs.vace[0]
     batch = {name: tensor[None].to(dtype) for name, tensor in arguments.items()}
+    if inputs.face is not None:
+        assert inputs.pose is not None and inputs.pose[0] is not None, "Animate has poses"
+        batch |= {"pose_hidden_states": inputs.pose[0][None].to(dtype), "face_pixel_values": inputs.face[0][None]}
     if transformer.config.pos_embed_seq_len:  # it takes the two images of a sample as two rows of the batch
         batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(0, (2, -1))
     timestep = inputs.timestep
@@ -77,7 +112,7 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
 
 DIFFUSERS = DiffusersModel(
     names=NAMES,
-    kind=lambda arch: "WanVACETransformer3DModel" if arch.vace_layers else "WanTransformer3DModel",
+    kind=_kind,
     config=_config,
     pipeline=lambda transformer: "WanPipeline",
     inputs=_inputs,

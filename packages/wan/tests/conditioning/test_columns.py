@@ -1,5 +1,6 @@
 """Which columns and conditioners an architecture has, and that they give what the model takes."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.demo.models import IMAGE_DIM, SPEECH_DIM, SPEECH_STATES
+from ditkit_wan.model.inputs import IN_FRONT
 from ditkit_wan.presets import PRESETS, SpeechArch, WanArch
 from ditkit_wan.spec import WAN
 
@@ -37,6 +39,10 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
         ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y", "image"],
     ),
     "s2v-14b": (["input_audio", "reference_image", "s2v_pose_video", "motion_video"], ["audio", "reference", "pose"]),
+    "animate-14b": (
+        ["reference_image", "animate_pose_video", "animate_face_video", "animate_inpaint_video", "animate_mask_video"],
+        ["y", "pose", "face", "image"],
+    ),
     "fun-v1.1-inp-1.3b": (PICTURES, ["y", "image"]),
     "fun-inp-a14b": (PICTURES, ["y"]),
     "fun-inp-5b": (PICTURES, ["y", "first_frame"]),
@@ -78,7 +84,7 @@ def test_every_variant_encodes_what_its_model_takes(
         if conditioner.uses(wanted):
             item |= encoded(conditioner, wanted)
     outlined = WAN.training.empty_item(arch, (FRAMES, 64, 64), ())
-    assert [name for name in item if name != "vace_reference"] == tensors
+    assert [name for name in item if name not in IN_FRONT] == tensors
     for name in tensors:  # music may be of any length, VACE's references are in front
         ours, theirs = item[name].shape, outlined[name].shape
         if name == "music":
@@ -136,11 +142,18 @@ def replace_fields(arch: Any) -> Any:
     return WAN.for_arch(arch)
 
 
+STILL = "a still image"
 VIDEOS = [
     ("fun-v1.1-control-1.3b", "control_video", {}),
     ("vace-1.3b", "vace_video", {}),
     ("vace-1.3b", "vace_video_mask", {}),
     ("s2v-14b", "s2v_pose_video", {}),
+    ("animate-14b", "animate_pose_video", {"animate_face_video": "unread.mp4"}),
+    ("animate-14b", "animate_face_video", {"animate_pose_video": "unread.mp4"}),
+    *(
+        ("animate-14b", first, {second: STILL, "animate_pose_video": "unread.mp4", "animate_face_video": "unread.mp4"})
+        for first, second in itertools.permutations(("animate_inpaint_video", "animate_mask_video"))
+    ),
     ("wantodance-14b", "wantodance_keyframes", {"wantodance_keyframes_mask": str([1] * FRAMES)}),
 ]
 
@@ -162,13 +175,14 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
     (tmp_path / "same").mkdir()
     for number in range(FRAMES):
         image_file(tmp_path / "same" / f"{number}.png", 1)
+    others = {name: still if value == STILL else value for name, value in other_columns.items()}
     read = 0
     for conditioner in conditioners(arch, where, CPU, VaeMode()):
         # what a still clip is given its sound as is of no concern here
         if conditioner.kind in ("music", "speech"):
             continue
         given = [
-            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **other_columns})
+            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **others})
             for file in (still, str(tmp_path / "same"))
         ]
         if column not in conditioner.uses(given[0]):

@@ -35,7 +35,8 @@ def look(folder: Path, preset: str, **row: str) -> CheckReport:
     """What the doctor says of two clips, of which one has controls."""
     folder.mkdir(exist_ok=True)
     required = {"wantodance-14b": {"wantodance_music_path": "good.npy"}, "fun-v1.1-control-1.3b": {"control_video": "good.mp4"},
-                "fun-v1.1-control-camera-1.3b": {"camera_control_direction": "Left"}}.get(preset, {})  # fmt: skip
+                "fun-v1.1-control-camera-1.3b": {"camera_control_direction": "Left"},
+                "animate-14b": {"animate_pose_video": "good.mp4", "animate_face_video": "good.mp4"}}.get(preset, {})  # fmt: skip
     np.save(folder / "good.npy", ROWS)
     for name in ("good", "bad"):
         video_file(folder / f"{name}.mp4", len(name))
@@ -270,3 +271,12 @@ def test_sound_of_any_rate_is_decoded_as_it_is(tmp_path: Path, rate: int) -> Non
         file.writeframes(np.arange(-500, 500, dtype="<i2").tobytes())
     samples, found = decode_sound(path)
     assert found == rate and np.allclose(samples * 32768, np.arange(-500, 500), atol=0.5)
+
+
+def test_what_animate_lacks_is_said_of_the_clip(tmp_path: Path) -> None:
+    """Half of what a replacement needs, and a face that ends before its clip."""
+    found = look(tmp_path / "half", "animate-14b", animate_inpaint_video="good.mp4")
+    assert_refused(found, "animate_mask_video", "background and mask together")
+    (tmp_path / "short").mkdir()
+    video_file(tmp_path / "short" / "face.mp4", 3, 4)
+    assert_refused(look(tmp_path / "short", "animate-14b", animate_face_video="face.mp4"), "face.mp4")

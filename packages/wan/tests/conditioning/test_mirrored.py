@@ -13,6 +13,7 @@ from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.demo.models import IMAGE_DIM
+from ditkit_wan.model.inputs import IN_FRONT
 from ditkit_wan.presets import PRESETS
 
 VISUAL = {
@@ -25,6 +26,7 @@ VISUAL = {
     "fun-v1.1-control-camera-1.3b": ["y", "image"],
     "fun-control-5b": ["y", "first_frame", "reference"],
     "wantodance-14b": ["y", "image", "refimage"],
+    "animate-14b": ["y", "pose", "face", "image"],
 }
 """Tensors that show something, by preset."""
 
@@ -43,6 +45,9 @@ def test_conditions_are_mirrored_with_their_clip(
     preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
 ) -> None:
     arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
+    if arch.animate:  # faces as high as the clips: see `images_of`
+        arch = replace(arch, animate=replace(arch.animate, face_channels=(4, 4, 4, 4)))
+        assert arch.animate.face_size == HEIGHT
     vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
     found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode())
     names = ["clip", *(column.name for column in columns(arch) if column.kind in ("image", "video"))]
@@ -70,4 +75,4 @@ def test_conditions_are_mirrored_with_their_clip(
             assert torch.equal(tensor, theirs[name]), name
             assert not torch.equal(tensor, plain[name]), name
             seen.append(name)
-    assert [name for name in seen if name != "vace_reference"] == VISUAL[preset]
+    assert [name for name in seen if name not in IN_FRONT] == VISUAL[preset]

@@ -10,7 +10,7 @@ from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image
 from ditkit_core.data.media.clip import read_clip, write_image, write_video
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
-from ditkit_wan.conditioning.media import on_white
+from ditkit_wan.conditioning.media import fitted
 from ditkit_wan.conditioning.vace import Vace, mask_channels
 
 LATENT = (1 + FRAMES // 4, HEIGHT // 8, WIDTH // 8)
@@ -61,7 +61,7 @@ def test_the_context_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, coun
     conditioner = Vace(tiny_vae(checkpoint))
     assert isinstance(conditioner, Conditioner) and conditioner.uses(controls(None, files)) == tuple(files)
     made = encoded(conditioner, controls(None, files))
-    pictures = [on_white(Path(files[column]), HEIGHT, WIDTH) for column in columns]
+    pictures = [fitted(Path(files[column]), HEIGHT, WIDTH, canvas=1.0) for column in columns]
     mask = (read(files["vace_video_mask"]) + 1) / 2
     expected = of_diffusers(checkpoint, read(files["vace_video"]), mask, pictures)
     assert made["vace"].shape == (96, count + LATENT[0], *LATENT[1:])
@@ -82,9 +82,9 @@ def test_an_image_is_scaled_to_fit_on_white_as_diffusers_does(checkpoint: Path, 
         theirs = pipeline(checkpoint).preprocess_conditions(
             reference_images=Image.open(path), height=HEIGHT, width=WIDTH, num_frames=1, dtype=torch.float32, device=CPU
         )[2][0][0]
-        torch.testing.assert_close(on_white(Path(path), HEIGHT, WIDTH)[:, 0], theirs, atol=1e-6, rtol=0)
+        torch.testing.assert_close(fitted(Path(path), HEIGHT, WIDTH, canvas=1.0)[:, 0], theirs, atol=1e-6, rtol=0)
     with pytest.raises(UserError, match="is a video; a reference is an image"):
-        on_white(Path(video_file(tmp_path / "v.mp4", 1)), HEIGHT, WIDTH)
+        fitted(Path(video_file(tmp_path / "v.mp4", 1)), HEIGHT, WIDTH, canvas=1.0)
 
 
 def test_channels_of_a_mask_are_its_rows_and_columns_of_eight_and_its_nearest_frames() -> None:

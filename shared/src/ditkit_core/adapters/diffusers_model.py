@@ -7,6 +7,7 @@ written; what is verified here is that another program finds each of them in its
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -163,7 +164,9 @@ class BareBase:
 def _load(pipeline: Any, adapter_file: Path) -> None:
     """Load the file as a user would."""
     try:
-        with without_values(pipeline.transformer):
+        with without_values(pipeline.transformer), warnings.catch_warnings():
+            # diffusers adds zeros for layers of image tokens, and peft warns that a diffusers file's header does not name them.
+            warnings.filterwarnings("ignore", "While injecting the PEFT adapters", RuntimeWarning)
             pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -30,7 +30,7 @@ _EVERY = (
     Column(
         name="reference_image",
         kind="image",
-        aliases=("ref_image",),
+        aliases=("ref_image", "ref_file_path", "src_ref"),
         doc="An image of the clip's subject, in any pose.",
     ),
     Column(
@@ -96,6 +96,32 @@ _EVERY = (
         doc="A video that the clip continues, by its last 73 frames; defaults to those before the clip in its own file, if it has them.",
     ),
     Column(
+        name="animate_pose_video",
+        kind="video",
+        aliases=("pose_video", "control_file_path", "src_pose"),
+        required=True,
+        doc="A video of the poses of the character.",
+    ),
+    Column(
+        name="animate_face_video",
+        kind="video",
+        aliases=("face_video", "face_file_path", "src_face"),
+        required=True,
+        doc="A video of the character's face, cut out at each frame; read at 512 × 512 pixels.",
+    ),
+    Column(
+        name="animate_inpaint_video",
+        kind="video",
+        aliases=("background_video", "background_file_path", "src_bg"),
+        doc="To replace a character: the clip without it, black in its place.",
+    ),
+    Column(
+        name="animate_mask_video",
+        kind="video",
+        aliases=("mask_video", "mask_file_path", "src_mask"),
+        doc="To replace a character: white where it is generated, black where the background is kept: a video, or one image for all frames.",
+    ),
+    Column(
         name="wantodance_music_path",
         kind="audio",
         aliases=("music",),
@@ -130,6 +156,8 @@ def columns(arch: WanArch) -> Sequence[Column]:
 def _names(arch: WanArch) -> tuple[str, ...]:
     if arch.speech:
         return ("input_audio", "reference_image", "s2v_pose_video", "motion_video")
+    if arch.animate:
+        return ("reference_image", *(name for name in _COLUMNS if name.startswith("animate_")))
     if arch.music:
         return tuple(name for name in _COLUMNS if name.startswith("wantodance_"))
     if arch.vace_layers:
@@ -158,7 +186,7 @@ def conditioners(
     Raises:
         UserError: If an encoder's files are missing, damaged, or belong to another model.
     """
-    from ditkit_wan.conditioning import control, dance, speech
+    from ditkit_wan.conditioning import animate, control, dance, speech
     from ditkit_wan.conditioning import images as image
     from ditkit_wan.conditioning.vace import Vace
     from ditkit_wan.encoders.clip import ImageEncoder
@@ -177,6 +205,10 @@ def conditioners(
         sizes = {"states": arch.speech.states, "features": arch.speech.features}
         wav2vec = None if components is None else SpeechEncoder(components, device, **sizes)
         chosen += [speech.Speech(wav2vec, 16.0), speech.SpeechReference(vae), speech.Poses(vae), speech.Motion(vae)]
+    elif arch.animate:
+        assert clip is not None
+        chosen += [animate.Subject(vae), animate.BodyPoses(vae), animate.Faces(arch.animate.face_size)]
+        chosen.append(animate.SubjectVision(clip, (control.REFERENCE,), kind="clip-vision-subject"))
     elif arch.music:
         assert clip is not None
         chosen += [dance.Music(arch.music.fps), dance.Keyframes(vae), dance.KeyframeVision(clip, (dance.DANCER,))]
@@ -207,7 +239,7 @@ def conditioners(
 
 def is_given_first_latent(arch: WanArch) -> bool:
     """Whether `y` gives the model the first latent frame of every clip; for a single image that is all of it."""
-    return _extra_channels(arch) > 0 and not (arch.music or _is_controlled(arch))
+    return _extra_channels(arch) > 0 and not (arch.music or arch.animate or _is_controlled(arch))
 
 
 def _is_controlled(arch: WanArch) -> bool:

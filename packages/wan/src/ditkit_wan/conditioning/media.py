@@ -116,8 +116,14 @@ def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor
     )
 
 
-def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height width"]:
-    """An image scaled to fit and centred on white, as VACE takes its references; pixels in [-1, 1].
+def fitted(path: Path, height: int, width: int, *, canvas: float) -> Float[Tensor, "3 1 height width"]:
+    """An image scaled to fit and centred on a canvas; pixels in [-1, 1].
+
+    Args:
+        path: A still image.
+        height: Height of the canvas in pixels.
+        width: Width of it.
+        canvas: Value of its pixels: 1 is white, as VACE takes its references, -1 is black, as Animate does.
 
     Raises:
         UserError: If it cannot be read as a still image.
@@ -131,7 +137,7 @@ def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height w
     size = tuple(max(1, int(length * scale)) for length in pixels.shape[1:])
     if size != pixels.shape[1:]:
         pixels = F.interpolate(pixels[None], size=size, mode="bilinear", align_corners=False)[0]
-    canvas = torch.ones(3, 1, height, width)
+    picture = torch.full((3, 1, height, width), canvas)
     top, left = (height - size[0]) // 2, (width - size[1]) // 2
-    canvas[:, 0, top : top + size[0], left : left + size[1]] = pixels
-    return canvas
+    picture[:, 0, top : top + size[0], left : left + size[1]] = pixels
+    return picture

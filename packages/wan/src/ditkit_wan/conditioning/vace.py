@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning.images import VaeConditioner
-from ditkit_wan.conditioning.media import on_white, video
+from ditkit_wan.conditioning.media import fitted, video
 
 VIDEO, MASK = "vace_video", "vace_video_mask"
 REFERENCES = ("vace_reference_image", "vace_reference_image_2", "vace_reference_image_3")
@@ -53,7 +53,7 @@ class Vace(VaeConditioner):
         kept_latents, regenerated = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
         context = torch.cat([kept_latents, regenerated, mask_channels(mask)])
         images = [
-            on_white(Path(controls.files[column]), controls.height, controls.width)
+            fitted(Path(controls.files[column]), controls.height, controls.width, canvas=1.0)
             for column in REFERENCES
             if column in controls.files
         ]

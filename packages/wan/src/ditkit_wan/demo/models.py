@@ -76,6 +76,21 @@ VARIANTS: Mapping[str, Variant] = {
         transformer="WanVACETransformer3DModel",
         config={"vace_layers": [0, 2], "vace_in_channels": 96},
     ),
+    "animate": Variant(
+        pipeline="WanAnimatePipeline",
+        transformer="WanAnimateTransformer3DModel",
+        config=_WITH_CLIP
+        | {
+            "motion_encoder_channel_sizes": {"32": 6, "16": 8, "8": 8, "4": 8},
+            "motion_encoder_size": 32,
+            "motion_style_dim": 16,
+            "motion_dim": 5,
+            "motion_encoder_dim": 24,
+            "face_encoder_hidden_dim": 32,
+            "inject_face_latents_blocks": LAYERS,
+        },
+        has_image_encoder=True,
+    ),
     "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True, fun=True), has_image_encoder=True),
     "fun-control-camera": Variant(
         ours=replace(_OURS, in_channels=32, camera_channels=24, fun=True), has_image_encoder=True

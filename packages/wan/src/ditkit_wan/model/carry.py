@@ -43,6 +43,13 @@ class SpeechCarry(NamedTuple):
     """The row that scales and shifts the frame's tokens before they do."""
 
 
+class FaceCarry(NamedTuple):
+    """State of Animate: the motion of the face in every latent frame, padded with zeros."""
+
+    rows: Float[Tensor, "batch frames face dim"]
+    """Normalised tokens that the frame's tokens attend to; the first frame is the reference image, with zeros."""
+
+
 class WanCarry(NamedTuple):
     """Everything one block hands to the next; each variant's own state is a tuple, and None for other variants."""
 
@@ -65,11 +72,12 @@ class WanCarry(NamedTuple):
     vace: VaceCarry | None = None
     music: MusicCarry | None = None
     speech: SpeechCarry | None = None
+    face: FaceCarry | None = None
 
 
 def token_streams(arch: WanArch) -> TokenStreams | None:
-    """What runs along tokens; None for WanToDance and S2V, whose blocks add music or speech to groups of tokens of a frame."""
-    if arch.music or arch.speech:
+    """What runs along tokens; None for WanToDance, S2V and Animate, whose blocks add music, speech or a face's motion to tokens of a frame."""
+    if arch.music or arch.speech or arch.animate:
         return None
     of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]
     return TokenStreams(

@@ -19,6 +19,7 @@ from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCar
 from ditkit_wan.model.inputs import WanInputs, check_conditions
 from ditkit_wan.model.patches import PatchEmbedding
 from ditkit_wan.model.rope import rotary_angles
+from ditkit_wan.model.variants.animate import AnimateEmbedding
 from ditkit_wan.model.variants.camera_adapter import CameraAdapter
 from ditkit_wan.model.variants.music import MusicEmbedding, frame_steps
 from ditkit_wan.model.variants.reference_conv import ReferenceConv, in_front, times_in_front
@@ -96,6 +97,8 @@ class WanEmbed(nn.Module):
             self.music = MusicEmbedding(arch, arch.music, precision)
         if arch.speech:
             self.speech = SpeechEmbedding(arch, arch.speech, precision)
+        if arch.animate:
+            self.animate = AnimateEmbedding(arch, arch.animate, precision)
 
     def forward(self, inputs: WanInputs) -> WanCarry:
         check_conditions(self.arch, inputs)
@@ -110,6 +113,8 @@ class WanEmbed(nn.Module):
         late, fronts, motions = inputs.late, tuple[int, ...](), inputs.motion or [None] * len(grids)
         if inputs.camera is not None:
             tokens = plain_sum(self._camera_tokens(inputs.camera, tokens, lengths), tokens)
+        if inputs.face is not None:
+            tokens = plain_sum(self.animate.poses([pose for pose in inputs.pose or () if pose is not None]), tokens)
         if inputs.audio is not None:
             tokens, lengths = self._with_reference(inputs, tokens, lengths)
             late = _clip_tokens(grids, tokens)
@@ -153,6 +158,7 @@ class WanEmbed(nn.Module):
             vace=None if inputs.vace is None else VaceCarry(self._vace(inputs.vace, tokens)),
             music=None if inputs.music is None else self._music(inputs.music, grids, steps, inputs.skips),
             speech=None if inputs.audio is None else self.speech.audio(inputs.audio),
+            face=None if inputs.face is None else self.animate.faces(inputs.face),
         )
 
     def _angles(

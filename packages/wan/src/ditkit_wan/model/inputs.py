@@ -11,11 +11,15 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_wan.conditioning.camera import rays
+from ditkit_wan.model.variants.animate import check_animate
 from ditkit_wan.model.variants.camera_adapter import check_cameras
 from ditkit_wan.model.variants.music import check_music
 from ditkit_wan.model.variants.reference_conv import check_references
 from ditkit_wan.model.variants.speech import MOTION_LATENTS, check_speech, motion_tokens
 from ditkit_wan.presets import PATCH, WanArch
+
+IN_FRONT = ("vace_reference", "animate_reference")
+"""Conditions that are latent frames in front of the clip, and trained and sampled like these."""
 
 
 class WanInputs(NamedTuple):
@@ -46,9 +50,11 @@ class WanInputs(NamedTuple):
     audio: Sequence[Tensor] | None = None
     """[states, features, rows] each: hidden states of wav2vec2 for S2V, four rows per latent frame."""
     pose: Sequence[Tensor | None] | None = None
-    """[pose_channels, frames, height, width] each: latents of a video of the clip's poses; None for samples without one."""
+    """[pose_channels, frames, height, width] each: latents of a video of the clip's poses; None for samples without one. Animate has one frame fewer."""
     motion: Sequence[Tensor | None] | None = None
     """[channels, frames, height, width] each: latents of the frames before the clip; None for samples without any."""
+    face: Sequence[Tensor] | None = None
+    """[3, frames, size, size] each: pixels in [-1, 1] of a face at each frame of the clip, for Animate."""
     skips: bool = False
     """Whether WanToDance skips a block, as for the negative side of guidance."""
 
@@ -109,7 +115,15 @@ def make_inputs(
         audio=tensors_of("audio"),
         pose=some("pose"),
         motion=some("motion"),
+        face=_pixels(tensors_of("face")),
     )
+
+
+def _pixels(faces: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """Pixels in [-1, 1] of bytes, as which the cache has them: a clip's are a quarter as large."""
+    if faces is None:
+        return None
+    return [face if face.is_floating_point() else face.float() / 127.5 - 1 for face in faces]
 
 
 def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor], stride: int) -> list[Tensor | None] | None:
@@ -164,15 +178,16 @@ def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | Non
 def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A training item of a sample's cached tensors.
 
-    VACE's reference images become frames in front of the clip. S2V's clip loses its first frame, which is where the model starts; latents that
+    VACE's reference images and Animate's become frames in front of the clip. S2V's clip loses its first frame, which is where the model starts; latents that
     were encoded with the frames before it replace it.
     """
     assembled = dict(item)
     if "audio" in assembled:
         assembled["latents"] = assembled.pop("continued", assembled["latents"][:, 1:])
-    references = assembled.pop("vace_reference", None)
-    if references is not None:
-        assembled["latents"] = torch.cat([references.to(assembled["latents"]), assembled["latents"]], 1)
+    for name in IN_FRONT:
+        references = assembled.pop(name, None)
+        if references is not None:
+            assembled["latents"] = torch.cat([references.to(assembled["latents"]), assembled["latents"]], 1)
     return assembled
 
 
@@ -188,11 +203,12 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
         "vace": bool(arch.vace_layers),
         "music": arch.music is not None,
         "audio": arch.speech is not None,
+        "face": arch.animate is not None,
     }
     has_speech = arch.speech is not None
     optional = {
         "reference": arch.ref_conv or has_speech,
-        "pose": has_speech,
+        "pose": has_speech or arch.animate is not None,
         "motion": has_speech,
         "camera": arch.camera_channels > 0,
         "refimage": arch.music is not None,
@@ -210,10 +226,12 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
             raise UserError(
                 f"this model takes {arch.in_channels} channels, and the samples have {len(latents)} of latents and {len(y)} of 'y'"
             )
-    check_speech(inputs.audio or (), inputs.reference, inputs.pose or (), inputs.latents)
+    if has_speech:
+        check_speech(inputs.audio or (), inputs.reference, inputs.pose or (), inputs.latents)
     check_references(arch, inputs.reference or (), inputs.latents)
     check_cameras(arch, inputs.camera or (), inputs.latents)
     check_music(inputs.music or (), inputs.latents)
+    check_animate(arch, inputs.face or (), inputs.pose, inputs.latents)
 
 
 def empty_item(
@@ -224,7 +242,7 @@ def empty_item(
     References are VACE's: each is a latent frame in front of the clip.
     """
     frames, height, width = size
-    in_front = len(references) if arch.vace_layers else 0
+    in_front = len(references) if arch.vace_layers else int(arch.animate is not None)
     grid = (in_front + 1 + (frames - 1) // 4, height // arch.latent_stride, width // arch.latent_stride)
     item = {
         "latents": torch.empty(arch.out_channels, *grid),
@@ -244,6 +262,10 @@ def empty_item(
         item["reference"] = torch.empty(arch.reference_channels, 1, *grid[1:])
         item["pose"] = torch.empty(arch.speech.pose_channels, grid[0] - 1, *grid[1:])
         item["motion"] = torch.empty(arch.out_channels, MOTION_LATENTS, *grid[1:])
+    if arch.animate:
+        size_of_face = (arch.animate.face_size, arch.animate.face_size)
+        item["pose"] = torch.empty(arch.animate.pose_channels, grid[0] - 1, *grid[1:])
+        item["face"] = torch.empty(3, frames, *size_of_face, dtype=torch.uint8)
     if arch.music:
         item["music"] = torch.empty(round(frames * 30 / arch.music.fps), arch.music.features)
         item["refimage"] = torch.empty(arch.image_tokens, arch.image_dim, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from ditkit_wan.model.block import WanBlock
 from ditkit_wan.model.embed import WanEmbed
 from ditkit_wan.model.head import WanHead
 from ditkit_wan.model.inputs import WanInputs
+from ditkit_wan.model.variants.animate import FaceBlock
 from ditkit_wan.model.variants.dance import MusicBlock, SkippedBlock
 from ditkit_wan.model.variants.speech import SpeechBlock
 from ditkit_wan.model.variants.vace import VaceBlock
@@ -30,6 +31,8 @@ class WanTransformer(nn.Module):
             kinds = {arch.music.skipped: SkippedBlock} | dict.fromkeys(arch.music.layers, MusicBlock)
         if arch.speech:
             kinds = dict.fromkeys(arch.speech.layers, SpeechBlock)
+        if arch.animate:
+            kinds = dict.fromkeys(arch.animate.layers, FaceBlock)
         self.layers = nn.ModuleList(kinds.get(index, WanBlock)(arch, precision) for index in range(arch.layers))
         self.vace_blocks = nn.ModuleList(VaceBlock(arch, precision) for _ in arch.vace_layers)
         self.head = WanHead(arch, precision)

@@ -23,6 +23,7 @@ from ditkit_wan.model.block import WanBlock, WanCrossAttention
 from ditkit_wan.model.carry import SpeechCarry, WanCarry
 from ditkit_wan.model.patches import PatchEmbedding
 from ditkit_wan.model.rope import angles_at
+from ditkit_wan.model.variants.frames import CausalConv, by_frame, by_sample, without_padding
 from ditkit_wan.presets import SpeechArch, WanArch
 
 MOTION_FRAMES = 73
@@ -36,31 +37,16 @@ _EPS = 1e-5
 """Of the norm before an injector; that of its q and k is the model's."""
 
 
-class _CausalConv(nn.Module):
-    """A convolution over time that sees no later row; the first row is repeated in front."""
-
-    def __init__(self, channels: int, out_channels: int, stride: int, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-        self.conv = nn.Conv1d(channels, out_channels, 3, stride=stride)
-
-    def forward(self, x: Float[Tensor, "batch rows channels"]) -> Float[Tensor, "batch fewer_rows out_channels"]:
-        conv = self.conv
-        padded = F.pad(x.transpose(1, 2), (2, 0), mode="replicate")
-        y = F.conv1d(padded, conv.weight.to(self.dtype), conv.bias.to(self.dtype), conv.stride)  # type: ignore[union-attr]
-        return y.transpose(1, 2)
-
-
 class _Tower(nn.Module):
     """Three causal convolutions, which make one row of four; a branch for the tokens of each frame, and one for its style."""
 
     def __init__(self, arch: WanArch, speech: SpeechArch, precision: Precision):
         super().__init__()
         dim, self.tokens, self.eps, self.dtype = arch.dim, speech.tokens, arch.eps, precision.norms
-        self.conv1_local = _CausalConv(speech.features, dim // 4 * speech.tokens, 1, self.dtype)
-        self.conv1_global = _CausalConv(speech.features, dim // 4, 1, self.dtype)
-        self.conv2 = _CausalConv(dim // 4, dim // 2, 2, self.dtype)
-        self.conv3 = _CausalConv(dim // 2, dim, 2, self.dtype)
+        self.conv1_local = CausalConv(speech.features, dim // 4 * speech.tokens, 1, self.dtype)
+        self.conv1_global = CausalConv(speech.features, dim // 4, 1, self.dtype)
+        self.conv2 = CausalConv(dim // 4, dim // 2, 2, self.dtype)
+        self.conv3 = CausalConv(dim // 2, dim, 2, self.dtype)
         self.final_linear = CastLinear(dim, dim)
         self.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
@@ -220,13 +206,13 @@ class SpeechInjector(nn.Module):
         assert carry.speech is not None, "embed makes it"
         precision, grids = self.precision, carry.grids
         frames = [f for f, _, _ in grids]
-        rows, style = (_unpadded(side, frames) for side in carry.speech)
+        rows, style = (without_padding(side, frames) for side in carry.speech)
         modulation = self.adain.linear(F.silu(style).to(precision.matmul)).to(precision.modulation)
         shift, scale = modulation[:, None].chunk(2, -1)
-        x = _by_frame(tokens, grids)
+        x = by_frame(tokens, grids)
         h = modulated_norm(x, scale, shift, _EPS, precision.norms, precision.matmul)
         speech = recompute_boundary(self.injector.o, self.injector.attended(h, rows, None, "speech"))
-        return _by_sample(speech, grids, tokens.shape[1])
+        return by_sample(speech, grids, tokens.shape[1])
 
 
 class SpeechBlock(WanBlock):
@@ -239,31 +225,6 @@ class SpeechBlock(WanBlock):
     def forward(self, carry: WanCarry) -> WanCarry:
         tokens = self.advanced(carry.tokens, carry, is_end=False)
         return carry._replace(tokens=plain_sum(self.audio(tokens, carry), tokens))
-
-
-def _unpadded(rows: Tensor, frames: Sequence[int]) -> Tensor:
-    """The rows of all frames of all samples, without padding."""
-    if set(frames) == {rows.shape[1]}:
-        return rows.flatten(0, 1)
-    return torch.cat([row[:count] for row, count in zip(rows, frames, strict=True)])
-
-
-def _by_frame(
-    tokens: Float[Tensor, "batch tokens dim"], grids: Sequence[tuple[int, int, int]]
-) -> Float[Tensor, "frames frame_tokens dim"]:
-    """The tokens of every latent frame of every clip, padded with zeros where frames differ in size."""
-    clips = [row[: f * h * w].unflatten(0, (f, h * w)) for row, (f, h, w) in zip(tokens, grids, strict=True)]
-    largest = max(clip.shape[1] for clip in clips)
-    return torch.cat([F.pad(clip, (0, 0, 0, largest - clip.shape[1])) for clip in clips])
-
-
-def _by_sample(
-    rows: Float[Tensor, "frames frame_tokens dim"], grids: Sequence[tuple[int, int, int]], length: int
-) -> Float[Tensor, "batch tokens dim"]:
-    """The reverse: zeros for all that follows a clip's tokens."""
-    clips = rows.split([f for f, _, _ in grids])
-    flat = [clip[:, : h * w].flatten(0, 1) for clip, (_, h, w) in zip(clips, grids, strict=True)]
-    return torch.stack([F.pad(clip, (0, 0, 0, length - len(clip))) for clip in flat])
 
 
 def check_speech(
