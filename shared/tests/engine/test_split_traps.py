@@ -257,8 +257,8 @@ def how_often(name):
 )
 def test_a_save_of_one_division_continues_under_any_other_bitwise(method, name, tmp_path):
     pytest.importorskip({"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch"))
-    whole = train_toy(tmp_path / "whole", 5, 0, method, name)
-    for steps, way in enumerate((1, 2, 0, 1, 0), start=1):
+    whole = train_toy(tmp_path / "whole", 4, 0, method, name)
+    for steps, way in enumerate((0, 1, 2, 0), start=1):  # on more devices, on others, on one
         parts = train_toy(tmp_path / "parts", steps, way, method, name)
     assert (whole.step, whole.values) == (parts.step, parts.values)
     assert whole.tensors.keys() == parts.tensors.keys()

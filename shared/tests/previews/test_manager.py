@@ -26,18 +26,13 @@ def test_training_is_bitwise_identical_with_previews_and_without(world: World, m
     check_equal(world.folder / "without", world.folder / "every")
     held_out = [row for row in numbers(world.folder / "every") if "held_out_low" in row]
     assert [row["step"] for row in held_out] == [2, 4, 6]
-
-
-def test_a_run_with_previews_that_is_continued_equals_one_that_was_not(world: World) -> None:
-    """Neither the previews nor the interval's first measurement are forgotten by a save."""
-    flags = (*FLAGS, "--sample.every_steps", "2")
-    assert world.train("whole", 6, *flags) == 0
-    assert world.train("parts", 3, *flags) == 0
-    assert world.train("parts", 6, *flags, "--sample.every_steps", "0") == 0
-    last = [load_state(world.folder / name / "state" / "step-000006") for name in ("whole", "parts")]
-    assert all(torch.equal(last[0].tensors["trainable"][k], v) for k, v in last[1].tensors["trainable"].items())
-    assert last[0].values["held_out_interval"] == last[1].values["held_out_interval"]
-    assert last[0].values["held_out_before_clips"] == last[1].values["held_out_before_clips"]
+    if method == "lora":  # neither the previews nor the interval's first measurement are forgotten by a save
+        assert world.train("parts", 3, *flags, "--sample.every_steps", "2") == 0
+        assert world.train("parts", 6, *flags, "--sample.every_steps", "0") == 0
+        one, other = (load_state(world.folder / name / "state" / "step-000006") for name in ("without", "parts"))
+        assert all(torch.equal(tensor, other.tensors["trainable"][k]) for k, tensor in one.tensors["trainable"].items())
+        for value in ("held_out_interval", "held_out_before_clips"):
+            assert one.values[value] == other.values[value]
 
 
 def test_a_second_process_may_sample_from_a_run_that_trains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

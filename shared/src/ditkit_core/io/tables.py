@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich import table as rich_table
 from rich.markup import escape
@@ -21,7 +22,7 @@ class Table:
     num_left: int | None = None
     """Number of columns at the left that are aligned left; the others are aligned right. None aligns columns of numbers right."""
 
-    @property
+    @cached_property  # templates ask for it in each cell
     def is_right(self) -> list[bool]:
         """Whether each column is aligned right."""
         columns = list(zip(*self.rows, strict=True))
