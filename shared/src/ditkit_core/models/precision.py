@@ -49,7 +49,7 @@ class Precision:
 
     A model takes its dtypes from here and never from some tensor at hand: the residual stream is wider than the matmuls, and a
     quantized weight has its own dtype. The default is fp32, or wider if matmuls are wider; `timestep` is fp64, and `attention` has the
-    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider. What a place is, says its setting in `PrecisionConfig`.
+    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider.
     """
 
     matmul: "torch.dtype" = _DEFAULT
@@ -59,9 +59,11 @@ class Precision:
     rotary_tables: "torch.dtype" = _DEFAULT
     """Cosines and sines of positions; their angles are always fp64."""
     rotary: "torch.dtype" = _DEFAULT
+    """Rotation of q and k (RoPE)."""
     qk_norms: "torch.dtype" = _DEFAULT
     """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the weight, as in the official models."""
     norms: "torch.dtype" = _DEFAULT
+    """Layer norms of the residual stream in the blocks."""
     modulation: "torch.dtype" = _DEFAULT
     """Scale, shift and gate: computing them from the timestep, storing them, and applying them to the result of a norm."""
     residual: "torch.dtype" = _DEFAULT
@@ -70,11 +72,17 @@ class Precision:
     """The residual stream at the input of the first block, and the first norm there if this is narrower: the official models keep the
     dtype of the input matmul there. By default the same as `residual`."""
     time_mlp: "torch.dtype" = _DEFAULT
+    """The MLP for the features of t (and of guidance)."""
     head: "torch.dtype" = _DEFAULT
+    """The head: its norm, modulation and matmul, and so the prediction."""
     attention: "torch.dtype" = _DEFAULT
+    """q, k and v at the input of the attention kernel."""
     accumulation: "torch.dtype" = _DEFAULT
+    """Gradients of trained parameters, summed over micro-batches."""
     optimizer: "torch.dtype" = _DEFAULT
+    """The optimizer's moments."""
     reduction: "torch.dtype" = _DEFAULT
+    """Gradients while they are summed over ranks."""
 
     def __post_init__(self) -> None:
         import torch
