@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_layouts import LAYOUTS, quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear, dense_weight, final_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.run.checks import check_run
@@ -31,6 +32,7 @@ from ditkit_core.run.context import create_run
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+from ditkit_core.weights import load
 from ditkit_core.weights.quantize import check_compute_on, check_quantize
 
 FP32 = Precision(matmul=torch.float32)
@@ -159,7 +161,7 @@ def test_autograd_is_given_nothing_to_keep(kind):
 
 COMPILED = """
 import torch
-from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_layouts import LAYOUTS, quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 for kind in (*LAYOUTS, "int8_rotated_16", "mxfp8", "nvfp4"):
@@ -239,6 +241,46 @@ def state_of(base: Path) -> dict[str, torch.Tensor]:
         for name, tensor in prepared(base, "none").module.state_dict().items()
         if ".lora_" not in name
     }
+
+
+def parents(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that a parameter is in."""
+    path = name.split(".")[:-1]
+    return [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_quantizes_blocks_that_are_streamed(base, kind, gpu, monkeypatch):
+    """They stay on the host, whose cores take minutes for billions of weights."""
+    expected, devices = prepared(base, kind).module, []
+
+    def recorded_layout(name):
+        layout = quantized_layout(name)
+
+        def quantize(weight, gather):
+            devices.append(weight.device)
+            return layout.quantize(weight, gather)
+
+        return replace(layout, quantize=quantize)
+
+    monkeypatch.setattr(load, "quantized_layout", recorded_layout)
+    unloaded = model_on_meta(
+        TOY,
+        ModelPaths(transformer=str(base), preset="tiny"),
+        AdapterConfig(rank=4),
+        BaseConfig(quantize=kind),
+        precision=FP32,
+    )
+    placement = replace(place_blocks(unloaded.module, [gpu.device]), streamed=frozenset({1}))
+    model = load_weights(unloaded, placement=placement, seed=0)
+    layers = quantized_weights(model.module)
+    assert devices == [gpu.device] * len(layers)
+    with model.readable():
+        for name, layer in quantized_weights(expected).items():
+            values = layers[name].values()
+            assert all(torch.equal(value.cpu(), values[part].cpu()) for part, value in layer.values().items()), name
+            in_second = any(module is model.module.blocks()[1] for module in parents(model.module, name))
+            assert {value.device for value in values.values()} == {CPU if in_second else gpu.device}, name
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def load_weights(
         stored.mapping,
         device_of=home_of,
         dtype_of=loaded_dtype(model.spec, origin.precision),
+        quantize_on=device_of,
         edits=stored.edits,
         division=division,
     )

@@ -179,18 +179,21 @@ def load_into(
     *,
     device_of: Callable[[str], torch.device],
     dtype_of: Callable[[str], torch.dtype],
+    quantize_on: Callable[[str], torch.device] | None = None,
     edits: Mapping[str, Callable[[Tensor], None]] | None = None,
     division: RowReader | None = None,
 ) -> None:
     """Load a file's tensors into a model's parameters, in the order of the files.
 
-    Parameters that peft moved below a `base_layer` are found by the name that they had before. The weight of a quantized layer goes to its
-    device in fp32, and is quantized there before the next one is read.
+    Parameters that peft moved below a `base_layer` are found by the name that they had before. The weight of a quantized layer is quantized
+    before the next one is read.
 
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
         mapping: Parts of the file's tensors by our name, from `match`.
         dtype_of: The dtype of a parameter on its device, if it is not quantized.
+        quantize_on: The device on which the weight of a quantized layer is quantized, in fp32. None for the one where it stays, which
+            for streamed blocks is the host: its cores take minutes for billions of weights.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
         division: Of the rows over ranks: only this rank's are read, except where an edit needs all.
     """
@@ -203,7 +206,8 @@ def load_into(
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, QuantizedLinear) and leaf == "weight":
-            _quantize_into(module, reader, parts, device, edit, division)
+            codes_device = device if quantize_on is None else quantize_on(name)
+            _quantize_into(module, reader, parts, device, codes_device, edit, division)
             continue
         shape = state[full_names[name]].shape
         rows = None if division is None else division.rows(module._parameters.get(leaf))
@@ -261,6 +265,7 @@ def _quantize_into(
     reader: "ParameterReader",
     parts: tuple[TensorSlice, ...],
     device: torch.device,
+    quantize_on: torch.device,
     edit: Callable[[Tensor], None] | None,
     division: RowReader | None,
 ) -> None:
@@ -271,9 +276,9 @@ def _quantize_into(
     values = _stored_codes(layer, reader, parts, device, edit, rows)
     if division is None:
         if values is None:
-            layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
-        else:
-            layer.set_values(values)
+            weight = reader.in_fp32(parts, shape, edit).to(quantize_on)
+            values = quantized_layout(layer.kind).quantize(weight, of_all_rows)
+        layer.set_values({name: value.to(device) for name, value in values.items()})
         return
     assert rows is not None
     if values is None:
