@@ -41,6 +41,7 @@ from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
 from ditkit_core.testing.conformance_ranks import RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
+from ditkit_core.testing.conformance_routing import RoutingChecks
 from ditkit_core.testing.conformance_sharded import EverySharded, Limits, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
@@ -86,6 +87,12 @@ class Images:
 
 class TestConformance(Images, Conformance):
     learning_rate = 3e-3
+
+
+class TestRoutedRefiners(Images, RoutingChecks):
+    """With a refiner of each kind where tokens skip blocks: those of the image have a mask of their own."""
+
+    arch = replace(ARCH, refiner_layers=2)
 
 
 class TestPeers(Images, PeerChecks):

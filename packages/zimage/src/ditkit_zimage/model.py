@@ -121,8 +121,11 @@ TOKEN_STREAMS = TokenStreams(
     fields=_token_fields,
     within={"image": ("image",), "caption": ("caption",)},
     inputs={"adaLN_modulation.0": (), "noise_refiner.*": ("image",), "context_refiner.*": ("caption",)},
+    masks={"padding_mask": (), "image_mask": ("image",), "caption_mask": ("caption",)},
+    residual=("image", "caption", "tokens"),
+    routed="image",
 )
-"""Image and caption, each divided among ranks by itself: the refiners run along one of them."""
+"""Image and caption, each divided among ranks by itself: the refiners run along one of them. The caption skips no block."""
 
 
 class ZImageEmbed(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.io.runtimes import sent_to
-from ditkit_core.models.token_streams import TokenStreams, field_at, with_field
+from ditkit_core.models.token_streams import TokenStreams, field_at, masks_of, with_field
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TokenRoute:
         fields = streams.fields(carry)
         tokens = {names: field_at(carry, path) for path, names in fields.items() if path in streams.residual}
         self._lengths = {name: tokens[(name,)].shape[1] for name in streams.names}
-        mask = field_at(carry, streams.padding)
+        mask = field_at(carry, next(iter(streams.masks)))
         if mask is not None:
             mask = mask.split([*self._lengths.values()], 1)[streams.names.index(streams.routed)]
         self._chosen, self._is_token = _chosen(tokens[(streams.routed,)], mask, 1 - routing.share)
@@ -66,22 +66,30 @@ class TokenRoute:
     def _cut(self, carry: Any) -> Any:
         streams, self.unrouted = self._streams, {}
         fields = {path: names for path, names in streams.fields(carry).items() if streams.routed in names}
-        if field_at(carry, streams.padding) is not None:
-            fields[streams.padding] = streams.names
-        for path, names in fields.items():
+        masks = {
+            path: names
+            for path, names in masks_of(streams, carry).items()
+            if streams.routed in names and field_at(carry, path) is not None
+        }
+        for path, names in (fields | masks).items():
             self.unrouted[path] = field_at(carry, path)
             parts = self._split(self.unrouted[path], names)
-            if path == streams.padding:
+            if path in masks:
                 assert self._is_token is not None, "the mask of the embedding"
                 parts[streams.routed] = sent_to(self._is_token, self.unrouted[path].device)
             else:
                 parts[streams.routed] = self._rows_of(parts[streams.routed])
             carry = with_field(carry, path, _joined(parts.values()))
+        if streams.positions:
+            device = field_at(carry, next(iter(fields))).device
+            carry = with_field(carry, streams.positions, sent_to(self._chosen, device))
         return carry
 
     def complete(self, carry: Any) -> Any:
         """The carry with all tokens: those that skipped blocks are as they were in front of the range."""
         unrouted, self.unrouted = self.unrouted or {}, None
+        if self._streams.positions:
+            carry = with_field(carry, self._streams.positions, None)
         names = self._streams.fields(carry)
         for path, value in unrouted.items():
             if path in self._streams.residual:

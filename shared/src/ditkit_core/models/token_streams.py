@@ -9,7 +9,7 @@ from typing import Any
 class TokenStreams:
     """Which values between blocks run along tokens, and which attention is among all tokens of a sample.
 
-    Everything else in a block works token by token. A block whose work depends on a token's place among the others cannot be divided.
+    Everything else in a block works token by token. Where a block's work depends on a token's position among the others, the carry says it (`positions`).
     """
 
     names: tuple[str, ...] = ("tokens",)
@@ -33,14 +33,24 @@ class TokenStreams:
     """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input consists of; none where it is the same on
     every rank (text). The input of any other layer consists of all streams. Masks of an adapter's dropout go by it."""
 
-    padding: str = "padding_mask"
-    """The field with the mask of padding, over the tokens of all streams; None where there is none."""
+    masks: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"padding_mask": ()})
+    """The fields with masks of padding, each with the streams that it is over, in their order; all of them where it names none. None where there is
+    no padding. The first one is over all streams."""
 
     residual: tuple[str, ...] = ("tokens",)
     """The fields among `fields` that blocks advance. All others are the same behind every block."""
 
     routed: str = ""
     """The stream whose tokens may skip blocks (`train.token_routing`); empty for none."""
+
+    positions: str = ""
+    """Where blocks read groups of tokens, such as those of a frame: the field that says which of a sample's routed tokens a carry has, [batch, tokens],
+    None for all of them. Ranks cannot share the tokens of such a model."""
+
+
+def masks_of(streams: TokenStreams, carry: Any) -> dict[str, tuple[str, ...]]:
+    """The masks of padding in a carry, each with the streams that it is over, in their order."""
+    return {path: names or streams.names for path, names in streams.masks.items() if path in carry._fields}
 
 
 def field_at(carry: Any, path: str) -> Any:

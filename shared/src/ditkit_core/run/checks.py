@@ -287,7 +287,8 @@ def _check_context(config: RunConfig, size: int, architecture: ArchitectureSpec,
         raise UserError(
             f"{shared}, and train.token_routing takes tokens of their samples out as well; leave one of them out"
         )
-    if arch is not None and architecture.token_streams(arch) is None:
+    streams = None if arch is None else architecture.token_streams(arch)
+    if arch is not None and (streams is None or streams.positions):
         raise UserError(f"{shared}, and blocks of this architecture read groups of tokens; leave ranks.context out")
 
 

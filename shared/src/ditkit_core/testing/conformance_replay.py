@@ -95,9 +95,8 @@ def trained_steps(
     )
     graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
     router = routing_of(spec, arch, model) if case.get("routed") else None
-    clock = StepClock(
-        [device]
-    )  # a run has one: its marks between blocks lead the backward to layers whose result nothing reads
+    # A run has one: its marks between blocks lead the backward to layers whose result nothing reads.
+    clock = StepClock([device])
     engine = BlockEngine(policy=case["policy"], backend=attention, router=router, clock=clock)
     staged = Model(model, engine, spec, trainable=trained.parameters)
     items = masked(items) if case["masks"] else list(items)

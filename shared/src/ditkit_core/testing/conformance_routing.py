@@ -9,7 +9,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.token_route import TokenRouter
 from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.models.token_streams import field_at, with_field
+from ditkit_core.models.token_streams import field_at, masks_of, with_field
 from ditkit_core.testing.world import ADAPTERS, ModelChecks, make_model
 
 
@@ -61,7 +61,7 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
         names[0]: field_at(carry, path).shape[1] for path, names in streams.fields(carry).items() if not names[1:]
     }
     (batch, length), device = _size(carry, streams), "cpu"
-    mask, order = field_at(carry, streams.padding), torch.rand(batch, length, device=device)
+    mask, order = field_at(carry, next(iter(streams.masks))), torch.rand(batch, length, device=device)
     parts = (
         None
         if mask is None
@@ -72,26 +72,22 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
         real = length if parts is None else int(parts[streams.routed][sample].sum())
         numbers = order[sample, :real].argsort()[: max(1, round((1 - routing.share) * real))]
         chosen[sample, numbers] = True
-    keys = torch.cat(
-        [
-            chosen
-            if n == streams.routed
-            else torch.ones(batch, lengths[n], dtype=torch.bool)
-            if parts is None
-            else parts[n]
-            for n in streams.names
-        ],
-        1,
-    )
+    keys = {n: torch.ones(batch, size, dtype=torch.bool) for n, size in lengths.items()} | (parts or {})
+    keys[streams.routed] = chosen
     for index, block in enumerate(model.blocks()):
         if not routing.first <= index <= routing.last or next(block.parameters(), None) is None:
             carry = block(carry)
             continue
-        after = with_field(block(with_field(carry, streams.padding, keys)), streams.padding, mask)
+        hidden, masks = carry, masks_of(streams, carry)
+        for path, names in masks.items():
+            hidden = with_field(hidden, path, torch.cat([keys[n] for n in names], 1))
+        after = block(hidden)
+        for path in masks:
+            after = with_field(after, path, field_at(carry, path))
         for path, names in streams.fields(carry).items():
             if path in streams.residual:
                 moves = torch.cat(
-                    [chosen if n == streams.routed else keys.new_ones(batch, lengths[n]) for n in names], 1
+                    [chosen if n == streams.routed else chosen.new_ones(batch, lengths[n]) for n in names], 1
                 )
                 new, old = field_at(after, path), field_at(carry, path)
                 after = with_field(after, path, torch.where(moves[..., None], new, old.to(new.dtype)))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ditkit_core.models.token_streams import TokenStreams
@@ -64,6 +64,8 @@ class WanCarry(NamedTuple):
     """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[tuple[int, int, int], ...]
     """Tokens of each sample along frames, height, width, which come first; S2V's reference and motion follow."""
+    positions: Int[Tensor, "batch tokens"] | None = None
+    """Of WanToDance and S2V, whose blocks read groups of tokens: which of a sample's tokens these are; None for all of them."""
     late: Bool[Tensor, "batch tokens"] | None = None
     """Tokens with the second of their sample's two times; None if there is one time."""
     image: Float[Tensor, "batch image dim"] | None = None
@@ -76,8 +78,9 @@ class WanCarry(NamedTuple):
 
 
 def token_streams(arch: WanArch) -> TokenStreams | None:
-    """What runs along tokens; None for WanToDance, S2V and Animate, whose blocks add music, speech or a face's motion to tokens of a frame."""
-    if arch.music or arch.speech or arch.animate:
+    """What runs along tokens; WanToDance's and S2V's blocks add music or speech to groups of tokens of a frame. None for Animate, whose blocks add a
+    face's motion to all tokens of a frame."""
+    if arch.animate:
         return None
     of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]
     return TokenStreams(
@@ -86,7 +89,15 @@ def token_streams(arch: WanArch) -> TokenStreams | None:
         inputs=dict.fromkeys(of_conditions, ()),
         residual=("tokens", "vace.stream"),
         routed="tokens",
+        positions="positions" if arch.music or arch.speech else "",
     )
+
+
+def at_positions(
+    x: Float[Tensor, "batch all_tokens dim"], positions: Int[Tensor, "batch tokens"] | None
+) -> Float[Tensor, "batch tokens dim"]:
+    """The rows of a carry's tokens, among the rows of all tokens."""
+    return x if positions is None else x.take_along_dim(positions[..., None], 1)
 
 
 def _token_fields(carry: WanCarry) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import plain_sum
 from ditkit_wan.model.block import WanBlock
-from ditkit_wan.model.carry import WanCarry
+from ditkit_wan.model.carry import WanCarry, at_positions
 from ditkit_wan.model.variants.music import GROUPS
 from ditkit_wan.presets import WanArch
 
@@ -55,7 +55,9 @@ class MusicBlock(WanBlock):
         # Before the block: the sum after it is then all that follows the block's last matmul.
         music_rows = self.music(carry.music.rows)
         carry = super().forward(carry)
-        return carry._replace(tokens=_sum_with_music(carry.tokens, music_rows, carry.grids))
+        return carry._replace(
+            tokens=plain_sum(at_positions(_by_token(music_rows, carry.grids), carry.positions), carry.tokens)
+        )
 
 
 class SkippedBlock(WanBlock):
@@ -65,14 +67,12 @@ class SkippedBlock(WanBlock):
         return carry if carry.music is not None and carry.music.skips else super().forward(carry)
 
 
-def _sum_with_music(
-    x: Float[Tensor, "batch tokens dim"],
-    music_rows: Float[Tensor, "batch music dim"],
-    grids: tuple[tuple[int, int, int], ...],
+def _by_token(
+    music_rows: Float[Tensor, "batch music dim"], grids: tuple[tuple[int, int, int], ...]
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Add to every token the music of its group; padding gets zeros."""
+    """The music of every token's group; zeros for padding."""
     rows = [
         row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0)
         for row, (f, h, w) in zip(music_rows, grids, strict=True)
     ]
-    return plain_sum(pad_sequence(rows, batch_first=True), x)
+    return pad_sequence(rows, batch_first=True)

@@ -20,7 +20,7 @@ from ditkit_core.nn.functional import modulated_norm, plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.block import WanBlock, WanCrossAttention
-from ditkit_wan.model.carry import SpeechCarry, WanCarry
+from ditkit_wan.model.carry import SpeechCarry, WanCarry, at_positions
 from ditkit_wan.model.patches import PatchEmbedding
 from ditkit_wan.model.rope import angles_at
 from ditkit_wan.model.variants.frames import CausalConv, by_frame, by_sample, without_padding
@@ -203,6 +203,19 @@ class SpeechInjector(nn.Module):
         self.adain = _Adain(arch.dim)
 
     def forward(self, tokens: Float[Tensor, "batch tokens dim"], carry: WanCarry) -> Float[Tensor, "batch tokens dim"]:
+        if carry.positions is None:
+            return self._speech(tokens, carry)
+        # Some tokens skip blocks. Frames then differ in their number of tokens, and attention takes equally many: zeros stand for those that are not
+        # here. Tokens behind the longest clip, which get no speech, share a row behind it.
+        end = max(f * h * w for f, h, w in carry.grids)
+        positions = carry.positions.clamp(max=end)
+        all_tokens = tokens.new_zeros(len(tokens), end + 1, tokens.shape[2])
+        all_tokens = all_tokens.scatter(1, positions[..., None].expand_as(tokens), tokens)
+        return at_positions(self._speech(all_tokens, carry), positions)
+
+    def _speech(
+        self, tokens: Float[Tensor, "batch all_tokens dim"], carry: WanCarry
+    ) -> Float[Tensor, "batch all_tokens dim"]:
         assert carry.speech is not None, "embed makes it"
         precision, grids = self.precision, carry.grids
         frames = [f for f, _, _ in grids]
