@@ -45,7 +45,9 @@ def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():
 def test_what_differs_from_calls_that_passed_is_checked():
     def made():
         @checked
-        def use(x: Float[Tensor, "rows columns"], *, by: Float[Tensor, "rows"] | None = None) -> Float[Tensor, "rows"]:
+        def use(
+            x: Float[Tensor, "rows columns"], *, by: Float[Tensor, " rows"] | None = None
+        ) -> Float[Tensor, " rows"]:
             return x.sum(1) if by is None else x[:, 0] + by
 
         return use
@@ -62,7 +64,7 @@ def test_what_differs_from_calls_that_passed_is_checked():
 
 def test_annotations_that_depend_on_values_are_checked_at_every_call():
     @checked
-    def use(rows: int) -> Float[Tensor, "{rows}"]:
+    def use(rows: int) -> Float[Tensor, " {rows}"]:
         return torch.ones(3)
 
     use(3)

@@ -126,7 +126,7 @@ class Corpus:
     latents: Sequence[Float[Tensor, "looks places number channels height width"]]
     """For each of `SIZES`, normalised; the same number has the same shift in all looks."""
     text: Mapping[str, Float[Tensor, "rows width"]]
-    padding: Float[Tensor, "width"]
+    padding: Float[Tensor, " width"]
 
 
 def describe(look: tuple[str, str], place: str) -> DemoImage:
@@ -192,7 +192,7 @@ def make_corpus(vae: Any, work: Path) -> Corpus:
 def velocity(
     model: nn.Module,
     noised: Float[Tensor, "batch channels height width"],
-    sigma: Float[Tensor, "batch"],
+    sigma: Float[Tensor, " batch"],
     text: tuple[Float[Tensor, "batch rows width"], Tensor],
     references: Sequence[Float[Tensor, "batch channels height width"]] = (),
     padding_at: Tensor | None = None,

@@ -62,7 +62,7 @@ def test_a_model_of_rms_norms_passes_the_checks_of_their_place(monkeypatch: pyte
 
 class _Carry(NamedTuple):
     x: Float[Tensor, "batch tokens"]
-    y: Float[Tensor, "batch"]
+    y: Float[Tensor, " batch"]
 
 
 @pytest.mark.parametrize(

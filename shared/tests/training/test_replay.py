@@ -300,8 +300,8 @@ def test_a_copy_that_the_host_waits_for_cannot_be_recorded_and_one_that_it_does_
         device = torch.device("cpu", 1)
         host, there = torch.ones(3), torch.zeros(3, device=device)
         with pytest.raises(RuntimeError, match="the host waits for its copy"):
-            RecordedGraphs(device).record(lambda: there.copy_(host), RewindTrace())
-        graph, _ = RecordedGraphs(device).record(lambda: there.copy_(host, non_blocking=True), RewindTrace())
+            RecordedGraphs(device).record(lambda: there.copy_(host), RewindTrace())  # noqa: F821 - deleted below
+        graph, _ = RecordedGraphs(device).record(lambda: there.copy_(host, non_blocking=True), RewindTrace())  # noqa: F821
         assert there.to("cpu").tolist() == [0, 0, 0]  # recording runs nothing
         host.fill_(2)
         graph.replay(0)

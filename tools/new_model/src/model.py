@@ -37,7 +37,7 @@ class ZedInputs(NamedTuple):
 
     latents: Sequence[Tensor]
     """[channels, frames, height, width] each."""
-    sigma: Float[Tensor, "batch"]
+    sigma: Float[Tensor, " batch"]
     """Noise level from 0 to 1, fp32 or wider."""
     text: Sequence[Tensor]
     """[rows, text_dim] each."""

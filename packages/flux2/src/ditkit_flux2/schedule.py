@@ -49,7 +49,7 @@ def empirical_mu(tokens: int, steps: int) -> float:
     return at_200 + (at_200 - at_10) / 190 * (steps - 200)
 
 
-def sigmas(tokens: int, steps: int, shift: float) -> Float64[Tensor, "levels"]:
+def sigmas(tokens: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:
     """The noise levels of a schedule, from 1 to 0: one more than steps.
 
     Args:

@@ -45,7 +45,7 @@ class ZImageInputs(NamedTuple):
 
     latents: Sequence[Tensor]
     """[channels, 1, height, width] each."""
-    sigma: Float[Tensor, "batch"]
+    sigma: Float[Tensor, " batch"]
     """Noise level from 0 to 1, fp32 or wider."""
     text: Sequence[Tensor]
     """[rows, text_dim] each, a multiple of `MULTIPLE` rows."""

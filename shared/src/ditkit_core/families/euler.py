@@ -14,7 +14,7 @@ from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 
 
-def shifted_levels(steps: int, shift: float) -> Float64[Tensor, "levels"]:
+def shifted_levels(steps: int, shift: float) -> Float64[Tensor, " levels"]:
     """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1 + (shift - 1) * s). fp64, one more than steps.
 
     As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given the levels 1, 1 - 1/steps, …, 1/steps.

@@ -31,7 +31,7 @@ _KEPT = -1 << 16
 """Mask of the bits of an fp32 number that bf16 keeps."""
 
 
-def random_bits(count: int, key: int, device: torch.device | str, *, start: int = 0) -> Int[Tensor, "count"]:
+def random_bits(count: int, key: int, device: torch.device | str, *, start: int = 0) -> Int[Tensor, " count"]:
     """Random numbers of 16 bits, int32 from 0 to 65535, as a function of `key` and the index alone.
 
     A counter is mixed twice, with each half of the key, by the 32-bit finalizer `lowbias32`; each result gives two
@@ -94,13 +94,13 @@ def write_stochastic(
     weight.copy_(flat.view(values.shape))  # exact by now
 
 
-def _parts(flat: Float[Tensor, "count"]) -> Iterator[tuple[int, Int[Tensor, "part"]]]:
+def _parts(flat: Float[Tensor, " count"]) -> Iterator[tuple[int, Int[Tensor, " part"]]]:
     """The start of each part, and its bits in the same memory."""
     for start in range(0, flat.numel(), _AT_ONCE):
         yield start, _bits(flat[start : start + _AT_ONCE])
 
 
-def _bits(part: Float[Tensor, "count"]) -> Int[Tensor, "count"]:
+def _bits(part: Float[Tensor, " count"]) -> Int[Tensor, " count"]:
     """The bits of fp32 numbers, in the same memory. All NaNs get one pattern: in others, a sum could carry into the sign and leave a zero."""
     assert part.dtype == torch.float32, part.dtype
     return part.masked_fill_(part.isnan(), math.nan).view(torch.int32)

@@ -55,7 +55,7 @@ class ToyInputs(NamedTuple):
     """What the toy's `embed` takes."""
 
     latents: Sequence[Tensor]
-    sigma: Float[Tensor, "batch"]
+    sigma: Float[Tensor, " batch"]
     text: Sequence[Tensor]
 
 

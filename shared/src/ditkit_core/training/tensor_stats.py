@@ -132,7 +132,7 @@ class StatsRecorder(BlockHooks):
         """Record statistics of a parameter's gradient, before it is clipped."""
         self._gradients[name] = (gradient.numel(), *normal_counts(gradient))
 
-    def packed(self) -> list[Float[Tensor, "numbers"]]:
+    def packed(self) -> list[Float[Tensor, " numbers"]]:
         """All numbers in the order in which `read` takes them, stacked by device, so that each device sends few tensors."""
         # The first block of a device seems to have written the whole carry. Only parts that other blocks write, too, are counted for it.
         changed = {key.part for key in self._magnitudes.keys() - self._guessed}

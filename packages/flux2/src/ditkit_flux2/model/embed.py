@@ -32,7 +32,7 @@ class Flux2MlpEmbedder(nn.Module):
         self.in_layer = CastLinear(arch.freq_dim, arch.dim, bias=False)
         self.out_layer = CastLinear(arch.dim, arch.dim, bias=False)
 
-    def forward(self, x: Float[Tensor, "batch"], precision: Precision) -> Float[Tensor, "batch dim"]:
+    def forward(self, x: Float[Tensor, " batch"], precision: Precision) -> Float[Tensor, "batch dim"]:
         dtype = precision.timestep
         features = timestep_features(1000 * x.to(dtype), self.freq_dim, dtype).to(precision.time_mlp)
         return self.out_layer(F.silu(self.in_layer(features)))

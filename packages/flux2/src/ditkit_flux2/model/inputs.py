@@ -14,9 +14,9 @@ class Flux2Inputs(NamedTuple):
 
     latents: Sequence[Tensor]
     """[channels, 1, height, width] each."""
-    sigma: Float[Tensor, "batch"]
+    sigma: Float[Tensor, " batch"]
     """Noise level from 0 to 1, fp32 or wider."""
-    guidance: Float[Tensor, "batch"] | None
+    guidance: Float[Tensor, " batch"] | None
     """Guidance scale; a model without an embedding of it ignores it."""
     text: Sequence[Tensor]
     """[text_tokens, text_dim] each; all rows are attended to."""

@@ -27,7 +27,7 @@ class WanInputs(NamedTuple):
 
     latents: Sequence[Tensor]
     """[channels, frames, height, width] each."""
-    timestep: Float[Tensor, "batch *tokens"]
+    timestep: Float[Tensor, " batch *tokens"]
     """1000 · σ, fp32 or wider: one per sample, or one per token, or two per sample with `late` as the choice of each token."""
     text: Sequence[Tensor]
     """[rows, text_dim] each, at most `text_tokens` rows."""
@@ -142,7 +142,7 @@ def _first_frame(item: Mapping[str, Tensor], latents: Tensor) -> Float[Tensor, "
 
 def _timesteps(
     t: Float[Tensor, " batch"], samples: Sequence[tuple[Sequence[int], bool]]
-) -> tuple[Float[Tensor, "batch *two"], Bool[Tensor, "batch tokens"] | None]:
+) -> tuple[Float[Tensor, " batch *two"], Bool[Tensor, "batch tokens"] | None]:
     """One timestep per sample; if a sample has a clean first frame, 0 and the timestep, and a mask of the tokens with the second.
 
     Modulation then has two rows per sample; a row per token would take gigabytes.

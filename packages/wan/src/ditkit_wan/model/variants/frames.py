@@ -53,7 +53,7 @@ def by_sample(
     return torch.stack([F.pad(clip, (0, 0, 0, length - len(clip))) for clip in flat])
 
 
-def without_padding(rows: Float[Tensor, "batch frames *dims"], frames: Sequence[int]) -> Float[Tensor, "all *dims"]:
+def without_padding(rows: Float[Tensor, "batch frames *dims"], frames: Sequence[int]) -> Float[Tensor, " all *dims"]:
     """The rows of all frames of all samples.
 
     Args:
