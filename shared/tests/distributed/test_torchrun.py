@@ -321,6 +321,18 @@ def test_a_mistake_is_said_where_no_store_can_be_reached(monkeypatch, capsys, po
     assert capsys.readouterr().err == "error: unknown key --nope\n"
 
 
+def test_a_mistake_is_said_where_the_store_ends_with_its_rank(monkeypatch, capsys):
+    class Ending:
+        def clone(self):
+            raise torch.distributed.DistNetworkError("The client socket has timed out after 5000ms")
+
+    monkeypatch.setattr(torchrun, "launched", lambda: Launch(rank=1, size=2, local=1, num_local=2))
+    monkeypatch.setattr(torchrun, "mute", lambda: None)
+    monkeypatch.setattr(torchrun, "_store", lambda launch, wait: Ending())
+    torchrun.complain_once("unknown key --nope")
+    assert capsys.readouterr().err == "error: unknown key --nope\n"
+
+
 def _closed_port() -> str:
     with socket.socket() as found:
         found.bind(("localhost", 0))

@@ -147,11 +147,14 @@ def complain_once(message: str) -> None:
     else:
         mute()
         try:
-            early = _store(launch, wait=False)
-        except UserError:  # of two mistakes, the one that was found first
+            heartbeat = _Heartbeat(_store(launch, wait=False), launch, _GRACE)
+        except (
+            UserError,
+            RuntimeError,
+        ):  # of two mistakes, the one that was found first; the store may end with the process of rank 0
             complain(f"error: {message}")
         else:
-            _Heartbeat(early, launch, _GRACE).report(message)
+            heartbeat.report(message)
 
 
 def _store(launch: Launch, *, wait: bool = True) -> "Store":
