@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ditkit_core.config.field import setting
-from ditkit_core.config.resume import ConfigChange, compare, refuse
+from ditkit_core.config.resume import REMOVED, ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_values
 
 
@@ -100,3 +100,9 @@ def test_the_refusal_names_each_key_with_both_values_and_the_remedy(tmp_path: Pa
     assert "--init-from" in str(refuse([ConfigChange("adapter.method", "lora", "full")], run)), "nothing to merge"
     spaced = str(refuse([], Path("my runs")))
     assert spaced.endswith("--init-from 'my runs'"), "what a shell reads as one word"
+
+
+def test_removed_keys_are_stated_only_where_they_were_set():
+    (key, default), *_ = REMOVED.items()
+    assert compare(STORED | {key: default}, Tree()) == ([], [])
+    assert compare(STORED | {key: "another"}, Tree()).stated == [ConfigChange(key, "another", None)]

@@ -44,7 +44,7 @@ class TokenStreams:
     """The stream whose tokens may skip blocks (`train.token_routing`); empty for none."""
 
     positions: str = ""
-    """Where blocks read groups of tokens, such as those of a frame: the field that says which of a sample's routed tokens a carry has, [batch, tokens],
+    """Where blocks read groups of tokens, such as a frame's: the field that says which of a sample's routed tokens a carry has, [batch, tokens],
     None for all of them. Ranks cannot share the tokens of such a model."""
 
 

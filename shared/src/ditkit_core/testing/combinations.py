@@ -12,7 +12,6 @@ NIGHTLY_FOR_VARIANTS = (
     "test_errors_come_in_the_right_order",
     "test_no_cut_changes_a_number_over_a_quantized_base",
     "test_no_policy_changes_a_bit_over_a_quantized_base",
-    "test_operations_kept_by_name_do_not_run_again",
     "test_offloading_changes_no_bit",
     "test_what_is_sent_is_what_a_policy_keeps",
     "test_training_on_another_device_changes_no_number",

@@ -82,7 +82,6 @@ LESSONS = {
         "6. Adapters",
     ),
     "test_no_policy_changes_a_bit": _REPEATED,
-    "test_operations_kept_by_name_do_not_run_again": _REPEATED,
     "test_reentrant_checkpoints_change_no_gradient": _CARRY,
     "test_a_policy_holds_what_it_says": Lesson(
         "what a block keeps is what its policy says",
