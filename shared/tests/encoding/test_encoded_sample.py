@@ -7,7 +7,7 @@ import torch
 from toy_world import World
 
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encoded_sample import EncodedSample, with_empty_caption
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, EncodedSample, with_caption
 
 
 def test_damage_in_the_cache_does_not_reach_the_weights(
@@ -35,9 +35,9 @@ def test_the_empty_caption_of_an_item_is_assembled_as_its_caption_is(tmp_path: P
         cache.put("text", key, {"text": torch.ones(rows, 3)}, {})
     sample = EncodedSample(
         id="image", cache=cache, media_key="image", text_keys=("caption",), empty_text_key="nothing",
-        has_empty_caption=True, assemble=lambda tensors: {**tensors, "rows": torch.tensor(len(tensors["text"]))},
+        more_text_keys={EMPTY_CAPTION_PREFIX: "nothing"}, assemble=lambda tensors: {**tensors, "rows": torch.tensor(len(tensors["text"]))},
     )  # fmt: skip
     item = sample.load()
     assert set(item) == {"latents", "text", "rows", "empty_caption.text", "empty_caption.rows"}
-    empty = with_empty_caption(item)
+    empty = with_caption(item, EMPTY_CAPTION_PREFIX)
     assert int(item["rows"]) == 5 and int(empty["rows"]) == len(empty["text"]) == 2

@@ -346,4 +346,4 @@ def test_a_share_of_the_steps_takes_another_forward():
     forward = sum(stage.flops_forward for stage in (profile.embed, *profile.blocks, profile.head))
     assert two - one == pytest.approx(0.5 * forward / (165.2e12 * SHARE), rel=0.01)
     assert three == pytest.approx(3 * two, rel=0.01)
-    assert "50% take another forward" in assumptions([CARD], Workload(extra_forwards=0.5))[0]
+    assert "with 0.5 more forwards each" in assumptions([CARD], Workload(extra_forwards=0.5))[0]

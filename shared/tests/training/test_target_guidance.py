@@ -8,7 +8,7 @@ import torch
 from toy_training import toy_model
 from toy_world import World, equal
 
-from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, with_empty_caption
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, with_caption
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
@@ -30,14 +30,14 @@ def guided_item() -> dict[str, torch.Tensor]:
 
 def test_the_empty_caption_replaces_that_of_the_item_and_nothing_else() -> None:
     item, other = guided_item(), toy_items(2)[1]
-    without = with_empty_caption(item)
+    without = with_caption(item, EMPTY_CAPTION_PREFIX)
     assert torch.equal(without["text"], other["text"])
     assert all(without[name] is item[name] for name in item if name != "text")
 
 
 def test_an_item_without_the_empty_caption_is_refused_with_what_makes_one() -> None:
     with pytest.raises(UserError, match="encode them with empty_captions = True"):
-        with_empty_caption(toy_items(1)[0])
+        with_caption(toy_items(1)[0], EMPTY_CAPTION_PREFIX)
 
 
 def test_a_model_that_has_its_guidance_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

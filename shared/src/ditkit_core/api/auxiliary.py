@@ -9,6 +9,7 @@ import torch
 
 from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.encoding.encode import Conditioning, SampleEncoders
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, SLIDER_PREFIXES
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.models.conditions import Column
 from ditkit_core.models.encoders import Encoder, Sampler, VaeMode, decodings_of
@@ -97,9 +98,15 @@ class Auxiliary:
         return self.spec.auxiliary.sampler(self.paths, self.device_of_sampler(), self.dtype, decodings)
 
     def sample_encoders(
-        self, fps: float, *, mask_weight: float = 0.0, flips: bool = False, empty_captions: bool = False
+        self,
+        fps: float,
+        *,
+        mask_weight: float = 0.0,
+        flips: bool = False,
+        empty_captions: bool = False,
+        slider: tuple[str, str] | None = None,
     ) -> SampleEncoders:
-        """What encodes samples; the arguments are fields of `SampleEncoders`."""
+        """What encodes samples, whose items also have the empty caption or a slider's two prompts; the other arguments are fields of `SampleEncoders`."""
         media, text = self.encoders
         return SampleEncoders(
             media=media,
@@ -110,5 +117,5 @@ class Auxiliary:
             assemble=self.spec.training.assemble,
             mask_weight=mask_weight,
             flips=flips,
-            empty_captions=empty_captions,
+            more_captions={EMPTY_CAPTION_PREFIX: ""} if empty_captions else dict(zip(SLIDER_PREFIXES, slider or ())),
         )

@@ -28,6 +28,7 @@ def encode(
     *,
     encoding: EncodeConfig | None = None,
     empty_captions: bool = False,
+    slider: tuple[str, str] | None = None,
     **data: Any,
 ) -> list[EncodedSample]:
     """Encode the videos, images and captions of a folder with a model's VAE and text encoder, which need not be in memory with its transformer.
@@ -43,6 +44,7 @@ def encode(
             what it lacks.
         encoding: Device and dtypes of the encoders.
         empty_captions: Whether items have the empty caption too, for `FlowConfig.target_guidance`.
+        slider: The two prompts of a slider, which items have too: `FlowConfig.slider_positive` and `slider_negative`.
         data: Fields of `DataConfig`: frames, height, width, fps, metadata and more.
 
     Returns:
@@ -66,5 +68,5 @@ def encode(
     config = completed(DataConfig(folder=str(folder), **data), spec.data)
     dataset = read_dataset(config, spec.data, auxiliary.columns)
     make_current([auxiliary.device])
-    encoders = auxiliary.sample_encoders(dataset.fps, flips=config.flip, empty_captions=empty_captions)
+    encoders = auxiliary.sample_encoders(dataset.fps, flips=config.flip, empty_captions=empty_captions, slider=slider)
     return encode_samples(dataset.samples, encoders, Cache(local_path(str(cache))))

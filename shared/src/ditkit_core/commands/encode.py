@@ -66,7 +66,11 @@ def _verify_cache(cache: Cache) -> None:
 
 def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do the entries of every run in the same parent folder."""
-    keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
+    keep = {
+        part.rpartition(" ")[2]
+        for sample in encoded
+        for part in (*sample.keys, sample.empty_text_key, *sample.more_text_keys.values())
+    }
     if base := base_steps(data):
         keep.add(base.text_key)
     if rule.unused:

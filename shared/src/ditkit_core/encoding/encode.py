@@ -6,7 +6,7 @@ stored at once, so a run that was killed continues where it stopped.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +54,8 @@ class SampleEncoders:
     """The encoders of conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
-    empty_captions: bool = False
-    """Whether training items have the empty caption next to their own."""
+    more_captions: Mapping[str, str] = field(default_factory=dict)
+    """Captions that training items have next to their own, by the prefix of their tensors."""
     mask_weight: float = 0.0
     """`train.mask_weight`."""
     flips: bool = False
@@ -105,7 +105,8 @@ def encode(
     }
     masks = _mask_conditioning(masked, {name: keys[clips[name][0]] for name in masked}, encoders.media.identity, cache)
     weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
-    encoded, captions = [], [""]
+    encoded, captions = [], ["", *encoders.more_captions.values()]
+    more_text_keys = {prefix: text_key(caption, encoders.text) for prefix, caption in encoders.more_captions.items()}
     for sample in samples:
         again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
         ways = []
@@ -120,7 +121,7 @@ def encode(
                 reference_keys=tuple(reference_keys),
                 conditions=(*conditions.get(id, ()), *weights.get(id, ())),
                 assemble=encoders.assemble,
-                has_empty_caption=encoders.empty_captions,
+                more_text_keys=more_text_keys,
                 mask_weight=encoders.mask_weight,
                 repeats=sample.repeats,
                 encode_again=again,

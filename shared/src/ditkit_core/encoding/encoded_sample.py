@@ -17,16 +17,18 @@ Found = TypeVar("Found")
 
 EMPTY_CAPTION_PREFIX = "empty_caption."
 """Prefix of the tensors of the empty caption in a training item that has them next to its own tensors."""
+SLIDER_PREFIXES = ("slider_positive.", "slider_negative.")
+"""Prefixes of the tensors of a slider's two prompts, likewise."""
 
 
-def with_empty_caption(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A training item with the empty caption that it has next to its own; UserError if it has none."""
-    texts = {
-        name.removeprefix(EMPTY_CAPTION_PREFIX): tensor
-        for name, tensor in item.items()
-        if name.startswith(EMPTY_CAPTION_PREFIX)
-    }
-    if not texts:  # a loop of somebody's own; commands encode what their settings need
+def with_caption(item: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """A training item with the caption that it has under a prefix next to its own; UserError if it has none."""
+    texts = {name.removeprefix(prefix): tensor for name, tensor in item.items() if name.startswith(prefix)}
+    if not texts and prefix in SLIDER_PREFIXES:  # a loop of somebody's own; commands encode what their settings need
+        raise UserError(
+            f"{argument('flow.slider_positive')} needs items that have the slider's prompts too; encode them with slider = (positive, negative)"
+        )
+    if not texts:
         raise UserError(
             f"{argument('flow.target_guidance')} needs items that have the empty caption too; encode them with empty_captions = True"
         )
@@ -55,8 +57,8 @@ class EncodedSample:
     """Key of the empty caption, for caption dropout."""
     reference_keys: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
-    has_empty_caption: bool = False
-    """Whether items have the tensors of the empty caption, too, for `with_empty_caption`."""
+    more_text_keys: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Keys of captions whose tensors items have next to their own, by prefix, for `with_caption`."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
     mask_weight: float = 0.0
@@ -97,10 +99,10 @@ class EncodedSample:
                 item |= self._read_encoded(kind, key, self.cache.get)
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
         captioned = self._item(item | self._read_encoded("text", text_key, self.cache.get))
-        if self.has_empty_caption:
-            # A family's `assemble` may add tensors that it makes from the caption: the empty caption needs its own.
-            empty = self.assemble(item | self._read_encoded("text", self.empty_text_key, self.cache.get))
-            captioned |= {f"{EMPTY_CAPTION_PREFIX}{name}": tensor for name, tensor in empty.items() if name not in item}
+        for prefix, key in self.more_text_keys.items():
+            # A family's `assemble` may add tensors that it makes from the caption: another caption needs its own.
+            other = self.assemble(item | self._read_encoded("text", key, self.cache.get))
+            captioned |= {f"{prefix}{name}": tensor for name, tensor in other.items() if name not in item}
         return captioned
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:

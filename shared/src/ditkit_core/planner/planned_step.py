@@ -46,7 +46,7 @@ class StepJob:
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
     extra_forwards: float = 0.0
-    """Share of the steps with another forward, which keeps nothing, in [0, 1]: `prior.match_base`, or 1 with `flow.target_guidance`."""
+    """Mean number of further forwards in a step, which keep nothing: `prior.match_base`, 1 with `flow.target_guidance`, 3 with `flow.slider_positive`."""
     kinds: int = 1
     """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed as a CUDA graph."""
     validates: bool = False

@@ -257,8 +257,8 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
     if work.extra_forwards:
-        keys = "prior.match_base, flow.target_guidance"
-        lines.append(f"mean of all steps, of which {work.extra_forwards:.0%} take another forward ({keys})")
+        keys = "prior.match_base, flow.target_guidance, flow.slider_positive"
+        lines.append(f"mean of all steps, with {work.extra_forwards:.4g} more forwards each ({keys})")
     bits = "_32" if work.fp32 else ""
     matmul, attention, backward = (
         REACHED[kind].arithmetic for kind in (f"matmul{bits or '_16'}", f"attention{bits}", f"attention_backward{bits}")

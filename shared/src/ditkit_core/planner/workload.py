@@ -34,7 +34,7 @@ class Workload:
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
     extra_forwards: float = 0.0
-    """Share of the steps with another forward, which keeps nothing (`prior.match_base`, `flow.target_guidance`)."""
+    """Mean number of further forwards in a step, which keep nothing (`prior.match_base`, `flow.target_guidance`, `flow.slider_positive`)."""
     rounding: str = ""
     """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None

@@ -55,6 +55,7 @@ from ditkit_core.run.data_record import (
     BASE_WEIGHTS,
     EMPTY_CAPTION,
     NO_SAMPLES,
+    SLIDER_CAPTIONS,
     differing,
     keys_of,
     read_record,
@@ -156,6 +157,15 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         raise UserError(
             "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
             "prior.folder or prior.prompt, or train an adapter"
+        )
+    if run.config.flow.slider_positive and method == "full":
+        raise UserError(
+            "flow.slider_positive trains on predictions of the base without its adapter, and adapter.method = full changes the base itself; train an adapter"
+        )
+    if run.config.flow.slider_positive and run.config.prior.wanted:
+        raise UserError(
+            "flow.slider_positive would train the class images of [prior] as a slider, too; set prior.match_base, with the class in prior.prompt, or "
+            "remove [prior]"
         )
     check_swap(train.swap_blocks, method, optim)
     check_fused_backward(train, optim, adapts=method != "full", prior=run.config.prior.wanted)
@@ -496,6 +506,10 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, s
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now[BASE_WEIGHTS] = [base, ""]
     now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    if slider := sorted(
+        {f"text {key}" for sample in encoded for key in sample.more_text_keys.values()} - {*now[EMPTY_CAPTION]}
+    ):
+        now[SLIDER_CAPTIONS] = slider
     caption = {BASE_CAPTION: [f"text {steps.text_key}"]} if steps is not None and steps.text_key else {}
     before = read_record(folder)
     if before is None:

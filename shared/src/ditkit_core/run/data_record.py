@@ -18,7 +18,9 @@ BASE_WEIGHTS = "(base weights)"
 """Key of the fingerprint of the base."""
 BASE_CAPTION = "(caption of the steps that match the base)"
 """Key of `prior.prompt` with `prior.match_base`. It is there so that the cache's entry is not pruned; a run may change it."""
-NO_SAMPLES = {EMPTY_CAPTION, BASE_WEIGHTS, BASE_CAPTION}
+SLIDER_CAPTIONS = "(prompts of the slider)"
+"""Key of the prompts of a slider but the empty one. A run may not change them."""
+NO_SAMPLES = {EMPTY_CAPTION, BASE_WEIGHTS, BASE_CAPTION, SLIDER_CAPTIONS}
 _DIGEST = "(digest)"
 """Key of the digest of the others; files of earlier versions have none."""
 _REMEDY = "restore it, or remove it to continue on the data as it is now"

@@ -75,6 +75,7 @@ def encode_samples(
         mask_weight=config.train.mask_weight,
         flips=config.data.flip,
         empty_captions=config.flow.target_guidance != 1,
+        slider=(config.flow.slider_positive, config.flow.slider_negative) if config.flow.slider_positive else None,
     )
     on_bad = left_out if config.data.on_bad == "skip" else None
     return encode(samples, encoders, data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)

@@ -46,6 +46,14 @@ class FlowConfig:
     target_schedule: Literal["constant", "sigma"] = setting("constant", resume="stated")
     """For `target_guidance`: `sigma` lowers it with the noise level, to 1 + (target_guidance - 1) sigma, because what no model can
     predict is most of v - u at low levels."""
+    slider_positive: str = setting("", resume="refused")
+    """Prompt of one end of a slider, an adapter that moves pictures along one direction (`a photo of an old person`); empty trains
+    none. The target is then u + w (p - n), at the mean and standard deviation of u, all predicted by the base without the adapter: u
+    with the sample's caption, p with this prompt, n with `slider_negative`, w is `slider_guidance`. It takes three more forwards."""
+    slider_negative: str = setting("", resume="refused")
+    """Prompt of the slider's other end (`a photo of a young person`); empty means the empty caption."""
+    slider_guidance: float = setting(3.0, resume="stated")
+    """Guidance w from one end of the slider to the other that its adapter learns at strength 1, above 0."""
     stratified: bool = setting(False, resume="stated")
     """Spread the noise levels of a step: each of its n samples has its level in another one of n equally likely parts of the
     distribution, so that levels alone make the loss differ less from step to step. It needs several samples in a step."""
@@ -78,8 +86,36 @@ class FlowConfig:
             raise UserError(
                 f"{argument('flow.target_schedule')} = {self.target_schedule} has no effect with {argument('flow.target_guidance')} = 1; set that above 1"
             )
+        self._check_slider()
         if self.shift != 1 and self.shifting != "constant":
             raise UserError(f'{argument("flow.shift")} = {self.shift} needs {argument("flow.shifting")} = "constant"')
+
+    def _check_slider(self) -> None:
+        positive, negative = self.slider_positive, self.slider_negative
+        for key, prompt in (("slider_positive", positive), ("slider_negative", negative)):
+            if (prompt and not prompt.strip()) or "\0" in prompt:  # captions must not contain a null byte
+                raise UserError(
+                    f"{argument(f'flow.{key}')} is blank or has a null byte; describe one end of the slider"
+                )
+        if not positive and (negative or self.slider_guidance != 3):
+            raise UserError(
+                f"{argument('flow.slider_negative')} and {argument('flow.slider_guidance')} need {argument('flow.slider_positive')}; set it to the "
+                "prompt of the end at strength 1"
+            )
+        if positive and positive == negative:
+            raise UserError(
+                f"{argument('flow.slider_positive')} and {argument('flow.slider_negative')} are the same prompt, with no direction between them; "
+                "change one"
+            )
+        if not self.slider_guidance > 0:
+            raise UserError(
+                f"{argument('flow.slider_guidance')} = {self.slider_guidance} must be above 0; exchange the two prompts to turn the slider round"
+            )
+        if positive and self.target_guidance != 1:
+            raise UserError(
+                f"{argument('flow.slider_positive')} and {argument('flow.target_guidance')} = {self.target_guidance} are two targets of one prediction; "
+                "leave one of the two out"
+            )
 
     def shift_for(self, model_shift: float) -> float:
         """The shift of a sample's noise level, given the one that its model was trained with."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ditkit_core.encoding.encoded_sample import with_empty_caption
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, SLIDER_PREFIXES, with_caption
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.io.rng import generator
 from ditkit_core.io.runtimes import sent_to
@@ -277,13 +277,44 @@ def guiding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
     Source: "contrastive guidance loss" of ai-toolkit, there with the same two schedules.
     """
     with torch.no_grad():
-        without_caption = batch._replace(items=[with_empty_caption(item) for item in batch.items])
+        without_caption = batch._replace(items=[with_caption(item, EMPTY_CAPTION_PREFIX) for item in batch.items])
         unconditional = [velocity.float() for velocity in _predicted(model, without_caption, flow.guidance)]
     targeted = []
     for sigma, target, base in zip(batch.sigma, batch.velocities(), unconditional, strict=True):
         share = sent_to(sigma, base.device) if flow.target_schedule == "sigma" else 1.0
         targeted.append(base + (1 + (flow.target_guidance - 1) * share) * (sent_to(target, base.device) - base))
     return batch._replace(targets=targeted)
+
+
+def sliding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
+    """The batch with the target of a slider, from the model's own predictions without its adapter for the samples' captions and its two prompts."""
+    with torch.no_grad(), without_adapters(model.module):
+        neutral, positive, negative = (
+            [velocity.float() for velocity in _predicted(model, batch._replace(items=items), flow.guidance)]
+            for items in (
+                batch.items,
+                *([with_caption(item, prefix) for item in batch.items] for prefix in SLIDER_PREFIXES),
+            )
+        )
+    predicted = zip(neutral, positive, negative, strict=True)
+    return batch._replace(targets=[slider_target(*velocities, flow.slider_guidance) for velocities in predicted])
+
+
+def slider_target(neutral: Tensor, positive: Tensor, negative: Tensor, guidance: float) -> Tensor:
+    """The velocity of a slider at strength 1, with mean and standard deviation of the neutral one: a large guidance does not make it larger.
+
+    Source: the concept slider of ai-toolkit, whose targets "enhance positive" and "erase negative" are both this one. It also trains the opposite target
+    with the adapter's sign reversed.
+    """
+    guided = neutral + guidance * (positive - negative)
+    return (guided - guided.mean()) / (guided.std() + 1e-8) * neutral.std() + neutral.mean()
+
+
+def with_targets(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
+    """The batch with the targets that the model itself makes, where the settings say so."""
+    if flow.slider_positive:
+        return sliding(model, batch, flow)
+    return batch if flow.target_guidance == 1 else guiding(model, batch, flow)
 
 
 def _predicted(model: Model, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:

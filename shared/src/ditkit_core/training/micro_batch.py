@@ -14,11 +14,11 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
     NoisedBatch,
     PreparedBatch,
-    guiding,
     loss_weight,
     matching_base,
     sigma_at,
     velocity_errors,
+    with_targets,
 )
 
 
@@ -38,10 +38,12 @@ def weighted_errors(model: Model, batch: PreparedBatch, flow: FlowConfig, clock:
     """
     clock.mark(batch.noised.sigma.device, "forward")
     noised = batch.noised
-    if batch.matches_base or flow.target_guidance != 1:
+    if batch.matches_base or flow.target_guidance != 1 or flow.slider_positive:
         hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
         states = [hook.snapshot() for hook in hooks]
-        noised = matching_base(model, noised, flow.guidance) if batch.matches_base else guiding(model, noised, flow)
+        noised = (
+            matching_base(model, noised, flow.guidance) if batch.matches_base else with_targets(model, noised, flow)
+        )
         for hook, state in zip(hooks, states, strict=True):
             hook.restore(state)
     return velocity_errors(model, noised, flow.guidance) * batch.weights

@@ -23,7 +23,7 @@ from ditkit_core.io.rng import generator
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
-from ditkit_core.training.flow_matching import NoisedBatch, guiding, to_device, velocity_errors
+from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors, with_targets
 from ditkit_core.training.train_model import MicroBatch
 
 _PLAIN = FlowConfig()
@@ -163,9 +163,7 @@ def validation_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
-                batch = NoisedBatch(moved, level, noise)
-                if flow.target_guidance != 1:
-                    batch = guiding(model, batch, flow)
+                batch = with_targets(model, NoisedBatch(moved, level, noise), flow)
                 error = velocity_errors(model, batch, flow.guidance)[0]
                 if counts:
                     errors[level_index, clip] = float(error)

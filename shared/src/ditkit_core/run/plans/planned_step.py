@@ -103,6 +103,8 @@ def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Pl
 def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:
     """The step of a run of one transformer, whose adapter has the settings that an `adapter.init` file decides. Without a bucket nothing is profiled."""
     config = run.config
+    matched = config.prior.match_base
+    others = 3.0 if config.flow.slider_positive else float(config.flow.target_guidance != 1)
     if run.stored_formats:  # matrices that stay as their file has them cannot be trained
         check_scaled(str(config.model.here(run.component)), config.adapter.method)
     return StepJob(
@@ -114,15 +116,22 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         adapter=adapter,
         optim=config.optim,
         ema=config.ema,
-        # The forward without caption keeps nothing: it takes time alone, and the batches of plans lack that caption.
-        flow=replace(config.flow, target_guidance=1.0, target_schedule="constant"),
+        # Forwards with other captions keep nothing: they take time alone, and the batches of plans lack those captions.
+        flow=replace(
+            config.flow,
+            target_guidance=1.0,
+            target_schedule="constant",
+            slider_positive="",
+            slider_negative="",
+            slider_guidance=3.0,
+        ),
         clip_norm=config.train.clip_norm,
         clip_by=config.train.clip_by,
         assistant=_assistant(run.spec, arch, adapter, config.base.assistants[run.component == "transformer_2"])
         if bucket is not None and adapter.use_dora
         else {},
         micro_batches=config.micro_batches,
-        extra_forwards=config.prior.match_base if config.flow.target_guidance == 1 else 1.0,
+        extra_forwards=matched + (1 - matched) * others,
         kinds=1 if bucket is None else num_kinds(config.data, bucket),
         validates=config.held_out.clips > 0,
         kind=kind,
