@@ -227,7 +227,7 @@ def checked_control(
 ) -> str:
     """The path of a condition that exists, has the right kind and is long enough; for a text column the text itself.
 
-    `windows` are those of the clip's file: a control video must reach to the end of the last one.
+    `windows` belong to the clip's file: a control video must reach to the end of the last one.
     """
     if column.kind == "text":
         return name

@@ -193,7 +193,7 @@ class DiffusersVae(FrozenVae):
     ):
         """Find the weights and read their headers; nothing is loaded.
 
-        `decodings` are the ways to decode, of which the first that memory has room for is taken; empty: as it encodes (`mode`).
+        `decodings` are the ways to decode: the first that memory has room for is taken; empty: as it encodes (`mode`).
         """
         read = family.config_of_file or partial(config_of_kl_file, family)
         remedy, safe_names = family.remedy, family.safe_names
@@ -269,7 +269,7 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
 def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> tuple[AuxiliaryModel, AuxiliaryModel]:
     """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
 
-    `channels` are those of the transformer's latents.
+    `channels` is the number in the transformer's latents.
     """
     config = family.published
     if components.here("vae"):

@@ -159,7 +159,7 @@ def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) 
 
 
 def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:
-    """The devices of a process, with what is free on them: `gpus` of one machine, or without any those of `execution` on this machine. `host` is the memory
+    """The devices of a process, with what is free on them: `gpus` of one machine, or without any the devices that `execution` names on this machine. `host` is the memory
     for streamed weights there: if it is empty, the free memory of this machine, or no limit with `gpus`. The ranks of a layout share the machine."""
     per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
     if not gpus and execution.torch_devices[0].type == "cpu":

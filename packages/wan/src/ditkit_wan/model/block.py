@@ -53,7 +53,7 @@ class WanCrossAttention(nn.Module):
         image: Float[Tensor, "batch image dim"] | None,
         name: str = "cross",
     ) -> Float[Tensor, "batch tokens dim"]:
-        """The input of the last layer; `name` is that of the call of `attend`."""
+        """The input of the last layer; `attend` is called with `name`."""
         q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision)
         k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision)
         v = self.v(text).unflatten(-1, (self.heads, -1)).to(self.precision.attention)

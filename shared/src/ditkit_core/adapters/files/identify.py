@@ -93,7 +93,7 @@ def adapter_in(
 ) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
-    `part` is the expert to choose in a file with an adapter for each. `layers` are those of an architecture that is no preset, whose names count too.
+    `part` is the expert to choose in a file with an adapter for each. `layers` belong to an architecture that is no preset; their names count too.
     """
     complete, path = part_of(container, part), container.path
     source, differences = split_differences(complete)

@@ -96,7 +96,7 @@ class SeekPoint(NamedTuple):
 
 
 def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
-    """Move an open container, of which nothing was read yet, to the last keyframe at or before a time from which decoding gives the right frames.
+    """Move an open, unread container to the last keyframe at or before a time from which decoding gives the right frames.
 
     Times are seconds since the first frame shown. None means that the file must be opened again and decoded from its start.
     """

@@ -17,7 +17,7 @@ from ditkit_core.planner.workload import RankGradients, Round, Workload
 
 
 def profile_of_rank(undivided: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:
-    """The costs of one rank's stages, from those of the whole model; gradients are added up over ranks in the dtype `reduction`."""
+    """The costs of one rank's stages, from the whole model's; gradients are added up over ranks in the dtype `reduction`."""
     if layout.shard == 1:
         return undivided
     ratio = reduction.itemsize / torch.float32.itemsize

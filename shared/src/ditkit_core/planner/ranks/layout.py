@@ -69,7 +69,7 @@ class RankLayout:
 def layout_of(
     ranks: RanksConfig, num_gpus: int, launch: PlannedLaunch, *, devices: Sequence[str] = ()
 ) -> RankLayout | None:
-    """The ranks of a plan; None for a process alone. `num_gpus` are those of a machine, 1 without any; `devices` is `train.devices`, which ranks cannot have."""
+    """The ranks of a plan; None for a process alone. `num_gpus` counts a machine's GPUs, 1 without any; `devices` is `train.devices`, which ranks cannot have."""
     shard, context = ranks.shard, ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:
         if launch.link:

@@ -124,7 +124,7 @@ def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
 
 def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
     """Give each block the policy that recomputes least within the memory that a division leaves free, or a share of it; None if none fits. The division and
-    the formats are those of `like`, settings with one policy."""
+    the formats are the ones that `like` has, settings with one policy."""
     setting = like.setting
     gpus = tuple(task.gpus[i] for i in setting.gpus)
     budgets = [gpu.budget for gpu in gpus]

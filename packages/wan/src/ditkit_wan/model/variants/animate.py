@@ -89,7 +89,7 @@ class _EqualizedLinear(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two convolutions, the second of which halves height and width, and a skip connection."""
+    """Two convolutions, and a skip connection; the second convolution halves height and width."""
 
     def __init__(self, channels: int, out_channels: int):
         super().__init__()
@@ -170,7 +170,7 @@ class AnimateEmbedding(nn.Module):
         self.face_encoder = FaceEncoder(arch, animate, precision)
 
     def poses(self, poses: Sequence[Tensor]) -> Float[Tensor, "batch tokens dim"]:
-        """What poses add to the tokens of their clips: nothing to those of the first latent frame, the reference image.
+        """What poses add to the tokens of their clips: nothing to the first latent frame's, the reference image.
 
         Args:
             poses: [channels, frames - 1, height, width] of each sample.
