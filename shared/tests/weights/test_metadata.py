@@ -16,7 +16,8 @@ from ditkit_core.weights.metadata import published_header, redact_description, r
 TEXTS = {
     "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",
     "train.devices", "train.checkpointing", "train.token_routing", "train.attention", "train.compile", "sample.prompts", "sample.negative", "sample.device",
-    "export.forms", "export.dtype", "log.project", "adapter.rank_pattern", "adapter.alpha_pattern", "optim.lr_pattern",
+    "export.forms", "export.dtype", "log.project",
+    "adapter.rank_pattern", "adapter.alpha_pattern", "optim.lr_pattern", "flow.slider_positive", "flow.slider_negative",
 }  # fmt: skip
 """Every key of the configuration that is free text and no path: a new key of text belongs here, or says that it holds a path."""
 
