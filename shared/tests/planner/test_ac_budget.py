@@ -272,7 +272,7 @@ def test_gpus_with_names_have_policies_of_their_own():
         make_report(run_of(report.policy, **{"train.split_points": (last + 1,)}), "2x24GiB").devices == report.devices
     )
     again = make_report(run_of("budget(1GiB)"), "2x24GiB")
-    assert again.policy == "none" and "1.00 GiB, " in again.chosen
+    assert again.policy == "none" and "1.00 GiB, " in again.step.solution.chosen
 
 
 @pytest.mark.slow
