@@ -51,7 +51,7 @@ def test_a_headline_says_first_what_it_means_and_then_what_to_do() -> None:
     assert rose.headline == "it got worse: loss on unseen images rose by 50 %" and "overfits" in rose.advice
     chance = judge_change(2.0, 1.5, (0.9, 2.1), clips=8)
     assert (
-        chance.headline == "it cannot be told yet: loss on unseen clips fell by 25 %"
+        chance.headline == "it is too early to say: loss on unseen clips fell by 25 %"
         and "may be chance" in chance.certainty
     )
     assert "train longer" in chance.advice and "held_out" not in chance.advice

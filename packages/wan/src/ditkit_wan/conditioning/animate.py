@@ -82,20 +82,19 @@ class Subject(VaeConditioner):
         return {"y": torch.cat([front, clip], 1), "animate_reference": reference}
 
 
+def _required(controls: ClipInputs, column: str, use: str) -> tuple[str]:
+    if column not in controls.files:
+        raise missing_condition(controls, [column], use)
+    return (column,)
+
+
 class BodyPoses(VaeConditioner):
     """`pose`: latents of a video of the body's poses."""
 
     kind = "animate-pose"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The video.
-
-        Raises:
-            UserError: If there is none.
-        """
-        if POSE not in controls.files:
-            raise missing_condition(controls, [POSE], "which this model moves by")
-        return (POSE,)
+        return _required(controls, POSE, "which this model moves by")
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         return {"pose": self.latents(video(controls, POSE))}
@@ -116,14 +115,7 @@ class Faces(ClipConditioner):
         return key(self.kind, f"{self.size} pixels, bytes")
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The video.
-
-        Raises:
-            UserError: If there is none.
-        """
-        if FACE not in controls.files:
-            raise missing_condition(controls, [FACE], "which this model takes expressions from")
-        return (FACE,)
+        return _required(controls, FACE, "which this model takes expressions from")
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         return {"face": self._bytes(controls)}

@@ -77,7 +77,7 @@ def judge_change(
         number = ("one", "two", "three")[clips - 1]
         headline = f"{number} held-out {noun}{'s' * (clips > 1)} cannot tell: {unseen}"
         return Verdict(f"{change}, which may be chance ({chance}): {few}", "unclear", headline, unsure, _HOLD_OUT_MORE)
-    words, headline = f"validation loss did not change beyond chance ({chance})", f"it cannot be told yet: {unseen}"
+    words, headline = f"validation loss did not change beyond chance ({chance})", f"it is too early to say: {unseen}"
     advice = "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr)."
     return Verdict(words, "unclear", headline, unsure, advice)
 

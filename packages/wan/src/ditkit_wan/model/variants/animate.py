@@ -177,9 +177,9 @@ class AnimateEmbedding(nn.Module):
         """
         embed, matmul = self.pose_patch_embedding, self.precision.matmul
         rows = [embed(embed.patches(pose).to(matmul)) for pose in poses]
-        of_frame = [len(row) // pose.shape[1] for row, pose in zip(rows, poses, strict=True)]
+        tokens_per_frame = [len(row) // pose.shape[1] for row, pose in zip(rows, poses, strict=True)]
         return pad_sequence(
-            [F.pad(row, (0, 0, front, 0)) for row, front in zip(rows, of_frame, strict=True)], batch_first=True
+            [F.pad(row, (0, 0, front, 0)) for row, front in zip(rows, tokens_per_frame, strict=True)], batch_first=True
         )
 
     def faces(self, faces: Sequence[Float[Tensor, "3 frames size size"]]) -> FaceCarry:
