@@ -27,6 +27,7 @@ def test_a_run_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run = tmp_path / name / "run"
         (run / "state").mkdir(parents=True)
         (run / "exports").mkdir()
+        (run / "train.log").write_text(f"{name}: the clock is in each line\n")
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "seconds": 1.0}\n')
         (run / "report.html").write_text("<img>")
         (run / "exports" / "a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"x")

@@ -1,4 +1,4 @@
-"""Hostile input in ten kinds: every case must end in success or one clear line, within 30 seconds and 4 GiB.
+"""Hostile input in fourteen kinds: every case must end in success or one clear line, within 30 seconds and 4 GiB.
 
     uv run tools/faults/fuzz.py                                        # 10,000 cases of each kind: hours
     uv run tools/faults/fuzz.py --cases 300 --kind adapters toml       # some kinds

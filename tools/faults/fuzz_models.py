@@ -25,6 +25,7 @@ from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.spec import WAN
+from fuzz_media import MEDIA_KINDS
 
 CPU = torch.device("cpu")
 SIZES = (*VALUES, 2, 3, 7, 16, 64, 100_000, 10**9, -5, [2, 2], "gelu", [1] * 100)
@@ -134,6 +135,10 @@ class Encoders:
         encoder.encode([item])
 
 
-ALL_KINDS: Mapping[str, Callable[[], Kind]] = {**KINDS, "models": Models, "encoders": Encoders}
-"""All ten."""
+ALL_KINDS: Mapping[str, Callable[[], Kind]] = {
+    **KINDS,
+    "models": Models,
+    "encoders": Encoders,
+    **MEDIA_KINDS,
+}
 __all__ = ["ALL_KINDS", "UserError"]

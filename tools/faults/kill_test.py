@@ -1,6 +1,6 @@
 """Random SIGKILLs over all stages of training, and the comparison with a run that was never disturbed.
 
-    uv run tools/faults/kill_test.py                              # 200 kills: both families, LoRA, full fine-tuning, and that with all levers of memory
+    uv run tools/faults/kill_test.py                              # 200 kills: all families, LoRA, full fine-tuning, and that with all levers of memory
     uv run tools/faults/kill_test.py --kills 20 --seed 1
     uv run tools/faults/kill_test.py --families wan --methods lora --kills 2
 
@@ -35,11 +35,16 @@ import torch
 from ditkit_core.commands import cli
 from ditkit_core.data.media.synthetic import write_inputs
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.specs import altered
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.metrics import is_of_the_machine
 
-SPECS = {"wan": ("ditkit_wan.spec", "WAN"), "flux2": ("ditkit_flux2.spec", "FLUX2")}
+SPECS = {
+    "wan": ("ditkit_wan.spec", "WAN"),
+    "flux2": ("ditkit_flux2.spec", "FLUX2"),
+    "zimage": ("ditkit_zimage.spec", "ZIMAGE"),
+}
 FLAGS = (
     "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3", "--sample.prompts", "[]",
     "--sample.captions", "1", "--sample.steps", "2", "--held_out.clips", "1", "--held_out.every_steps", "2", "--held_out.sigmas", "[0.5]",
@@ -54,14 +59,26 @@ METHODS = {
         "adafactor", "--optim.rounding", "stochastic", "--optim.fused_backward", "true", "--train.clip_by", "last_step",
         "--train.accumulation", "2", "--train.swap_blocks", "1",
     ),
+    # Replays need a device that has graphs: the stand-in of the tests records and replays the work of a CPU.
+    "replayed": ("--train.cuda_graphs", "on", "--export.forms", '["official"]'),
 }  # fmt: skip
 KEPT = {
     "wan": ("clip00", "clip06", "clip09", "clip12"),
     "flux2": ("picture00", "picture05", "picture13", "picture21", "edit00", "edit04"),
+    "zimage": ("shape00", "shape05", "shape13", "shape21"),
 }
 """The media that are trained on, by the start of their names: their number changes how long a stage takes, not what it writes."""
 KILLS_PER_RUN = 8
-_OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json", "verified.json")
+_OF_THE_START = (
+    ".lock",
+    "train.log",
+    "about.json",
+    "report.html",
+    "metrics.jsonl",
+    "state.json",
+    "hashes.json",
+    "verified.json",
+)
 """Files whose bytes depend on when and where a run was started."""
 _HANGS_SECONDS = 1800.0
 
@@ -88,7 +105,9 @@ class Kind:
         spec = altered(_spec(self.family), write=self._write_inputs)
         status = 99
         try:
-            status = cli.run(spec, "train", ["--demo", "--run.folder", "run", *FLAGS, *METHODS[self.method]])
+            with recorded_graphs() if self.method == "replayed" else contextlib.nullcontext():
+                flags = ["--demo", "--run.folder", "run", *FLAGS, *METHODS[self.method]]
+                status = cli.run(spec, "train", flags)
             (self.inputs.parent / "modules.json").write_text(json.dumps(list(sys.modules)))
         finally:
             sys.stdout.flush()
@@ -129,6 +148,7 @@ def import_all(names: Path) -> None:
             "ditkit_core",
             "ditkit_wan",
             "ditkit_flux2",
+            "ditkit_zimage",
             "diffusers",
             "transformers",
             "peft",
@@ -271,6 +291,12 @@ def _metrics(run: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not is_of_the_machine(name)} for row in rows]
 
 
+def num_replays(folder: Path) -> int:
+    """The micro-batches of a finished run that were replayed, by its metrics."""
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return sum(json.loads(line).get("replays", 0) for line in lines)
+
+
 def kill_kind(kind: Kind, kills: int, folder: Path, rng: random.Random) -> tuple[Counter[str], int]:
     """Kill runs until `kills` kills came; prints a row for each run.
 
@@ -292,10 +318,15 @@ def kill_kind(kind: Kind, kills: int, folder: Path, rng: random.Random) -> tuple
         run.mkdir()
         places, fault = disturbed(kind, run, cpu, min(KILLS_PER_RUN, kills - stages.total()), rng)
         wrong = [fault] if fault else differences(whole, run)
+        if kind.method == "replayed" and not fault and not num_replays(run):
+            wrong.append("no micro-batch was replayed")
         bad += bool(wrong)
         stages.update(each.partition(":")[0] for each in places)
-        said = "; ".join(each.partition(": ")[2] or "-" for each in places)
-        print(f"| {kind.family} | {kind.method} | {said} | {'; '.join(wrong) or 'equal'} |", flush=True)
+        last = "; ".join(place.partition(": ")[2] or "-" for place in places)
+        outcome = "; ".join(wrong) or "equal"
+        if kind.method == "replayed":
+            outcome += f", {num_replays(run)} replays"
+        print(f"| {kind.family} | {kind.method} | {last} | {outcome} |", flush=True)
         if not wrong:
             shutil.rmtree(run)
     return stages, bad

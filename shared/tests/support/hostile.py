@@ -1,7 +1,7 @@
-"""Input of unknown origin in ten kinds, each case a function of a seed: what it is made of, and what is done with it.
+"""Input of unknown origin, each case a function of a seed: what it is made of, and what is done with it.
 
 A kind is prepared once in a folder of its own, and then asked for one case after the other. `tools/faults/fuzz_models.py` has the two kinds that
-need the model packages, and `tools/faults/fuzz.py` runs all of them with limits of time and memory.
+need the model packages, `fuzz_media.py` the four of media and captions, and `tools/faults/fuzz.py` runs all of them with limits of time and memory.
 """
 
 import contextlib

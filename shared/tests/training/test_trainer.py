@@ -20,6 +20,7 @@ from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.step_clock import PARTS
 from ditkit_core.loading.model import Model
 from ditkit_core.nn.parameters import copy_values
+from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
 from ditkit_core.training.checkpoint import load_state
@@ -69,6 +70,15 @@ def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     assert last["tokens_per_second"] * last["seconds"] == pytest.approx(4 * 32)  # positions of four samples
     assert last["lr"] == pytest.approx(3e-3) and last["grad_norm"] > 0 and last["peak_memory_bytes"] > 10_000_000
     assert steps_of(tmp_path, "loss") == list(range(1, 41))
+
+
+def test_a_line_counts_the_micro_batches_that_were_replayed(tmp_path: Path) -> None:
+    with recorded_graphs():
+        toy_run(tmp_path, 3, config=TrainConfig(steps=3, batch_size=2, accumulation=2, seed=5, cuda_graphs="on"))
+    toy_run(tmp_path / "without a graph", 1)
+    counts = [line["replays"] for line in lines(tmp_path) if "loss" in line]
+    assert counts == [0, 2, 2], "in the first step Python sees all operations"
+    assert steps_of(tmp_path / "without a graph", "replays") == []
 
 
 def test_on_a_gpu_the_peak_with_gaps_is_measured_too(tmp_path, monkeypatch, capsys):

@@ -168,6 +168,7 @@ _OF_THE_MACHINE = (
     "wait_seconds",
     "sent_bytes",
     "mfu",
+    "replays",
 )
 
 

@@ -119,6 +119,8 @@ class ReplayedMicroBatches:
         self._recorded: OrderedDict[Any, _Kind] = OrderedDict()
         """The kinds that have a graph, the one that was replayed last at the end."""
         self._graphs: Graphs | None = None
+        self.num_replays = 0
+        """Micro-batches that were replayed so far."""
 
     def run(
         self,
@@ -157,6 +159,7 @@ class ReplayedMicroBatches:
         clock.mark(self._device, "forward")
         assert kind.graph is not None and kind.losses is not None
         kind.graph.replay(seed)
+        self.num_replays += 1
         clock.replayed(self._device, kind.clock)
         return kind.losses.clone()
 

@@ -315,6 +315,7 @@ class Trainer:
         prepared = partial(self._data.prepared, state.step)
         context = replace(self._context(state.step), prepared=prepared, is_seen=count_attention)
         waited, sent = self._ranks.seconds_waited, self._ranks.bytes_sent
+        replays = 0 if self._replays is None else self._replays.num_replays
         try:
             with counted_calls(AttentionCalls() if count_attention else None):
                 result = training_step(
@@ -348,6 +349,8 @@ class Trainer:
         }
         if (reserved := peak_reserved_bytes(self._devices)) is not None:
             numbers["peak_reserved_bytes"] = reserved
+        if self._replays is not None:
+            numbers["replays"] = self._replays.num_replays - replays
         if self._config.utilisation is not None:
             # Ranks of a context group work on the same items.
             numbers["mfu"] = self._config.utilisation(items, seconds) / self._ranks.context

@@ -1,6 +1,7 @@
 """Things that go wrong with media files: each is one line that names the file and a remedy."""
 
 import errno
+import gc
 import math
 import os
 import struct
@@ -15,7 +16,7 @@ from media_files import noisy_video, numbered_video, picture, sound_only, trunca
 from one_line import assert_one_line
 from PIL import Image
 
-from ditkit_core.data.media import clip, files
+from ditkit_core.data.media import clip, files, video
 from ditkit_core.data.media.clip import available, probe, read_clip
 from ditkit_core.errors import EnvironmentFault, UserError
 
@@ -216,9 +217,32 @@ def test_a_shortage_of_the_machine_is_no_fault_of_the_file(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(files, "can_allocate", lambda num_bytes: False)
+    monkeypatch.setattr(files, "is_readable", lambda path: False)
     monkeypatch.setattr(*((av, "open") if name == "clip.mp4" else (Image, "open")), short)
     with pytest.raises(EnvironmentFault, match=r"not because of its content; (stop other programs|check the disk)"):
         read_clip(path, frames=1, fps=16.0, height=16, width=16)
+
+
+def test_an_input_error_of_a_file_that_the_disk_reads_is_a_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matroska with a damaged cluster: libav answers as if the disk failed."""
+    path = numbered_video(tmp_path / "clip.mkv")
+    monkeypatch.setattr(av, "open", lambda *_, **__: av.error.err_check(-errno.EIO, str(path)))
+    assert_one_line(lambda: probe(path), "clip.mkv cannot be read as a video", "re-encode it")
+
+
+def test_no_large_frame_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side data and their frame refer to each other: a folder of large images as videos would fill the memory."""
+    path = numbered_video(tmp_path / "clip.mp4", rotation=90)
+    monkeypatch.setattr(video, "_LARGE_PIXELS", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        read_clip(path, frames=5, fps=16.0, height=16, width=16)
+        assert not any(isinstance(each, av.VideoFrame) for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("count", [2**28 - 1, 2**32 - 1])

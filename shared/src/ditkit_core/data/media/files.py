@@ -30,12 +30,25 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
         EnvironmentFault: If memory, threads or file handles are short, or the disk fails.
     """
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+    if number == errno.EIO and is_readable(path):  # libav says it of some damaged files, too
+        return
     if number in _OF_THE_MACHINE:
         cause = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
         remedy = "check the disk" if number == errno.EIO else "stop other programs, or raise the limits (ulimit -a)"
         raise EnvironmentFault(
             f"{path} cannot be read because {cause} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
         ) from error
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the disk gives every byte of a file."""
+    try:
+        with path.open("rb") as file:
+            while file.read(2**20):
+                pass
+    except OSError:
+        return False
+    return True
 
 
 def refuse_foreign(path: Path, kind: str) -> None:

@@ -9,6 +9,7 @@ one, kept oblong pixels, left arbitrary colours where a clip is transparent, and
 PyAV, which has one, would have stayed for writing, sound and times.
 """
 
+import gc
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,8 @@ def _matrix(frame: "VideoFrame") -> tuple[int, ...] | None:
 
 _MOST_PIXELS = 2**26
 """Largest frame: twice 8K. Lower than for still images, because decoding keeps several copies of a frame, with 16 bits per channel for HDR."""
+_LARGE_PIXELS = 2**24
+"""Twice as many as a frame of 4K has."""
 _LIBAV_BYTES = 2**31
 """What libav allocates at once, unless a program allows more."""
 _LONGEST_SHOWN = 600.0
@@ -104,6 +107,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
     """Open a file and its first video stream; libav's errors inside the block become one line about this file."""
     import av
 
+    pixels = 0
     try:
         with files.open_container(path, _FORMATS) as container:
             if not container.streams.video:
@@ -118,6 +122,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
                 )
             width = round(stream.codec_context.width * (stream.sample_aspect_ratio or 1))
             still.check_pixels(path, width, stream.codec_context.height, most=_MOST_PIXELS)
+            pixels = width * stream.codec_context.height
             # By default a decoder conceals what it cannot decode, or (HEVC) silently drops frames. The pixel limit is set again because
             # a frame may be larger than the container's header says.
             stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
@@ -129,6 +134,11 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
         files.refuse_foreign(path, "video")
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
         raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
+    finally:
+        if pixels > _LARGE_PIXELS:
+            # A frame whose side data were read refers to them and they to it. Python's collector counts objects and
+            # not their bytes: frames of 100 MB would wait for it in hundreds.
+            gc.collect()
 
 
 def _sample_entry(container: "InputContainer", stream: "VideoStream") -> str:
