@@ -30,8 +30,6 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
         EnvironmentFault: If memory, threads or file handles are short, or the disk fails.
     """
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM
-    if number == errno.EIO and is_readable(path):  # libav says it of some damaged files, too
-        return
     if number in _OF_THE_MACHINE:
         cause = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
         remedy = "check the disk" if number == errno.EIO else "stop other programs, or raise the limits (ulimit -a)"

@@ -9,6 +9,7 @@ one, kept oblong pixels, left arbitrary colours where a clip is transparent, and
 PyAV, which has one, would have stayed for writing, sound and times.
 """
 
+import errno
 import gc
 import struct
 from collections import deque
@@ -129,7 +130,11 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             yield container, stream
     except (av.FFmpegError, OSError) as error:
         # libav says the same of a count in the file that fits in no memory: it allocates at most 2 GiB at once.
-        if isinstance(error, OSError) or (isinstance(error, MemoryError) and not files.can_allocate(_LIBAV_BYTES)):
+        # And it says that the disk fails of some damaged files, too.
+        is_damaged = isinstance(error, OSError) and error.errno == errno.EIO and files.is_readable(path)
+        if (isinstance(error, OSError) and not is_damaged) or (
+            isinstance(error, MemoryError) and not files.can_allocate(_LIBAV_BYTES)
+        ):
             files.refuse_shortage(path, error)
         files.refuse_foreign(path, "video")
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
