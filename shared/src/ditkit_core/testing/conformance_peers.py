@@ -108,7 +108,9 @@ class PeerChecks(ModelChecks):
             predicted = self.diffusers.run(theirs, self._inputs(item, noise))
         guidance = 3.0 if schedule == "constant" else 1 + 2 * _SIGMA
         target = unconditional + guidance * (noise - item["latents"] - unconditional)
-        _close(batch.targets[0], target)
+        # The target has the prediction 1 - guidance times, and so its rounding.
+        atol = 1e-5 * max(1.0, guidance - 1)
+        torch.testing.assert_close(batch.targets[0], target, rtol=1e-4, atol=atol)
         ours = velocity_errors(train, batch, _GUIDANCE)[0]
         torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
 
