@@ -1,4 +1,4 @@
-# An image with both commands, for rented GPUs and clusters: docs/rented_gpus.md. The host needs NVIDIA's driver (580 or newer) and its
+# An image with the commands of all families, for rented GPUs and clusters: docs/rented_gpus.md. The host needs NVIDIA's driver (580 or newer) and its
 # container toolkit; CUDA's libraries come with torch.
 FROM python:3.11-slim-bookworm
 

@@ -37,8 +37,10 @@ NAMES = "|".join(FAMILIES)
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 PROGRAMS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|"
-    rf"(?:{NAMES})-(?:train|encode|sample|export)\b)"
+    rf"(?:{NAMES}|zed)-(?:train|encode|sample|export|watch)\b|(?:pytest|ruff|sphinx-build|tools/\S+\.py) )"
 )
+OF_A_SHELL = {"uv", "uvx", "pip", "git", "rsync", "ssh", "tmux", "docker", "sbatch", ".ci/run"}
+"""Programs that a reader has without the environment of the clone; `uv run` starts all others."""
 PROJECT = read_toml(ROOT / "pyproject.toml")
 READ_LATER = {"gpus": parse_gpus, "host": lambda text: parse_size(text, "--host"), "prune_cache": parse_rule}
 """Options whose text the work of a command reads, and how."""
@@ -275,6 +277,34 @@ def test_every_command_of_a_page_is_accepted(page, tmp_path, monkeypatch, capsys
         except (Refused, UserError) as error:
             refused.append(f"{line}: {error}")
     assert refused == []
+
+
+def unprepared(words: list[str]) -> bool:
+    """Whether a command names a program of the clone's environment without `uv run`."""
+    plain = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S+|nohup", word)]
+    return "uv" not in plain if plain[0] == "srun" else plain[0] not in OF_A_SHELL
+
+
+@by_page
+def test_every_command_of_a_page_starts_in_a_fresh_clone(page):
+    """Where no environment is activated: a command that is typed as it stands is found."""
+    assert [line for line in commands(page) if any(unprepared(words) for words in parts(line))] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("wan-train run.toml", True),
+        ("uv run wan-train run.toml", False),
+        ("CUDA_VISIBLE_DEVICES=1 wan-encode run.toml", True),
+        ("srun --ntasks 2 torchrun -m ditkit_wan.train run.toml", True),
+        ("nohup uv run torchrun -m ditkit_wan.train run.toml", False),
+        ("pip install uv && wan-train --demo", True),
+        ("tools/docs/doc_tables.py --check", True),
+    ],
+)
+def test_a_command_that_needs_the_environment_is_found(line, expected):
+    assert any(unprepared(words) for words in parts(line)) is expected
 
 
 @by_page
