@@ -363,7 +363,7 @@ def page(case: Case) -> Iterator[str]:
 HEAD = f"""# One training step on a GPU, counted
 
 `uv run tools/bench/roofline.py > benchmarks/roofline.md`. **Counted and modelled on a CPU.** The shares of the model are those that one H100 reached,
-where its times are within 15 % of measured ones ([page](time_truth.md)); nothing here ran on the other GPUs.
+where its times were compared with measured ones ([page](time_truth.md)); nothing here ran on the other GPUs.
 
 A step is forward, loss and backward of a LoRA of rank {RANK} on the default targets, one sample, base in bf16, checkpointing `full`, eager;
 without the optimizer, which is the same for all. *ours* runs in the default precision; *kernels* is `train.kernels`. Its `auto` takes

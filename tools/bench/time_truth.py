@@ -243,7 +243,7 @@ GPUs, which are assumed to reach the same shares of their published rates. Not f
 
 *Launched* is an eager step: the host launches every operation. The hosts were slow, and the times of steps with few tokens scatter with them; the ratios are those
 to the slowest and to the fastest step. *Replayed* is a step whose micro-batch is replayed as CUDA graphs, so that the GPU never waits for the host. Every plan is
-within {BOUND:.0%} of what was measured.
+at most {BOUND:.0%} outside the range that was measured.
 
 | step | planned, launched | measured | planned / measured | planned, replayed | measured | planned / measured |
 |---|---|---|---|---|---|---|"""

@@ -1,4 +1,4 @@
-"""The parts of tools/gpu/gpu_truth.py that train from files to an adapter, with the commands: both demos, and a model of real size."""
+"""The parts of tools/gpu/gpu_truth.py that train from files to an adapter, with the commands: the demos of Wan and FLUX.2, and a model of real size."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 def demos(device: torch.device, tiny: bool) -> Rows:
-    """Both demos from files to an adapter on this device, then continued; if tiny only Wan's, because `real` trains the other family."""
+    """The demos of Wan and FLUX.2 from files to an adapter on this device, then continued; if tiny only Wan's, because `real` trains FLUX.2."""
     steps = 2 if tiny else 30
     for family in ("wan",) if tiny else ("wan", "flux2"):
         with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,12 @@ PARTS = (
     Part(name="dev", seconds=120, about="Steps of FLUX.2 dev, and diffusers'", is_in_tiny=False),
     Part(name="tests", seconds=240, about="The tests for a GPU", is_timed=False),
     Part(name="plan", seconds=240, about="Plans of levers against allocated and reserved memory", is_timed=False),
-    Part(name="demos", seconds=180, about="Both demos from files to an adapter, and resumed", is_timed=False),
+    Part(
+        name="demos",
+        seconds=180,
+        about="The demos of Wan and FLUX.2 from files to an adapter, and resumed",
+        is_timed=False,
+    ),
     Part(
         name="bitwise",
         seconds=180,

@@ -2,7 +2,7 @@
 
 The functions that call the kernels run forward and backward: twice with the kernels on bf16, as most of a run, and with torch on the same
 values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, so that little is
-compiled; Triton keeps that on disk. The norms run in the variants of both families, and of a LoRA and a full fine-tune. Tests make the same cases of
+compiled; Triton keeps that on disk. The norms run in the variants of all models, and of a LoRA and a full fine-tune. Tests make the same cases of
 other shapes, dtypes and layouts.
 """
 

@@ -26,7 +26,7 @@ class DemoConformance:
     trained_names: ClassVar[str]
     """A pattern for how the names of all its tensors begin."""
     daily: ClassVar[slice]
-    """Which of `LEVERS` every change runs here, the first in the default set; the other family has the rest."""
+    """Which of `LEVERS` every change runs here, the first in the default set; another family has the rest."""
     levers: ClassVar[tuple[tuple[str, ...], ...]]
     """Flags that this family alone takes."""
     forms: ClassVar[tuple[str, ...]] = ()

@@ -33,7 +33,7 @@ class KeptBytesConformance:
     larger: ClassVar[tuple[int, int, int]]
     """Size of an item for these checks."""
     daily: ClassVar[tuple[Any, ...]]
-    """Policies for the default tests, or with a mark for the slow ones; of both families' one differs by block."""
+    """Policies for the default tests, or with a mark for the slow ones; one of a family's differs by block."""
     nightly: ClassVar[tuple[str, ...]]
     """The other policies."""
 

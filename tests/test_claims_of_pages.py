@@ -1,0 +1,209 @@
+"""What pages say of models, families, keys and measured figures is so today."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pages import FENCE, PAGES
+from test_docs_commands import FAMILIES
+from workspace import ROOT, text_files
+
+README, CHANGELOG, LIMITATIONS, EVIDENCE = (
+    ROOT / name for name in ("README.md", "CHANGELOG.md", "docs/limitations.md", "docs/evidence.md")
+)
+FIGURES = (README, CHANGELOG, LIMITATIONS, EVIDENCE)
+"""Pages whose measured figures come from a row in `benchmarks/`."""
+TEXTS = [file for file in text_files() if file.suffix in (".md", ".py") and "tests" not in file.parts]
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6} | {str(number): number for number in range(2, 10)}
+
+
+# Families
+
+
+def miscounts(text: str) -> list[str]:
+    """Phrases that count families otherwise than there are, or speak of two where there are more."""
+    nouns = r"(?:famil(?:y|ies)|packages?|demos|text encoders)\b"
+    pairs = re.findall(
+        rf"(?i)\b(?:both|either|neither)(?: of the| model|’s|'s)* {nouns}|\bthe other (?:family|package)\b", text
+    )
+    counts = re.findall(rf"(?i)\b((?:{'|'.join(NUMBERS)}) (?:model )?(?:families|packages))\b", text)
+    wrong = [phrase for phrase in counts if NUMBERS[phrase.split()[0].lower()] != len(FAMILIES)]
+    return [*pairs, *wrong]
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_text_speaks_of_as_many_families_as_there_are(file):
+    assert miscounts(" ".join(file.read_text(encoding="utf-8").split())) == []
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs, items of lists and rows of tables, each on one line, without fenced blocks."""
+    for part in re.split(r"\n\s*\n|\n(?= *[-*] |\||#)", FENCE.sub("\n\n", text)):
+        if line := " ".join(part.split()):
+            yield line
+
+
+def incomplete(text: str) -> list[str]:
+    """What is named of several families and not of all: `wan-watch` and `flux2-watch`, links to two packages' pages."""
+    places: dict[str, set[str]] = {}
+    for before, name, after in re.findall(rf"(packages/)?\b({'|'.join(FAMILIES)})(-[a-z]+|/[\w/.]+)", text):
+        if before or after.startswith("-"):
+            places.setdefault(before + "…" + after, set()).add(name)
+    return [place for place, names in places.items() if 1 < len(names) < len(FAMILIES)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_paragraph_that_names_a_thing_of_two_families_names_it_of_all(page):
+    text = page.read_text(encoding="utf-8")
+    assert {line: found for line in paragraphs(text) if (found := incomplete(line))} == {}
+
+
+def test_a_wrong_count_of_families_is_found():
+    assert miscounts("both families, of either package") == ["both families", "either package"]
+    assert miscounts("two packages; the other family") == ["the other family", "two packages"]
+    assert miscounts("three families and both models") == []
+    assert incomplete("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == ["…-watch"]
+    assert incomplete("`wan-watch`, `flux2-watch` and `zimage-watch`; `flux2-train`") == []
+
+
+# What is missing
+
+
+def missing(text: str) -> list[str]:
+    """The last words of the models that a page calls missing: `klein-9b-kv`."""
+    (sentence,) = re.findall(r"([^.\n:]*(?:\.\d[^.\n:]*)*) (?:is|are) missing\b", text)
+    names = re.split(r", | and ", sentence.strip("- "))
+    return [name.split()[-1].lower() for name in names]
+
+
+def test_what_the_readme_calls_missing_is_no_preset_and_stands_in_the_limitations():
+    presets = {name for family in FAMILIES.values() for name in family.presets}
+    unsupported = LIMITATIONS.read_text(encoding="utf-8").partition("## Not supported")[2].lower()
+    names = missing(README.read_text(encoding="utf-8"))
+    assert names and [(name, preset) for name in names for preset in presets if preset.startswith(name)] == []
+    assert [name for name in names if name not in unsupported] == []
+
+
+def test_missing_models_are_read_from_a_sentence():
+    assert missing("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == ["animate", "klein-9b-kv"]
+
+
+# Measured figures
+
+UNIT = r"(?:%|(?:ms|s|µs|GB/s|MiB|GiB)\b|times as (?:fast|long)\b)"
+FIGURE = re.compile(rf"(?<![\w.,×-])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:(?: to |–)(\d+(?:\.\d+)?))? ?(?={UNIT})")
+MARK = re.compile(r"<!-- from ([\w./]+): (.+?)(?: \[([^]]+)\])? -->")
+"""Behind a figure: the page in `benchmarks/`, what each of its lines begins with or contains, and the column if it is one of a table."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A paragraph with figures, and the rows that it names."""
+
+    text: str
+    marks: tuple[tuple[str, str, str], ...]
+
+    @property
+    def figures(self) -> list[str]:
+        """Numbers with a unit of time, memory, rate or share, `within …` left out."""
+        plain = re.sub(r"[Ww]ithin \d+(\.\d+)? ?%", "", self.words)
+        found = [number for pair in FIGURE.findall(plain) for number in pair if number]
+        return found + [number for row in re.findall(r"(\d\.\d+)–(\d\.\d+)", plain) for number in row]
+
+    @property
+    def shares(self) -> list[float]:
+        """How far from 1 ratios may be: 0.05 of `within 5 %`."""
+        return [float(number) / 100 for number in re.findall(r"[Ww]ithin (\d+(?:\.\d+)?) ?%", self.words)]
+
+    @property
+    def words(self) -> str:
+        """The text without code, comments, pictures and targets of links."""
+        text = re.sub(r"<!--.*?-->|`[^`]*`|!\[[^]]*\]\([^)]*\)", "", self.text)
+        return re.sub(r"\]\([^)]*\)", "]", text)
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether it is a row of a table that names the test which asserts its figures, or how a program counts them."""
+        return self.text.startswith("|") and re.search(r"test_\w+\.py", self.text) is not None
+
+
+def claims(page: Path) -> list[Claim]:
+    found = [Claim(text, tuple(MARK.findall(text))) for text in paragraphs(page.read_text(encoding="utf-8"))]
+    return [claim for claim in found if claim.figures or claim.shares or claim.marks]
+
+
+def rows(page: str, key: str, column: str) -> Iterator[str]:
+    """The lines of a page that contain a text, or their cells in a column."""
+    heads: list[str] = []
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if not line.startswith("|"):
+            heads = []
+        elif not heads:
+            heads = cells
+        if key in line and (not column or column in heads):
+            yield cells[heads.index(column)] if column else line
+
+
+def numbers(texts: Iterator[str]) -> set[str]:
+    return {number.replace(",", "") for text in texts for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+
+
+def is_said(figure: str, measured: set[str]) -> bool:
+    """Whether a number is one of those that were measured, in another unit (ms, %) and rounded as it may be."""
+    figure = figure.replace(",", "")
+    digits = len(figure.partition(".")[2])
+    scaled = {float(number) * scale for number in measured for scale in (1, 100, 1000)}
+    return any(f"{number:.{digits}f}" == figure for number in scaled)
+
+
+def wrong(claim: Claim) -> list[str]:
+    """What of a claim is not in the rows that it names."""
+    found: set[str] = set()
+    for page, keys, column in claim.marks:
+        for key in keys.split("; "):
+            here = numbers(rows(page, key, column))
+            if not here:
+                return [f"{page} has no row {key} [{column}]"]
+            found |= here
+    off = [figure for figure in claim.figures if not is_said(figure, found)]
+    if claim.shares and max(abs(float(number) - 1) for number in found) > min(claim.shares) + 5e-4:
+        off.append(f"within {claim.shares}")
+    return off
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: page.name)
+def test_every_measured_figure_names_its_row(page):
+    assert [claim.text for claim in claims(page) if not claim.marks and not claim.is_tested] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_figure_that_names_its_row_is_in_it(page):
+    assert {claim.text: off for claim in claims(page) if claim.marks and (off := wrong(claim))} == {}
+
+
+def test_pages_name_rows():
+    assert sum(len(claim.marks) for page in FIGURES for claim in claims(page)) > 5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("takes 52 ms, 203 ms in diffusers <!-- from benchmarks/a.md: klein 4B, none -->", []),
+        ("takes 51 ms <!-- from benchmarks/a.md: klein 4B, none -->", ["51"]),
+        ("0.98–1.05 of it <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", []),
+        ("within 5 % <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", []),
+        ("within 2 % <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", ["within [0.02]"]),
+        ("takes 52 ms <!-- from benchmarks/a.md: Wan -->", ["benchmarks/a.md has no row Wan []"]),
+    ],
+)
+def test_a_figure_that_is_in_no_row_is_found(text, expected, tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    page = "| step | ours | diffusers | ratio |\n|---|---|---|---|\n| klein 4B, none | 0.05214 s | 0.2027 s | 1.05 |\n| dev | 2 s | 3 s | 0.98 |\n"
+    (tmp_path / "benchmarks" / "a.md").write_text(page, encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert wrong(Claim(text, tuple(MARK.findall(text)))) == expected
