@@ -102,7 +102,7 @@ MARK = re.compile(r"<!-- from ([\w./]+): (.+?)(?: \[([^]]+)\])? -->")
 
 @dataclass(frozen=True)
 class Claim:
-    """A paragraph with figures, and the rows that it names."""
+    """A sentence or a row with figures, and the rows that it names."""
 
     text: str
     marks: tuple[tuple[str, str, str], ...]
@@ -131,8 +131,16 @@ class Claim:
         return self.text.startswith("|") and re.search(r"test_\w+\.py", self.text) is not None
 
 
+def sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph, each with the marks behind it; a row of a table is one."""
+    if paragraph.startswith("|"):
+        return [paragraph]
+    return re.split(r"(?:(?<=[.!?])|(?<=-->)) (?=[A-Z*`\[])", paragraph)
+
+
 def claims(page: Path) -> list[Claim]:
-    found = [Claim(text, tuple(MARK.findall(text))) for text in paragraphs(page.read_text(encoding="utf-8"))]
+    lines = paragraphs(page.read_text(encoding="utf-8"))
+    found = [Claim(text, tuple(MARK.findall(text))) for line in lines for text in sentences(line)]
     return [claim for claim in found if claim.figures or claim.shares or claim.marks]
 
 
@@ -184,6 +192,11 @@ def test_every_measured_figure_names_its_row(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_figure_that_names_its_row_is_in_it(page):
     assert {claim.text: off for claim in claims(page) if claim.marks and (off := wrong(claim))} == {}
+
+
+def test_a_mark_is_of_its_own_sentence():
+    text = "It takes 5 s. With it, 3 s.<!-- from a.md: b --> More."
+    assert sentences(text) == ["It takes 5 s.", "With it, 3 s.<!-- from a.md: b -->", "More."]
 
 
 def test_pages_name_rows():

@@ -12,8 +12,9 @@ from ditkit_core.nn.attention.backends import BACKENDS
 from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, precision_of
 from doc_ranks import MACHINES, RUNS
-from doc_tables import CHECKPOINTING, DATA, PRECISION, RANKS, RECIPES, TABLES, Table, section, stale, stamp
+from doc_tables import CHECKPOINTING, TABLES, Table, section, stale, stamp
 from marked import between
+from pages import PAGES
 
 BY_NAME = {table.name: table for table in TABLES}
 
@@ -82,7 +83,7 @@ def test_every_case_of_the_presets_is_one_that_a_run_may_have():
 
 
 def test_every_marker_of_a_page_is_a_table():
-    for page in (CHECKPOINTING, PRECISION, DATA, RANKS, RECIPES):
+    for page in PAGES:
         found = re.findall(r"<!-- (\S+): written by tools/docs/doc_tables.py -->", page.read_text(encoding="utf-8"))
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
 

@@ -2,7 +2,7 @@
 
 The base is the toy model, trained on samples of two signs for each caption. Teacher is the base itself, critic and student are two sets of values
 of one LoRA over it. It prints how far samples are from the data while the student learns. `--plan` prints what the same needs for Wan 14B, by
-the planner. docs/distillation.md explains both.
+the planner. benchmarks/distillation.md explains both.
 
 Source of the method: Yin et al., DMD2, arXiv:2405.14867, without its GAN loss.
 """

@@ -39,6 +39,7 @@ CHECKPOINTING, PRECISION, DATA, RANKS = (
     ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
 )
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
+POLICIES, AUDITS = (ROOT / "benchmarks" / f"{name}.md" for name in ("checkpointing_cpu", "precision_cpu"))
 BUSY = 0.5
 """Load from other programs, as a share of the cores, above which times are marked as unreliable."""
 
@@ -109,15 +110,15 @@ TABLES = (
     Table(name="budgets", page=CHECKPOINTING, kind="planned", make=budgets),
     # One block and few repeats: less than three minutes on a quiet machine.
     Table(
-        name="experiment", page=CHECKPOINTING, kind="measured", has_times=True,
+        name="experiment", page=POLICIES, kind="measured", has_times=True,
         make=lambda: printed("bench_checkpointing.py", "--blocks", "1", "--repeats", "5"),
     ),
     Table(
-        name="overhead", page=CHECKPOINTING, kind="measured", has_times=True, make=lambda: printed("bench_policy_overhead.py")
+        name="overhead", page=POLICIES, kind="measured", has_times=True, make=lambda: printed("bench_policy_overhead.py")
     ),
     Table(name="presets", page=PRECISION, kind="measured", make=presets),
-    Table(name="audit-wan", page=PRECISION, kind="measured", make=lambda: audit_of_the_demo("wan-train")),
-    Table(name="audit-flux2", page=PRECISION, kind="measured", make=lambda: audit_of_the_demo("flux2-train")),
+    Table(name="audit-wan", page=AUDITS, kind="measured", make=lambda: audit_of_the_demo("wan-train")),
+    Table(name="audit-flux2", page=AUDITS, kind="measured", make=lambda: audit_of_the_demo("flux2-train")),
     Table(name="rounding", page=PRECISION, kind="measured", make=lambda: printed("bench_rounding.py")),
 )  # fmt: skip
 
