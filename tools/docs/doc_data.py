@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from ditkit_core.data.columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
 from ditkit_core.data.masks import MASK
-from ditkit_core.models.conditions import Column
 from ditkit_wan.spec import WAN
 
 
@@ -29,16 +28,10 @@ def metadata_columns() -> Iterator[str]:
 
 
 def control_columns() -> Iterator[str]:
-    """The columns of conditions, with the presets of Wan that take them."""
-    presets: dict[str, list[str]] = {}
-    columns: dict[str, Column] = {}
-    for preset, arch in WAN.architecture.presets.items():
-        for column in WAN.data.columns(arch):
-            presets.setdefault(column.name, []).append(preset)
-            columns[column.name] = column
-    yield "| column | also called | kind | | presets |"
-    yield "|---|---|---|---|---|"
-    for name in sorted(columns):
-        column = columns[name]
+    """The columns of conditions; which presets take them is on the page of their package."""
+    columns = {column.name: column for arch in WAN.architecture.presets.values() for column in WAN.data.columns(arch)}
+    yield "| column | also called | kind | |"
+    yield "|---|---|---|---|"
+    for name, column in sorted(columns.items()):
         kind = f"{column.kind}, required" if column.required else column.kind
-        yield f"| `{name}` | {_names(column.aliases)} | {kind} | {column.doc} | {', '.join(presets[name])} |"
+        yield f"| `{name}` | {_names(column.aliases)} | {kind} | {column.doc} |"
