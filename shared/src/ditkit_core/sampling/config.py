@@ -40,8 +40,8 @@ class SampleConfig:
     images: int = setting(1, resume="free")
     """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
     negative: str = setting(AUTHORS_NEGATIVE, resume="free")
-    """Negative prompt of classifier-free guidance, used with a guidance above 1. `default` is that of the model's authors (Wan's have one,
-    FLUX.2's none); empty is the empty text."""
+    """Negative prompt of classifier-free guidance, used with a guidance above 1. `default` is that of the model's authors, where they
+    have one; empty is the empty text."""
     guidance: float = setting(0.0, resume="free")
     """Guidance strength; 1 turns guidance off (classifier-free guidance takes twice the time), 0 means the model's default."""
     steps: int = setting(0, resume="free")
