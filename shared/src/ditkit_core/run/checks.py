@@ -4,7 +4,7 @@
    others that need a model. Before them `create_run` has compared [experts] with the architecture, if that is known.
 2. *The run's folder is locked, and its dataset is read*: `check_beginning`; then class images are counted (`previews/class_images.py`), which refuses
    missing ones that cannot be generated.
-3. *The model is on `meta`*, matched with its files, and its architecture is known: `check_model`, after what building it refuses.
+3. *The model is on meta*, matched with its files, and its architecture is known: `check_model`, after what building it refuses.
 4. *Nothing is encoded yet*: `check_encoding`.
 5. *All is encoded*, and no weights are loaded: `check_items`; `check_samples` of experts.
 6. *The weights are loaded*, and nothing is trained: `check_data`. Before the weights, ranks have compared what they read (`Ranks.check_same`).
