@@ -25,7 +25,7 @@ NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6} | {str(number):
 
 
 def miscounts(text: str) -> list[str]:
-    """Phrases that count families otherwise than there are, or speak of two where there are more."""
+    """Phrases that count families wrongly, or speak of two where there are more."""
     nouns = r"(?:famil(?:y|ies)|packages?|demos|text encoders)\b"
     pairs = re.findall(
         rf"(?i)\b(?:both|either|neither)(?: of the| model|’s|'s)* {nouns}|\bthe other (?:family|package)\b", text
@@ -47,8 +47,8 @@ def paragraphs(text: str) -> Iterator[str]:
             yield line
 
 
-def incomplete(text: str) -> list[str]:
-    """What is named of several families and not of all: `wan-watch` and `flux2-watch`, links to two packages' pages."""
+def gaps(text: str) -> list[str]:
+    """What is named of several families and not of all: `wan-watch` and `flux2-watch`, say."""
     places: dict[str, set[str]] = {}
     for before, name, after in re.findall(rf"(packages/)?\b({'|'.join(FAMILIES)})(-[a-z]+|/[\w/.]+)", text):
         if before or after.startswith("-"):
@@ -59,21 +59,21 @@ def incomplete(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_paragraph_that_names_a_thing_of_two_families_names_it_of_all(page):
     text = page.read_text(encoding="utf-8")
-    assert {line: found for line in paragraphs(text) if (found := incomplete(line))} == {}
+    assert {line: found for line in paragraphs(text) if (found := gaps(line))} == {}
 
 
 def test_a_wrong_count_of_families_is_found():
     assert miscounts("both families, of either package") == ["both families", "either package"]
     assert miscounts("two packages; the other family") == ["the other family", "two packages"]
     assert miscounts("three families and both models") == []
-    assert incomplete("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == ["…-watch"]
-    assert incomplete("`wan-watch`, `flux2-watch` and `zimage-watch`; `flux2-train`") == []
+    assert gaps("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == ["…-watch"]
+    assert gaps("`wan-watch`, `flux2-watch` and `zimage-watch`; `flux2-train`") == []
 
 
 # What is missing
 
 
-def missing(text: str) -> list[str]:
+def missing_models(text: str) -> list[str]:
     """The last words of the models that a page calls missing: `klein-9b-kv`."""
     (sentence,) = re.findall(r"([^.\n:]*(?:\.\d[^.\n:]*)*) (?:is|are) missing\b", text)
     names = re.split(r", | and ", sentence.strip("- "))
@@ -83,13 +83,13 @@ def missing(text: str) -> list[str]:
 def test_what_the_readme_calls_missing_is_no_preset_and_stands_in_the_limitations():
     presets = {name for family in FAMILIES.values() for name in family.presets}
     unsupported = LIMITATIONS.read_text(encoding="utf-8").partition("## Not supported")[2].lower()
-    names = missing(README.read_text(encoding="utf-8"))
+    names = missing_models(README.read_text(encoding="utf-8"))
     assert names and [(name, preset) for name in names for preset in presets if preset.startswith(name)] == []
     assert [name for name in names if name not in unsupported] == []
 
 
 def test_missing_models_are_read_from_a_sentence():
-    assert missing("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == ["animate", "klein-9b-kv"]
+    assert missing_models("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == ["animate", "klein-9b-kv"]
 
 
 # Measured figures
@@ -97,7 +97,7 @@ def test_missing_models_are_read_from_a_sentence():
 UNIT = r"(?:%|(?:ms|s|µs|GB/s|MiB|GiB)\b|times as (?:fast|long)\b)"
 FIGURE = re.compile(rf"(?<![\w.,×-])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:(?: to |–)(\d+(?:\.\d+)?))? ?(?={UNIT})")
 MARK = re.compile(r"<!-- from ([\w./]+): (.+?)(?: \[([^]]+)\])? -->")
-"""Behind a figure: the page in `benchmarks/`, what each of its lines begins with or contains, and the column if it is one of a table."""
+"""Behind a figure: the page in `benchmarks/`, what its rows contain, and their column if one is meant."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Claim:
 
     @property
     def is_tested(self) -> bool:
-        """Whether it is a row of a table that names the test which asserts its figures, or how a program counts them."""
+        """Whether it is a row of a table that names the test of its figures."""
         return self.text.startswith("|") and re.search(r"test_\w+\.py", self.text) is not None
 
 
@@ -161,15 +161,15 @@ def numbers(texts: Iterator[str]) -> set[str]:
     return {number.replace(",", "") for text in texts for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
 
 
-def is_said(figure: str, measured: set[str]) -> bool:
-    """Whether a number is one of those that were measured, in another unit (ms, %) and rounded as it may be."""
+def is_measured(figure: str, measured: set[str]) -> bool:
+    """Whether a number was measured; it may have another unit (ms, %) and fewer digits."""
     figure = figure.replace(",", "")
     digits = len(figure.partition(".")[2])
     scaled = {float(number) * scale for number in measured for scale in (1, 100, 1000)}
     return any(f"{number:.{digits}f}" == figure for number in scaled)
 
 
-def wrong(claim: Claim) -> list[str]:
+def faults(claim: Claim) -> list[str]:
     """What of a claim is not in the rows that it names."""
     found: set[str] = set()
     for page, keys, column in claim.marks:
@@ -178,7 +178,7 @@ def wrong(claim: Claim) -> list[str]:
             if not here:
                 return [f"{page} has no row {key} [{column}]"]
             found |= here
-    off = [figure for figure in claim.figures if not is_said(figure, found)]
+    off = [figure for figure in claim.figures if not is_measured(figure, found)]
     if claim.shares and max(abs(float(number) - 1) for number in found) > min(claim.shares) + 5e-4:
         off.append(f"within {claim.shares}")
     return off
@@ -191,7 +191,7 @@ def test_every_measured_figure_names_its_row(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_figure_that_names_its_row_is_in_it(page):
-    assert {claim.text: off for claim in claims(page) if claim.marks and (off := wrong(claim))} == {}
+    assert {claim.text: off for claim in claims(page) if claim.marks and (off := faults(claim))} == {}
 
 
 def test_a_mark_is_of_its_own_sentence():
@@ -216,7 +216,10 @@ def test_pages_name_rows():
 )
 def test_a_figure_that_is_in_no_row_is_found(text, expected, tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
-    page = "| step | ours | diffusers | ratio |\n|---|---|---|---|\n| klein 4B, none | 0.05214 s | 0.2027 s | 1.05 |\n| dev | 2 s | 3 s | 0.98 |\n"
+    page = (
+        "| step | ours | diffusers | ratio |\n|---|---|---|---|\n"
+        "| klein 4B, none | 0.05214 s | 0.2027 s | 1.05 |\n| dev | 2 s | 3 s | 0.98 |\n"
+    )
     (tmp_path / "benchmarks" / "a.md").write_text(page, encoding="utf-8")
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    assert wrong(Claim(text, tuple(MARK.findall(text)))) == expected
+    assert faults(Claim(text, tuple(MARK.findall(text)))) == expected

@@ -279,7 +279,7 @@ def test_every_command_of_a_page_is_accepted(page, tmp_path, monkeypatch, capsys
     assert refused == []
 
 
-def unprepared(words: list[str]) -> bool:
+def needs_environment(words: list[str]) -> bool:
     """Whether a command names a program of the clone's environment without `uv run`."""
     plain = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S+|nohup", word)]
     return "uv" not in plain if plain[0] == "srun" else plain[0] not in OF_A_SHELL
@@ -288,7 +288,7 @@ def unprepared(words: list[str]) -> bool:
 @by_page
 def test_every_command_of_a_page_starts_in_a_fresh_clone(page):
     """Where no environment is activated: a command that is typed as it stands is found."""
-    assert [line for line in commands(page) if any(unprepared(words) for words in parts(line))] == []
+    assert [line for line in commands(page) if any(needs_environment(words) for words in parts(line))] == []
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_every_command_of_a_page_starts_in_a_fresh_clone(page):
     ],
 )
 def test_a_command_that_needs_the_environment_is_found(line, expected):
-    assert any(unprepared(words) for words in parts(line)) is expected
+    assert any(needs_environment(words) for words in parts(line)) is expected
 
 
 @by_page

@@ -11,7 +11,7 @@ from workspace import ROOT
 
 
 def shape(text: str) -> list[list[str]]:
-    """The words of each line that is neither empty nor a finding, with every number as one sign: it may change with the machine."""
+    """The words of each line but findings, with one sign for every number, which may change."""
     lines = [re.sub(r"\(\d+ \w+\)|\d[\d.,]*", "#", line) for line in text.splitlines()]
     kept = [line for line in lines if line and not re.match(r"(?:warning|note|written):|\$ ", line)]
     return [re.findall(r"[^\s;#]+|#", line.replace("trained #;", "trained;")) for line in kept]
