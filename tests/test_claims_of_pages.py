@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.config.schema import config_fields
+from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.errors import UserError
+from ditkit_core.run.config import RunConfig
 from pages import FENCE, PAGES
 from test_docs_commands import FAMILIES
 from workspace import ROOT, text_files
@@ -70,7 +74,7 @@ def test_a_wrong_count_of_families_is_found():
     assert gaps("`wan-watch`, `flux2-watch` and `zimage-watch`; `flux2-train`") == []
 
 
-# What is missing
+# What is missing, and what was removed
 
 
 def missing_models(text: str) -> list[str]:
@@ -90,6 +94,18 @@ def test_what_the_readme_calls_missing_is_no_preset_and_stands_in_the_limitation
 
 def test_missing_models_are_read_from_a_sentence():
     assert missing_models("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == ["animate", "klein-9b-kv"]
+
+
+def test_what_the_changelog_lists_as_removed_is_in_no_schema():
+    removed = CHANGELOG.read_text(encoding="utf-8").partition("### Removed")[2].partition("\n### ")[0]
+    removed = " ".join(removed.split())
+    keys = [f"{section}.{key}" for key, section in re.findall(r"`(\w+)`(?: of| in) `\[(\w+)\]`", removed)]
+    assert len(keys) >= 3 and [key for key in keys if key in config_fields(RunConfig)] == []
+    policies = re.findall(r"policies `(\w+)\(…\)`", removed)
+    assert policies == ["ops"]
+    for policy in policies:
+        with pytest.raises(UserError):
+            parse_schedule(f"{policy}(matmul)")
 
 
 # Measured figures
