@@ -135,7 +135,7 @@ def layers_of_preset(name: str) -> Shapes:
     ("config", "answer"),
     [
         ({"_class_name": "WanTransformer3DModel", "num_layers": 30}, "describes Wan (WanTransformer3DModel), and no model of flux2; use the wan commands"),
-        ({"_class_name": "FluxTransformer2DModel"}, "describes FLUX.1 (FluxTransformer2DModel), and no model of flux2; name a model of flux2"),
+        ({"_class_name": "FluxTransformer2DModel"}, "describes FLUX.1 (FluxTransformer2DModel), and no model of flux2; ditkit does not train that model; name a file of this one"),
         ({"_class_name": "AutoencoderKLFlux2"}, "describes a VAE (AutoencoderKLFlux2), and no model of flux2"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "describes a text encoder (Qwen3ForCausalLM), and no model of flux2"),
         ({"_class_name": "KandinskyTransformer"}, "does not describe this model of flux2 (KandinskyTransformer: it has no "),

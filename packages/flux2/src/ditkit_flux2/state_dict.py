@@ -140,18 +140,14 @@ NAMES = StateDictNames(
     from_native={"official": to_official, "diffusers": to_diffusers},
     bare="diffusers",
     others=(
-        OtherModel(
-            name="Wan",
-            keys=r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
-            classes=r"^Wan",
-            remedy="use the wan commands",
-        ),
-        OtherModel(name="Z-Image", classes=r"^ZImage", remedy="use the zimage commands"),
         *OTHER_MODELS,
         OtherModel(
-            name="FLUX.1",
-            keys=r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation",
-            classes=r"^FluxTransformer",
+            name="Wan",
+            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
+            classes=r"^Wan",
+            header=r"^wan",
+            remedy="use the wan commands",
         ),
+        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z-?image", remedy="use the zimage commands"),
     ),
 )

@@ -73,14 +73,21 @@ NAMES = StateDictNames(
     from_native={"official": to_official, "diffusers": to_official, "comfyui": to_comfyui},
     scaled="comfyui",
     others=(
+        *OTHER_MODELS,
         OtherModel(
             name="Wan",
-            keys=r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn|attn1)",
+            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
             classes=r"^Wan",
+            header=r"^wan",
             remedy="use the wan commands",
         ),
-        OtherModel(name="FLUX.2", keys=r"double_stream_modulation", classes=r"^Flux2", remedy="use the flux2 commands"),
-        *OTHER_MODELS,
+        OtherModel(
+            name="FLUX.2",
+            keys=r"double_stream_modulation",
+            classes=r"^Flux2",
+            header=r"^flux[-.]?2",
+            remedy="use the flux2 commands",
+        ),
     ),
 )
 

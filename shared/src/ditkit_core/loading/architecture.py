@@ -46,7 +46,9 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
             source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
         ):
             return "", arch
-        likeness, remedy = looks_like(() if fitting else source.tensors, spec.architecture.names.others)
+        likeness, remedy = looks_like(
+            () if fitting else source.tensors, spec.architecture.names.others, source.metadata
+        )
         reason = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         remedy = remedy or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
         raise UserError(f"{reason} the weights in {source.path}{likeness}; {remedy}")

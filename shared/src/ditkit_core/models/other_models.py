@@ -1,9 +1,12 @@
 """Other models that files may be for, recognised by the names in them, so that a message can say which, and what to do."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+
+UNTRAINED = "ditkit does not train that model; name a file of this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,19 +19,24 @@ class OtherModel:
     """Pattern of names of tensors in its files; empty if they do not tell."""
     classes: str = ""
     """Pattern of its class in a config.json, of diffusers or transformers; empty if that does not tell."""
+    header: str = ""
+    """Pattern of what the header of its LoRA files calls it, in lower case; empty if that is unknown."""
     remedy: str = ""
     """What to do with it: `use the flux2 commands`; empty to name another file."""
 
 
+_UNET = r"(^|lora_unet_|unet[._]|diffusion_model\.)(down|up|mid|input|output|middle)_block"
 OTHER_MODELS = (
     OtherModel(
         name="a VAE",
-        keys=r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.",
+        keys=r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|"
+        r"(post_)?quant_conv)\.",
         classes=r"^(AutoencoderKL|Autoencoder|.*VAE)",
     ),
     OtherModel(
         name="a text encoder",
-        keys=r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.|lora_te\d?_|text_model|text_encoder",
+        keys=r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.|"
+        r"lora_te\d?_|text_model|text_encoder",
         classes=r"(EncoderModel|TextModel|ForCausalLM|ForConditionalGeneration)$",
     ),
     OtherModel(
@@ -36,18 +44,78 @@ OTHER_MODELS = (
         keys=r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.",
         classes=r"Vision",
     ),
-    OtherModel(name="Stable Diffusion 3", keys=r"joint_(transformer_)?blocks", classes=r"^SD3"),
     OtherModel(
-        name="a U-Net, as Stable Diffusion has one",
-        keys=r"(down|up|mid|input|output|middle)_block",
-        classes=r"^UNet",
+        name="Stable Diffusion 3",
+        keys=r"joint_(transformer_)?blocks",
+        classes=r"^SD3",
+        header=r"^(sd3|stable-diffusion-3)",
+        remedy=UNTRAINED,
     ),
-    OtherModel(name="HunyuanVideo", classes=r"^HunyuanVideo"),
-    OtherModel(name="LTX-Video", classes=r"^LTX"),
-    OtherModel(name="Qwen-Image", classes=r"^QwenImage"),
-    OtherModel(name="CogVideoX", classes=r"^CogVideoX"),
+    OtherModel(
+        name="Stable Diffusion XL",
+        # Of the blocks that SD 1 and 2 have as well, only XL has more than one transformer block in each.
+        keys=rf"^lora_te2_|{_UNET}.*transformer_blocks[._][1-9]",
+        header=r"^(sdxl|stable-diffusion-xl)",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="a U-Net, as Stable Diffusion 1 and 2 have one",
+        keys=_UNET,
+        classes=r"^UNet",
+        header=r"^(sd_v[12]|sd_1|sd_2|stable-diffusion-v[12])",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="Chroma",
+        keys=r"distilled_guidance_layer",
+        classes=r"^Chroma",
+        header=r"^chroma",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="HunyuanVideo",
+        keys=r"individual_token_refiner|_attn_qkv.*_mod_linear|single_blocks[._]\d+[._]modulation[._]linear",
+        classes=r"^HunyuanVideo",
+        header=r"^(hunyuan[-_]?video|hv)",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="FLUX.1",
+        # Modulation in each block, or more double blocks than FLUX.2 has; diffusers' names of one projection a layer.
+        keys=r"(img|txt)_mod[._]lin\b|(img|txt)_mod_lin|norm1(_context)?[._]linear|"
+        r"single_(transformer_)?blocks[._]\d+[._](modulation|norm[._]linear|proj_mlp|proj_out)|"
+        r"double_blocks[._](8|9|1\d)[._]|ff_context[._]net",
+        classes=r"^FluxTransformer",
+        header=r"^flux[-.]?1",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="Qwen-Image",
+        keys=r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)",
+        classes=r"^QwenImage",
+        header=r"^qwen[-_]?image",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(
+        name="LTX-Video",
+        keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio|scale_shift_table)|caption_projection",
+        classes=r"^LTX",
+        header=r"^ltx",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
 )
-"""Models that are no family's, and the other parts of models, which are in folders next to the transformer's; a family's own come first."""
+"""Models that are no family's, and the other parts of models, which are in folders next to the transformer's."""
+
+_ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
+"""Where the header of a LoRA names its model: the convention of Stability's model files, and kohya's."""
+
+
+def other_by_header(header: Mapping[str, str], others: Iterable[OtherModel]) -> OtherModel | None:
+    """The other model that a file's header names; None if it names none."""
+    words = [header[key].lower() for key in _ARCHITECTURE_KEYS if key in header]
+    named = (model for model in others if model.header)
+    return next((model for model in named if any(re.search(model.header, word) for word in words)), None)
 
 
 def other_by_keys(names: Collection[str], others: Iterable[OtherModel]) -> OtherModel | None:
@@ -55,8 +123,18 @@ def other_by_keys(names: Collection[str], others: Iterable[OtherModel]) -> Other
     return next((model for model in others if model.keys and any(re.search(model.keys, name) for name in names)), None)
 
 
-def looks_like(names: Collection[str], others: Iterable[OtherModel]) -> tuple[str, str]:
-    """The other model that names look like, as a remark for a message, and the remedy; both empty if they look like none."""
+def looks_like(
+    names: Collection[str], others: Sequence[OtherModel], header: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """The other model that a file is for, as a remark for a message, and the remedy; both empty if nothing tells.
+
+    Args:
+        names: Names of tensors.
+        others: The models to choose from; the first that fits is taken.
+        header: The file's header, which counts more than names.
+    """
+    if (other := other_by_header(header or {}, others)) is not None:
+        return f" (its header names {other.name})", other.remedy
     other = other_by_keys(names, others)
     return ("", "") if other is None else (f" (its names look like those of {other.name})", other.remedy)
 

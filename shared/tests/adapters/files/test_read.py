@@ -70,6 +70,8 @@ FORMS = {
     "official": ("diffusion_model.{official}.lora_A.weight", "diffusion_model.{official}.lora_B.weight", None),
     "official_up_down": ("diffusion_model.{official}.lora_down.weight", "diffusion_model.{official}.lora_up.weight", "diffusion_model.{official}.alpha"),
     "diffusers": ("transformer.{theirs}.lora_A.weight", "transformer.{theirs}.lora_B.weight", None),
+    "older_diffusers": ("transformer.{theirs}.lora.down.weight", "transformer.{theirs}.lora.up.weight", None),
+    "older_diffusers_bare": ("{theirs}.lora.down.weight", "{theirs}.lora.up.weight", None),
     "kohya": ("lora_unet_{flat}.lora_down.weight", "lora_unet_{flat}.lora_up.weight", "lora_unet_{flat}.alpha"),
     "kohya_double": ("lora_unet__{flat}.lora_down.weight", "lora_unet__{flat}.lora_up.weight", "lora_unet__{flat}.alpha"),
     "onetrainer": ("lora_transformer_{their_flat}.lora_down.weight", "lora_transformer_{their_flat}.lora_up.weight", "lora_transformer_{their_flat}.alpha"),

@@ -96,6 +96,7 @@ def adapter_in(
     `part` is the expert to choose in a file with an adapter for each. `layers` belong to an architecture that is no preset; their names count too.
     """
     complete, path = part_of(container, part), container.path
+    _refuse_foreign(container, spec)
     source, differences = split_differences(complete)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
@@ -116,7 +117,7 @@ def adapter_in(
             "the program that made it"
         )
     if unknown:
-        likeness, remedy = looks_like(unknown, spec.architecture.names.others)
+        likeness, remedy = looks_like(unknown, spec.architecture.names.others, source.metadata)
         raise UserError(
             f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
             f"{first_ten(unknown)}; {remedy or 'name a LoRA of this model'}"
@@ -127,6 +128,20 @@ def adapter_in(
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
     return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences)
+
+
+def _refuse_foreign(source: SafetensorsSource, spec: ModelSpec) -> None:
+    """Refuse a file that its header or a name says is for another model, before presets are built, which takes seconds.
+
+    Parts of a model next to its adapter, such as a text encoder's, are no reason.
+
+    Raises:
+        UserError: If it is for another model.
+    """
+    models = [model for model in spec.architecture.names.others if model.remedy]
+    likeness, remedy = looks_like(source.tensors, models, source.metadata)
+    if likeness and not is_transformer(source, spec):
+        raise another_model(source, likeness, remedy)
 
 
 def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
@@ -186,7 +201,7 @@ def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
         return UserError(
             f"{path} is a whole transformer, not an adapter; extract its difference to another with --extract {path} --base BASE --rank N"
         )
-    likeness, remedy = looks_like(source.tensors, spec.architecture.names.others)
+    likeness, remedy = looks_like(source.tensors, spec.architecture.names.others, source.metadata)
     methods = _other_methods(source.tensors)
     # A file of another model is that first, whatever its method.
     if not likeness and methods:

@@ -19,8 +19,9 @@ from ditkit_core.weights.factored import METHOD_OF_PART, are_factors, shape_of_p
 from ditkit_core.weights.fused_tensors import FusedTensors
 
 _PARTS = {
-    "down": re.compile(r"\.(lora_A|lora_down)(\.[\w-]+)?\.weight$"),
-    "up": re.compile(r"\.(lora_B|lora_up)(\.[\w-]+)?\.weight$"),
+    # `.lora.down` is what older versions of diffusers wrote, and SimpleTuner writes.
+    "down": re.compile(r"\.(lora_A|lora[_.]down)(\.[\w-]+)?\.weight$"),
+    "up": re.compile(r"\.(lora_B|lora[_.]up)(\.[\w-]+)?\.weight$"),
     "alpha": re.compile(r"\.alpha$"),
     "magnitude": re.compile(r"\.(dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?)$"),
     **{part: re.compile(rf"\.{part}$") for part in METHOD_OF_PART},
@@ -96,6 +97,7 @@ class KnownNames:
         keys = list(keys)
         matrices = [key for key in keys if key.kind not in ("alpha", "magnitude", "up")]
         (prefix, ending), _ = Counter((key.prefix, key.ending) for key in matrices).most_common(1)[0]
+        ending = ending.replace("lora.", "lora_")
         methods = {METHOD_OF_PART.get(key.kind, "lora") for key in matrices}
         form = FORM_OF_PREFIX.get(prefix, "prefixed")
         if not prefix:

@@ -7,6 +7,7 @@ list (`keys.py`).
 |---|---|
 | official (ComfyUI) | `diffusion_model.` + official name + `.lora_A.weight` or `.lora_down.weight`, perhaps `.alpha` |
 | diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
+| older diffusers, SimpleTuner | the same with `.lora.down.weight` |
 | kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
 | OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
 | LyCORIS' wrapper | `lycoris_` + name with underscores |
@@ -359,7 +360,7 @@ def understand_adapter(
         key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
     ]
     if unmatched:
-        likeness, remedy = looks_like(unmatched, known_names.others)
+        likeness, remedy = looks_like(unmatched, known_names.others, source.metadata)
         if len(unmatched) == len(source.tensors):
             raise another_model(source, likeness, remedy)
         raise UserError(

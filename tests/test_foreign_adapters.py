@@ -1,0 +1,108 @@
+"""Adapters of models that ditkit does not train, and of another family, are called what they are, before any preset is built."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core.adapters.files import identify
+from ditkit_core.adapters.files.identify import adapter_in, layers_of
+from ditkit_core.adapters.files.keys import modules_in_form
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.other_models import looks_like
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.spec import WAN
+from ditkit_zimage.spec import ZIMAGE
+
+SPECS = {"wan": WAN, "flux2": FLUX2, "zimage": ZIMAGE}
+UNET = (
+    "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
+    "lora_unet_mid_block_attentions_0_proj_in",
+)
+FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
+    "SDXL, kohya": (
+        ("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q", "lora_unet_output_blocks_0_1_transformer_blocks_0_ff_net_0_proj"),
+        {"ss_base_model_version": "sdxl_base_v1-0"},
+        "Stable Diffusion XL",
+    ),
+    "SDXL without a header": (("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q",), {}, "Stable Diffusion XL"),
+    "SD 1.5": (UNET, {"ss_base_model_version": "sd_v1"}, "Stable Diffusion 1 and 2"),
+    "SD 1.5 without a header": (UNET, {}, "Stable Diffusion 1 and 2"),
+    "SD 3": (("lora_unet_joint_blocks_0_x_block_attn_qkv",), {}, "Stable Diffusion 3"),
+    "FLUX.1, kohya": (
+        ("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_mod_lin", "lora_unet_single_blocks_37_linear1"),
+        {"modelspec.architecture": "flux-1-dev/lora"},
+        "FLUX.1",
+    ),
+    "FLUX.1, diffusers": (
+        ("transformer.single_transformer_blocks.0.attn.to_q", "transformer.single_transformer_blocks.0.proj_mlp"),
+        {},
+        "FLUX.1",
+    ),
+    "FLUX.1, attention of all blocks": (tuple(f"lora_unet_double_blocks_{n}_img_attn_qkv" for n in range(19)), {}, "FLUX.1"),
+    "Chroma": (("diffusion_model.distilled_guidance_layer.layers.0.in_layer",), {}, "Chroma"),
+    "Qwen-Image": (("transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
+    "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
+    "LTX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
+    "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
+}  # fmt: skip
+"""By description: names of modules, the header, and what the message calls the model."""
+
+
+def written(path: Path, modules: Sequence[str], header: Mapping[str, str]) -> SafetensorsSource:
+    tensors = {}
+    for module in modules:
+        tensors |= {f"{module}.lora_down.weight": torch.ones(2, 8), f"{module}.lora_up.weight": torch.ones(8, 2)}
+    save_file(tensors, path, metadata=dict(header))
+    return SafetensorsSource.open(path)
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("file", FILES)
+def test_a_model_that_is_not_trained_is_called_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, file: str
+) -> None:
+    monkeypatch.setattr(identify, "layers_of", lambda *_: pytest.fail("a preset is built"))
+    modules, header, name = FILES[file]
+    source = written(tmp_path / "x.safetensors", modules, header)
+    with pytest.raises(UserError) as caught:
+        adapter_in(source, SPECS[family])
+    message = str(caught.value)
+    assert name in message and "ditkit does not train" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(
+    ("owner", "module"),
+    [
+        ("wan", "diffusion_model.blocks.0.self_attn.q"),
+        ("wan", "transformer.blocks.0.attn1.to_q"),
+        ("wan", "lora_unet_blocks_0_ffn_0"),
+        ("flux2", "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"),
+        ("flux2", "diffusion_model.double_blocks.0.img_attn.qkv"),
+    ],
+)
+def test_another_familys_file_is_refused_before_its_presets_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, owner: str, module: str
+) -> None:
+    if family == owner or (family, owner) == ("zimage", "flux2"):
+        pytest.skip("its own, or names that Z-Image's list does not have")
+    monkeypatch.setattr(identify, "layers_of", lambda *_: pytest.fail("a preset is built"))
+    source = written(tmp_path / "x.safetensors", [module], {})
+    with pytest.raises(UserError, match=f"use the {owner} commands"):
+        adapter_in(source, SPECS[family])
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> None:
+    names = SPECS[family].architecture.names
+    for preset, arch in SPECS[family].architecture.presets.items():
+        modules = layers_of(SPECS[family].architecture.build, arch)
+        for form, from_native in names.from_native.items():
+            theirs = list(modules_in_form(modules, from_native).complete)
+            kohya = [f"lora_unet_{name.replace('.', '_')}" for name in theirs]
+            for spelled in (theirs, kohya):
+                assert looks_like(spelled, names.others) == ("", ""), (preset, form)
