@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 UNTRAINED = "ditkit does not train that model; name a file of this one"
 
 
