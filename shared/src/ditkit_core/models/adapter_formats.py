@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+DIFFERENCES = "differences"
+"""`AdapterLayout.method` of a file that only adds to whole parameters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterLayout:
     """The layout of an adapter file that was read."""
@@ -28,7 +32,7 @@ class AdapterLayout:
     """Whether the matrices are named `lora_up` and `lora_down` instead of `lora_B` and `lora_A`."""
     use_dora: bool = False
     method: str = "lora"
-    """`lora`, `lokr` or `loha`; several in a file that has several."""
+    """`lora`, `lokr` or `loha`; several in a file that has several; `differences` where it has none of them."""
     dora_over_base: bool = False
     """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over the norm of the merged rows."""
 

@@ -217,3 +217,28 @@ def test_names_of_other_programs_are_read_and_converted(
     assert about["form"] == form and "adapter in the form of" in inspection_text(about)
     assert run("--adapter", path, "--to", "official") == 0
     assert torch.equal(load_file(tmp_path / "x_official.safetensors")["diffusion_model.blocks.0.out.lora_B.weight"], up)
+
+
+def test_a_file_of_differences_alone_is_inspected_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As LyCORIS' `full` writes it."""
+    path, base = file_of(tmp_path / "x.safetensors", DIFFERENCES), tmp_path / "base.safetensors"
+    state = base_of(base)
+    about = inspect_file(path, TOY)
+    assert about["presets"] and "differences of whole parameters, by 4 keys" in inspection_text(about)
+    assert run("--adapter", path, "--merge", "--base", base, "--dtype", "fp32", "--out", tmp_path / "out") == 0
+    assert "0 modules and differences of 3 biases, 1 weight merged" in capsys.readouterr().out
+    merged = load_file(tmp_path / "out" / "transformer_official" / "diffusion_pytorch_model.safetensors")
+    changed = state["layers.0.qkv.weight"] + values(96, 32)
+    assert torch.equal(merged["blocks.0.qkv.weight"], changed)
+    edits = merge_into([(open_adapter(path, NAMES, LAYERS, parameters=PARAMETERS), 1.0)])
+    assert set(edits) == CHANGED
+    assert run("--adapter", path, "--to", "official") == 1
+    assert "which only merging can use" in capsys.readouterr().err
+
+
+def test_differences_that_fit_no_preset_are_refused(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "x.safetensors", {"diffusion_model.blocks.0.out.diff_b": values(31)})
+    with pytest.raises(UserError, match="1 differences fit no parameter of this model"):
+        inspect_file(path, TOY)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,11 +15,11 @@ from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.files.differences import split_differences
 from ditkit_core.adapters.files.keys import KnownNames, another_model, shapes_in
-from ditkit_core.adapters.files.read import AdapterFile, understand_adapter
+from ditkit_core.adapters.files.read import AdapterFile, understand_adapter, with_differences
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.adapter_formats import DIFFERENCES, FORM_OF_PREFIX, AdapterLayout
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
@@ -98,6 +98,8 @@ def adapter_in(
     complete, path = part_of(container, part), container.path
     _refuse_foreign(container, spec)
     source, differences = split_differences(complete)
+    if differences and not source.tensors:
+        return _of_differences(complete, differences, spec)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
     known_names = KnownNames.of(
@@ -128,6 +130,34 @@ def adapter_in(
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
     return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences)
+
+
+def _of_differences(source: SafetensorsSource, keys: Sequence[str], spec: ModelSpec) -> FoundAdapter:
+    """A file of differences alone, as LyCORIS' `full` writes it.
+
+    Raises:
+        UserError: If they fit no preset.
+    """
+    architecture, fitting, refused = spec.architecture, list[str](), list[UserError]()
+    empty = AdapterFile(replace(source, tensors={}), {})
+    for name, arch in architecture.presets.items():
+        try:
+            with_differences(empty, source, keys, architecture.names, parameters_of(architecture.build, arch))
+            fitting.append(name)
+        except UserError as error:
+            refused.append(error)
+    if not fitting:
+        raise refused[0]
+    prefixes = (prefix for prefix in FORM_OF_PREFIX if keys[0].startswith(prefix))
+    layout = AdapterLayout(form=FORM_OF_PREFIX.get(next(prefixes, ""), "bare"), method=DIFFERENCES)
+    return FoundAdapter(
+        path=source.path,
+        file=replace(empty, source=source),
+        layout=layout,
+        shapes={},
+        presets=tuple(fitting),
+        differences=tuple(keys),
+    )
 
 
 def _refuse_foreign(source: SafetensorsSource, spec: ModelSpec) -> None:

@@ -19,7 +19,7 @@ from ditkit_core.adapters.products import product_norm
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
-from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.adapter_formats import DIFFERENCES, AdapterLayout
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import attach_scales, num_scaled
 from ditkit_core.weights.load import known_prefix
@@ -96,7 +96,7 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "not_finite": [name for name in modules if name not in norms],
         "presets": list(adapter.presets),
         "differences": len(adapter.differences),
-        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules))),
+        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules))) if modules else {},
     }
     if base is not None:
         about["fits_base"] = adapter.shapes.items() <= dict(base).items()
@@ -113,6 +113,8 @@ def _norm(file: AdapterFile, module: str) -> float:
 
 
 def _matrices(layout: AdapterLayout) -> str:
+    if layout.method == DIFFERENCES:
+        return "diff"
     if layout.method != "lora":
         return " and ".join(METHOD_NAMES[method] for method in layout.method.split(" and "))
     return "lora_down, lora_up" if layout.up_down else "lora_A, lora_B"
@@ -200,6 +202,11 @@ def inspection_text(about: Mapping[str, Any]) -> str:
 
 
 def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
+    if not about["modules"]:
+        return [
+            f"  differences of whole parameters, by {about['differences']} keys: base.merge and --merge apply them",
+            f"  fits {', '.join(about['presets']) or 'no preset'}",
+        ]
     kinds, damaged = about["modules"], about["not_finite"]
     number = sum(kind["number"] for kind in kinds.values())
     lines = [

@@ -318,7 +318,10 @@ def open_adapter(
     plain, keys = split_differences(source)
     if keys and parameters is None:
         raise not_applied(path, keys)
-    file = understand_adapter(plain, KnownNames.of(names, modules), modules)
+    if keys and not plain.tensors:  # LyCORIS' `full`, or an extraction
+        file = AdapterFile(plain, {})
+    else:
+        file = understand_adapter(plain, KnownNames.of(names, modules), modules)
     return file if parameters is None else with_differences(file, source, keys, names, parameters)
 
 
