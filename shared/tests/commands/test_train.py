@@ -193,7 +193,14 @@ def test_any_adapter_file_that_fits_is_sampled_with(world: World, capsys: pytest
         assert (drawn(world.folder / "mixed@2.safetensors", *flags) - alike).abs().max() <= 1, flags
     assert torch.equal(drawn(world.folder / "run" / "exports" / "run.safetensors", *flags), alike)
     save_file({key: 0 * tensor for key, tensor in tensors.items()}, world.folder / "zero.safetensors")
-    assert (drawn(world.folder / "zero.safetensors") - alike).abs().max() > 1
+    zero = drawn(world.folder / "zero.safetensors")
+    assert (zero - alike).abs().max() > 1
+    for strength, expected in (("@0", zero), ("@1", alike)):
+        out = world.folder / f"drawn{strength}"
+        file = f"{world.folder / 'run' / 'exports' / 'run.safetensors'}{strength}"
+        assert world.run("sample", "--adapter", file, "--prompt", "a", "--out", str(out)) == 0
+        (picture,) = out.glob("sampled-*-run*-0-a.png")
+        assert (torch.from_numpy(still.read_image(picture)).int() - expected).abs().max() <= 1, strength
 
 
 def test_what_cannot_be_sampled_with_is_said_before_anything_is_encoded(

@@ -24,10 +24,11 @@ from ditkit_core.adapters.files.convert import (
     write_converted,
 )
 from ditkit_core.adapters.files.differences import described, not_applied
+from ditkit_core.adapters.files.entry import MAX_STRENGTH, parse_merge
 from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
-from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
+from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import with_differences
 from ditkit_core.adapters.files.write import Scaled, check_form
 from ditkit_core.adapters.inject import target_modules
@@ -69,7 +70,9 @@ def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> 
 
 def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """An adapter file in another form, rank or dtype."""
-    path = local_path(options.adapter)
+    path, strength = parse_merge(options.adapter, "--adapter")
+    if strength != 1:
+        raise UserError(f"--adapter {options.adapter}: a strength is for --merge; a converted file has its alpha")
     spec, layers = _layers(spec, config, options)
     adapter = find_adapter(path, spec, part=options.part, layers=layers)
     if adapter.differences:
@@ -160,8 +163,11 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Merge an adapter file into a whole transformer, written tensor by tensor so that one tensor is in memory at a time."""
-    path = local_path(options.adapter)
-    strength = 1.0 if options.strength is None else options.strength
+    path, strength = parse_merge(options.adapter, "--adapter")
+    if options.strength is not None:
+        if strength != 1:
+            raise UserError(f"--adapter {options.adapter} and --strength {options.strength:g} are two; give one")
+        strength = options.strength
     if not abs(strength) <= MAX_STRENGTH:
         raise UserError(
             f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 leaves the adapter unscaled"

@@ -137,7 +137,8 @@ class SampleOptions:
     demo: bool = False
     """Sample with the demo's run."""
     adapter: str = option("", missing=_NO_ADAPTER)
-    """Adapter file to sample with instead of the run's latest save; for a model with two experts the file of the high-noise expert."""
+    """Adapter file, or FILE@strength, to sample with instead of the run's latest save; for a model with two experts the file of the
+    high-noise expert."""
     adapter_low: str = option("", missing=_NO_ADAPTER)
     """Adapter file of the low-noise expert. If only one expert has a file, the other samples with its base weights."""
     prompt: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.config.foreign_files import is_safetensors
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.config import folder_error
@@ -34,6 +35,8 @@ def check_paths(
     ignored = ("init_from",) if folder.has_save else ()
     for field in fields(options):
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
+        if field.name.startswith("adapter") and path and _is_missing(path):
+            path = str(parse_merge(path, f"--{field.name.replace('_', '-')}")[0])
         if message and path and field.name not in ignored and _is_missing(path):
             raise UserError(message.format(path=path, remedy=path_remedy(path)))
     if verb in ("plan", "fit") and options.demo and not config.model.preset and _is_missing(config.model.base):

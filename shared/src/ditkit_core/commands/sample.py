@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.commands.options import SampleOptions
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -47,8 +48,9 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         )
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
-        if not local_path(file).is_file():
-            raise UserError(f"there is no adapter file {file}; {path_remedy(file)}")
+        path, _ = parse_merge(file, "--adapter")
+        if not path.is_file():
+            raise UserError(f"there is no adapter file {path}; {path_remedy(path)}")
     if not files and not run.experts and not folder.has_save:
         raise UserError(
             f"{folder.path} has no save to sample with; name a run that was trained (--run), or give --adapter"
@@ -67,12 +69,18 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     else:
         prepared = load_model(unloaded, place_run(sampling, unloaded), config.train.seed)
         stages = single_stage(prepared.module, engine_for(prepared, sampling.execution))
-        label = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
+        label = _label(options.adapter) if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples
     # Numbers are reserved: two commands in one folder never overwrite each other.
     with reserve_sample_number(out) as number:
         files_written = generate_samples(run, stages, prompts, out, f"{number}-{label}")
     say("\n".join(str(file) for file in files_written))
+
+
+def _label(entry: str) -> str:
+    """What samples with `FILE@strength` are called."""
+    path, strength = parse_merge(entry, "--adapter")
+    return path.stem if strength == 1 else f"{path.stem}@{strength:g}"
 
 
 def _experts(jobs: Jobs, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
@@ -83,7 +91,7 @@ def _experts(jobs: Jobs, options: SampleOptions) -> tuple[Sequence[DenoiserStage
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
         check_named(expert, option, paths[expert.name])
     if files:
-        return denoiser_stages(run, files), "-".join(Path(weights.file).stem for weights in files.values())
+        return denoiser_stages(run, files), "-".join(_label(weights.file) for weights in files.values())
     trained, step = trained_weights_in(jobs)
     if not trained:
         raise UserError(

@@ -10,8 +10,9 @@ import torch
 from ditkit_core.adapters.assistant import put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.files.differences import described
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
 from ditkit_core.adapters.files.start import config_from_file, initial_adapter
 from ditkit_core.adapters.inject import inject, trainable_parameters

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-
 DIFFERENCES = "differences"
 """`AdapterLayout.method` of a file that only adds to whole parameters."""
 

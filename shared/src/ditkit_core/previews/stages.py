@@ -1,12 +1,13 @@
 """The transformers that sample with a run's trained weights; an expert is loaded when its denoising steps begin."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.start import MixedAdapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.distributed.torchrun import current_ranks
@@ -90,25 +91,30 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
 
 
 def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
-    """A run that samples with an adapter file (empty for none, or trained weights that are loaded later), and its model on `meta`.
+    """A run that samples with an adapter, and its model on `meta`.
 
-    The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in rank or scale, the file is
-    merged into the base instead.
+    The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in
+    rank or scale, or the strength is not 1, the file is merged into the base instead.
+
+    Args:
+        file: `FILE` or `FILE@strength`; empty for none, or for trained weights that are loaded later.
     """
     if not file:
         return run, build_model(run)
     config = run.config
-    sampling = with_config(run, replace(config, adapter=AdapterConfig(init=file)))
-    try:
-        return sampling, build_model(sampling)
-    except MixedAdapter:
-        base, entry = config.base, f"{file}@1"  # explicit strength: an @ in the file's name would be read as one
-        if run.component == "transformer_2":
-            base = replace(base, merge_low=(*base.merge_low, entry))
-        else:
-            base = replace(base, merge=(*base.merge, entry))
-        sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=base))
-        return sampling, build_model(sampling)
+    path, strength = parse_merge(file, "--adapter")
+    sampling = with_config(run, replace(config, adapter=AdapterConfig(init=str(path))))
+    if strength == 1:
+        with suppress(MixedAdapter):
+            return sampling, build_model(sampling)
+    # With its strength: an @ in the file's name would be read as one.
+    base, entry = config.base, f"{path}@{strength:g}"
+    if run.component == "transformer_2":
+        base = replace(base, merge_low=(*base.merge_low, entry))
+    else:
+        base = replace(base, merge=(*base.merge, entry))
+    sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=base))
+    return sampling, build_model(sampling)
 
 
 def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[str, ExpertWeights], int]:

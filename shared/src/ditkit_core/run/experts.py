@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.config import BaseConfig
-from ditkit_core.adapters.files.merge import parse_merge
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths

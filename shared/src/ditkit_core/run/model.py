@@ -6,8 +6,8 @@ import platform
 import torch
 
 import ditkit_core
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.export import check_adapted
-from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.inject import module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml

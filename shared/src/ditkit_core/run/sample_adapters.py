@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
-from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError

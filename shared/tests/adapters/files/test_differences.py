@@ -238,6 +238,22 @@ def test_a_file_of_differences_alone_is_inspected_and_merged(
     assert "which only merging can use" in capsys.readouterr().err
 
 
+def test_a_strength_stands_behind_the_file_or_in_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, base = file_of(tmp_path / "x.safetensors", LORA), tmp_path / "base.safetensors"
+    base_of(base)
+    merge = ("--merge", "--base", base, "--dtype", "fp32", "--out")
+    assert run("--adapter", f"{path}@0.5", *merge, tmp_path / "behind") == 0
+    assert run("--adapter", path, "--strength", "0.5", *merge, tmp_path / "flag") == 0
+    name = "transformer_official/diffusion_pytorch_model.safetensors"
+    behind, flag = (load_file(tmp_path / folder / name) for folder in ("behind", "flag"))
+    assert all(torch.equal(behind[key], flag[key]) for key in flag)
+    capsys.readouterr()
+    assert run("--adapter", f"{path}@0.5", "--strength", "2", *merge, tmp_path / "two") == 1
+    assert "are two; give one" in capsys.readouterr().err
+    assert run("--adapter", f"{path}@0.5", "--to", "official") == 1
+    assert "a strength is for --merge" in capsys.readouterr().err
+
+
 def test_differences_that_fit_no_preset_are_refused(tmp_path: Path) -> None:
     path = file_of(tmp_path / "x.safetensors", {"diffusion_model.blocks.0.out.diff_b": values(31)})
     with pytest.raises(UserError, match="1 differences fit no parameter of this model"):

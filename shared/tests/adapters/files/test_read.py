@@ -12,7 +12,8 @@ from torch import nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files import write as adapter_writer
 from ditkit_core.adapters.files.alpha import AlphaHeader
-from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.entry import parse_merge
+from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
 from ditkit_core.adapters.files.start import config_from_file, initial_adapter
 from ditkit_core.adapters.files.write import Scaled, write_adapter

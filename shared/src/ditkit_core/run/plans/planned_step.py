@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.files.start import config_from_file
 from ditkit_core.adapters.inject import chosen_of
