@@ -7,12 +7,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ditkit_core import LoraConfig, load
+from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files import identify
+from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.files.identify import adapter_in, layers_of
 from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.other_models import looks_like
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.testing.specs import altered
+from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
@@ -106,3 +114,28 @@ def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> 
             kohya = [f"lora_unet_{name.replace('.', '_')}" for name in theirs]
             for spelled in (theirs, kohya):
                 assert looks_like(spelled, names.others) == ("", ""), (preset, form)
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("preset", [False, True])
+def test_a_lora_as_the_transformer_is_called_a_lora(tmp_path: Path, family: str, preset: bool) -> None:
+    spec = SPECS[family]
+    written(tmp_path / "x.safetensors", ["diffusion_model.blocks.0.self_attn.q"], {})
+    name = next(iter(spec.architecture.presets)) if preset else ""
+    paths = ModelPaths(transformer=str(tmp_path / "x.safetensors"), preset=name)
+    with pytest.raises(UserError, match=r"is a LoRA and no transformer: adapter.init .* base.merge .*$"):
+        load(spec, paths) if preset else arch_here(spec, paths)
+
+
+def test_the_form_that_a_program_asks_for_is_written_or_refused(tmp_path: Path) -> None:
+    """FLUX.2's official names have q, k and v in one, which no LoKr of one layer can say."""
+    arch = Flux2Arch(dim=64, heads=2, double_layers=1, single_layers=1, text_dim=32, guidance=False, axes=(8,) * 4)
+    spec = altered(FLUX2, presets={"tiny": arch})
+    module = spec.architecture.build(arch, Precision())
+    config = ExportConfig(forms=("diffusers",), dtype="fp32")
+    (folder,) = export_merged(module, spec.for_arch(arch), tmp_path / "base", config, metadata={})
+    lokr = load(spec, ModelPaths(transformer=str(folder), preset="tiny"), LoraConfig(method="lokr", r=2))
+    with pytest.raises(UserError, match=r"the official form has .* for more or less than one layer"):
+        lokr.save_adapter(tmp_path / "x.safetensors", form="official")
+    assert not (tmp_path / "x.safetensors").exists()
+    lokr.save_adapter(tmp_path / "x.safetensors")

@@ -67,3 +67,15 @@ def test_the_merged_export_of_a_run_is_a_base(world: World, method: str, capsys:
     after = load_file(next(folder.glob("*.safetensors")))
     assert after.keys() == before.keys()
     assert any((after[name].float() - before[name].float()).norm() > 0 for name in before)
+
+
+def test_a_lokr_that_is_scaled_to_nothing_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """LyCORIS' habit for whole factors: it ignores alpha there, and we do not."""
+    flags = ("--adapter.method", "lokr", "--adapter.dropout", "0", "--adapter.targets", '["qkv"]')
+    habit = ("--adapter.rank", "10000", "--adapter.alpha")
+    assert world.train("said", 0, *flags, *habit, "1") == 0
+    said = capsys.readouterr()
+    assert "adapter.alpha = 1 scales the LoKr by alpha / rank = 0.0001" in said.out + said.err
+    assert world.train("fine", 0, *flags, *habit, "0") == 0
+    said = capsys.readouterr()
+    assert "scales the LoKr" not in said.out + said.err

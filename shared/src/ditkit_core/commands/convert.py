@@ -95,6 +95,8 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     metadata = derived_metadata(published_header(RunConfig, adapter.file.source.metadata), **derivation)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(adapter)
     adapters = read_adapters(adapter.file)
+    if layers is None and not adapter.presets:
+        warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are not checked")
     if is_factored:
         _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
         return
@@ -115,8 +117,6 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
             adapters[name] = replace(lora, matrices=in_norm_of(form, lora.matrices, lora.scale, weight))
     if layers is None and adapter.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[adapter.presets[0]])
-    elif layers is None:
-        warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are not checked")
     complete = add_missing_modules(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form need all modules of a block")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.files.identify import parameters_of, presets_of
+from ditkit_core.adapters.files.keys import has_adapter_keys
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
@@ -30,6 +31,12 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
     Returns:
         The preset's name, empty if the architecture matches no preset, and the architecture.
     """
+    if has_adapter_keys(source):
+        raise UserError(
+            f"{source.path} is a LoRA and no transformer: {argument('adapter.init')} trains it further, "
+            f"{argument('base.merge')} merges it into the base; set {argument('model.transformer')} or "
+            f"{argument('model.base')} to the base"
+        )
     preset = components.preset
     if preset:
         check_preset(preset, spec.architecture.presets)

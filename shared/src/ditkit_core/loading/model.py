@@ -163,9 +163,11 @@ class Model:
         if not adapter_layers(self.module):
             raise UserError("the model has no adapter to save; load it with one, such as LoraConfig(r=16)")
         adapter = self.origin.adapter
-        wanted = ExportConfig(forms=(form,), dtype=dtype) if form else ExportConfig(dtype=dtype)
-        wanted = with_forms_of(wanted, adapter, self.spec)
-        wanted = replace(wanted, forms=wanted.forms[:1])
+        if form:
+            wanted = ExportConfig(forms=(form,), dtype=dtype)
+        else:
+            wanted = with_forms_of(ExportConfig(dtype=dtype), adapter, self.spec)
+            wanted = replace(wanted, forms=wanted.forms[:1])
         check_export(self.spec, wanted, adapter)
         about = {"ditkit.model": self.spec.name, "ditkit.preset": self.origin.preset}
 
