@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, changes_since_first
 from ditkit_core.data.media.files import refuse_shortage
+from ditkit_core.data.media.sound import sound_changes_since_first
 from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
@@ -31,6 +32,8 @@ _SETTLED_NANOSECONDS = 2_000_000_000
 """Files that changed more recently may change again without another modification time (FAT stores even seconds)."""
 _BLOCK_BYTES = 2**14
 """Bytes of a block that is sampled of a file at each start."""
+_SOUND = " (sound)"
+"""Behind the name of a file whose sound alone is meant."""
 _SAVE_EVERY = 100
 """Number of new hashes after which they are saved."""
 
@@ -283,6 +286,19 @@ class MediaHashes:
             raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
         is_as_ever = not changes or (as_stored and path.suffix.lower() in IMAGE_SUFFIXES)
         return digest if is_as_ever else f"{digest} {changes}"
+
+    def of_sound(self, path: Path) -> str:
+        """As `of`, for a file of which only the sound is read: its mark is `sound_changes_since_first`."""
+        content, name = self.of(path), str(path.resolve())
+        match self._entries.get(f"{name}{_SOUND}"):
+            case [str(before), str(changes)] if before == content:
+                pass
+            case _:
+                changes = sound_changes_since_first(path)
+                if name in self._entries:  # not a very recent file, see `_hashed`
+                    self._entries[f"{name}{_SOUND}"] = [content, changes]
+                    self._unsaved += 1
+        return f"{content} {changes}" if changes else content
 
     def _remembered(self, path: Path, state: _FileState) -> tuple[str, str] | None:
         """The hash of a file and its `changes_since_first`; None if they are not known, or of other content."""

@@ -276,7 +276,12 @@ class Conditioning:
                 contents.append(f"{column}: {controls.files[column]}")
             else:
                 path = Path(controls.files[column]) if column else controls.clip  # "" stands for the clip itself
-                content = hashes.of(path, as_stored=column == MASK.name) if path else "nothing"
+                if path is None:
+                    content = "nothing"
+                elif conditioner.reads_sound:
+                    content = hashes.of_sound(path)
+                else:
+                    content = hashes.of(path, as_stored=column == MASK.name)
                 contents.append(f"{column}= {content}")
         return key(conditioner.kind, conditioner.identity, json.dumps(transform, sort_keys=True), *contents)
 

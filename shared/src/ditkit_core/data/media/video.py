@@ -209,6 +209,20 @@ def is_hdr(path: Path) -> bool:
         return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
 
 
+def late_start_seconds(path: Path) -> float | None:
+    """Time of a video's first frame, in the file's own seconds, if packets before it cannot be shown: the recording begins between keyframes."""
+    with _opened(path) as (container, stream):
+        decode, ticks = decoder(path, stream), list[int]()
+        for packet in container.demux(stream):
+            if packet.pts is not None and not packet.is_discard:
+                ticks.append(packet.pts)
+            for frame in decode(packet):
+                # AVI has no display times: libav's are later by the frames that the decoder keeps.
+                is_late = frame.pts is not None and frame.pts > min(ticks, default=frame.pts)
+                return frame.time if is_late and container.format.name != "avi" else None
+    return None
+
+
 def is_turned_otherwise(path: Path) -> bool:
     """Whether earlier versions, which knew no mirrored clips, turned a video's first frame in another way."""
     with _opened(path) as (container, stream):
