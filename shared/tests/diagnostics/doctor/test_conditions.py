@@ -15,7 +15,8 @@ from toy_controls import Guided
 from toy_world import World
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.rules import check_control_videos, check_sounds
+from ditkit_core.diagnostics.doctor.findings import BucketRow
+from ditkit_core.diagnostics.doctor.rules import check_control_videos, check_silence, check_sounds, check_uses
 from ditkit_core.models.conditions import Column
 
 
@@ -168,8 +169,8 @@ def test_masks_are_read_counted_and_compared_with_their_clips(
     assert "2.png has 32 x 16 pixels" in reasons["2.png"] and "3.jpg cannot be read as an image" in reasons["3"]
 
 
-def with_sound(path: Path, seconds: float, delay: float = 0.0) -> Path:
-    """A second of video with a sound track, which may begin later."""
+def with_sound(path: Path, seconds: float, delay: float = 0.0, volume: float = 1.0) -> Path:
+    """A second of video with a sound track, which may begin later or be quiet."""
     with av.open(str(path), "w") as container:
         pictures = container.add_stream("libx264", rate=24)
         pictures.width, pictures.height, pictures.pix_fmt = 64, 48, "yuv420p"
@@ -179,7 +180,9 @@ def with_sound(path: Path, seconds: float, delay: float = 0.0) -> Path:
             container.mux(pictures.encode(frame))
         container.mux(pictures.encode(None))
         samples = np.sin(np.arange(round(16000 * seconds)) / 20).astype(np.float32)
-        track = av.AudioFrame.from_ndarray((samples * 20000).astype(np.int16)[None], format="s16", layout="mono")
+        track = av.AudioFrame.from_ndarray(
+            (samples * volume * 20000).astype(np.int16)[None], format="s16", layout="mono"
+        )
         track.sample_rate, track.pts, track.time_base = 16000, round(16000 * delay), Fraction(1, 16000)
         container.mux(sound.encode(track))
         container.mux(sound.encode(None))
@@ -200,6 +203,53 @@ def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
     beside = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
     (finding,) = check_sounds(beside, [speech])
     assert "speech.mkv lasts 1.60 s and its clip 1.00 s" in finding.observation
+
+
+@pytest.mark.parametrize(
+    ("volume", "delay", "is_silent"),
+    [(1.0, 0.0, False), (0.01, 0.0, False), (0.001, 0.0, True), (0.0, 0.0, True), (1.0, 0.5, True), (1.0, 0.1, False)],
+)
+def test_sound_that_is_silent_during_its_clip_is_warned_of(
+    tmp_path: Path, volume: float, delay: float, is_silent: bool
+) -> None:
+    """The first five of 24 frames a second: sound that begins after these is as silent as none."""
+    clip = with_sound(tmp_path / "clip.mkv", 1.0, delay, volume)
+    sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64)
+    speech, music = (Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False))
+    found = list(check_silence(sample, [speech], 24.0))
+    assert [finding.code for finding in found] == ["D34"] * is_silent
+    assert all("its sound track is silent from 0.00 s to 0.21 s" in finding.observation for finding in found)
+    assert list(check_silence(sample, [music], 24.0)) == [], "music is always a file"
+    beside = replace(sample, media=with_sound(tmp_path / "loud.mkv", 1.0), controls={"sound": str(clip)})
+    for column in (speech, music):
+        assert [finding.where for finding in check_silence(beside, [column], 24.0)] == ["clip"] * is_silent
+    later = replace(sample, start_seconds=0.6)
+    assert bool(list(check_silence(later, [speech], 24.0))) == (volume < 0.01)
+    table = replace(sample, controls={"sound": str(tmp_path / "features.npy")})
+    np.save(tmp_path / "features.npy", np.zeros((2, 35)))
+    assert list(check_silence(table, [music], 24.0)) == []
+
+
+@pytest.mark.parametrize(("micro_batches", "is_many"), [(250, False), (1000, True)])
+def test_a_run_that_uses_each_sample_very_often_is_noted(micro_batches: int, is_many: bool) -> None:
+    row = BucketRow(
+        dataset="data",
+        frames=1,
+        height=64,
+        width=64,
+        references=0,
+        samples=1,
+        held_out=0,
+        tokens=16,
+        batch_size=1,
+        micro_batches=1,
+    )
+    found = list(check_uses([row], micro_batches))
+    assert [(finding.code, finding.severity, finding.where) for finding in found] == [
+        ("D35", "note", "1 sample")
+    ] * is_many
+    assert all("uses each 1,000 times" in finding.observation for finding in found)
+    assert not list(check_uses([replace(row, samples=20, micro_batches=20)], 2000))
 
 
 def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         *rules.check_shortened(samples, config.data, fps),
         *rules.check_crops(all_samples, config.data, spec.data.size_step),
         *rules.check_buckets(data_batches.rows),
+        *rules.check_uses(data_batches.rows, config.train.steps * config.train.accumulation),
         *(finding for row, hdr in files for finding in rules.check_file(row, is_hdr=hdr)),
         *rules.check_coverage([row for row, _ in files]),
         *rules.check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
@@ -244,6 +245,7 @@ class _Examination:
             if all(sample.media != other.media for other in good[-1:]):
                 of_conditions += rules.check_control_videos(sample, columns)
                 of_conditions += rules.check_sounds(sample, columns)
+            of_conditions += rules.check_silence(sample, columns, self.fps[dataset])
         except MissingDependency as error:
             self.missing_libraries[str(error)] = None
         except EnvironmentFault:

@@ -52,6 +52,8 @@ CODES: Mapping[str, str] = {
     "D31": "colours that cannot be converted",
     "D32": "pictures of which more than a quarter is cut away",
     "D33": "clips that are shorter than asked for, and trained as they are",
+    "D34": "a clip whose sound is silent",
+    "D35": "few samples for so many steps",
     "D40": "an HD video that does not name its matrix of colours",
     "D41": "captions that hardly differ",
     "D42": "captions or prompts without the trigger word",
@@ -62,7 +64,7 @@ CODES: Mapping[str, str] = {
 """The subject of each code."""
 _SEVERITIES: Mapping[str, Severity] = {
     **dict.fromkeys(("D01", "D21", "D22", "D23", "D24", "D25"), "error"),
-    **dict.fromkeys(("D13", "D15", "D17", "D20", "D30", "D33", "D40", "D41", "D45"), "note"),
+    **dict.fromkeys(("D13", "D15", "D17", "D20", "D30", "D33", "D35", "D40", "D41", "D45"), "note"),
 }
 """Of codes that are no warnings."""
 

@@ -1,7 +1,7 @@
 """The rules that turn facts about a dataset into findings.
 
-Only `check_boundary_images`, `check_control_videos` and `check_sounds` read files, to compare conditions with their clips. Data with such findings can be
-trained on, but the model would learn from conditions and clips that do not belong together.
+Only `check_boundary_images`, `check_control_videos`, `check_sounds` and `check_silence` read files, to compare conditions with their clips. Data with such
+findings can be trained on, but the model would learn from conditions and clips that do not belong together.
 """
 
 import math
@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ditkit_core.data.buckets import cut_share, resolutions_of, size_of
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample, shortened_clips
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
 from ditkit_core.data.media.packets import SLACK_SECONDS
-from ditkit_core.data.media.sound import sound_seconds
+from ditkit_core.data.media.sound import decode_sound, sound_seconds
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
     DatasetName,
@@ -52,6 +54,10 @@ UNLIKE_LEVELS = 16.0
 """Mean difference, in levels of 0…255, from which an image does not match a frame; resizing and codecs cause at most 5."""
 SAME_SECONDS = 0.05
 """A condition video may be longer than its clip by this share of the clip's length plus four times this many seconds."""
+SILENT = 0.001
+"""Root mean square of silence, where full scale is 1: -60 dB, which is below what a quiet room sounds like next to speech."""
+MANY_USES = 250
+"""Uses of a sample in a run above which a note is made."""
 SAME_SHAPE = 0.03
 """Relative difference that the aspect ratios of a clip and its condition video may have."""
 
@@ -277,6 +283,23 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
             yield Finding("D17", f"{row.frames} x {row.height} x {row.width}", observation, remedy)
 
 
+def check_uses(rows: Sequence[BucketRow], micro_batches: int) -> Iterator[Finding]:
+    """The note that each sample is used very often.
+
+    Args:
+        micro_batches: Of the whole run.
+    """
+    trained = sum(row.samples - row.held_out for row in rows)
+    epoch = sum(row.micro_batches or 0 for row in rows)
+    if epoch and micro_batches > MANY_USES * epoch:
+        where = plural(trained, "sample")
+        observation = (
+            f"the run uses each {micro_batches / epoch:,.0f} times: it learns these by heart, and little in general"
+        )
+        remedy = "add images or clips, or lower train.steps and look at samples on the way (sample.every_steps)"
+        yield Finding("D35", where, observation, remedy)
+
+
 def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
     """Findings about first and last images that differ from the clip's first or last frame.
 
@@ -330,18 +353,44 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             yield Finding("D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio")
 
 
+def _sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[tuple[Column, str, Path]]:
+    """The sounds of a sample: for each, its column, what a message calls it, and its file."""
+    has_track = media_kind(sample.media) == "video" and not sample.media.is_dir()
+    for column in columns:
+        if column.kind == "audio" and column.name in sample.controls:
+            path = Path(sample.controls[column.name])
+            yield column, f"{column.name} {path}", path
+        elif column.in_step and has_track:
+            yield column, "its sound track", sample.media
+
+
+def check_silence(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
+    """Findings about sounds that are silent during their clip, and so teach the model that they mean nothing."""
+    end = sample.start_seconds + sample.frames / fps
+    for _, name, path in _sounds(sample, columns):
+        try:
+            sound, rate = decode_sound(path, until_seconds=end)
+        except UserError:  # a table of features; sound that cannot be read is refused before
+            continue
+        part = sound[round(sample.start_seconds * rate) :]
+        if len(part) and math.sqrt(float(np.square(part, dtype=np.float64).mean())) < SILENT:
+            observation = (
+                f"{name} is silent from {sample.start_seconds:.2f} s to {end:.2f} s: the model learns nothing from it"
+            )
+            remedy = "give it the right sound, make that louder, or remove the clip"
+            yield Finding("D34", sample.id, observation, remedy)
+
+
 def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
     """Findings about sounds that have to be in step with their clip, and last longer or shorter: given files, or the clip's own sound track."""
-    for column in columns:
+    for column, name, path in _sounds(sample, columns):
         if not column.in_step or media_kind(sample.media) != "video" or sample.media.is_dir():
             continue
-        path = Path(sample.controls.get(column.name, sample.media))
         try:
             clip, sound = probe(sample.media).seconds, sound_seconds(path)
         except UserError:  # what is used of it has been read without an error
             continue
         if clip and sound and abs(sound - clip) > SAME_SECONDS * clip + 4 * SAME_SECONDS:
-            name = f"{column.name} {path}" if column.name in sample.controls else "its sound track"
             observation = (
                 f"{name} lasts {sound:.2f} s and its clip {clip:.2f} s: they are matched by time, from the start"
             )
