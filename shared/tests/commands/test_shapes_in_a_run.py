@@ -137,3 +137,28 @@ def test_a_run_may_mirror_its_images_and_continues_bitwise(world: World, capsys:
     assert "data.flip would train the other side than the caption of sided says: 'left'" in capsys.readouterr().err
     status, found = check(world, *flip)
     assert status == 1 and [each["code"] for each in found["findings"] if each["severity"] == "error"] == ["D01"]
+
+
+def test_numbers_in_names_of_folders_are_said_to_be_no_repeats(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As kohya's programs read them."""
+    folders = {name: world.folder / "clips" / name for name in ("10_cat", "5_dog", "plain")}
+    for number, (name, folder) in enumerate(folders.items()):
+        folder.mkdir()
+        add_image(world, f"{name}/a.png", 10 + number)
+
+    def said(run: str, *flags: str) -> str:
+        capsys.readouterr()
+        assert world.train(run, 1, *flags) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    numbered = [str(folders["10_cat"]), str(folders["5_dog"])]
+    line = (
+        "10_cat 5_dog: numbers in names of folders are not read as repeats; if they are meant so, set data.folders = "
+    )
+    assert f"{line}{json.dumps(numbered)} and data.repeats = [10, 5]" in said("run")
+    alone = said("alone", "--data.folder", numbered[0])
+    assert "10_cat: numbers in names of folders are not read as repeats; with one folder they change nothing" in alone
+    both = said("both", "--data.folder", "", "--data.folders", json.dumps(numbered), "--data.repeats", "[10, 5]")
+    assert "not read as repeats" not in both + said("plain", "--data.folder", str(folders["plain"]))

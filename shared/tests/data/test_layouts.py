@@ -2,6 +2,8 @@
 
 import json
 import os
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +369,50 @@ def test_a_folder_of_tables_alone_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     assert_one_line(lambda: look(tmp_path), "has no media files, only data", "train-00000-of-00001.parquet", "to files")
+
+
+def test_a_caption_is_read_from_a_json_next_to_its_clip(folder: Path) -> None:
+    """As ai-toolkit, img2dataset and downloaders write it, with other facts; a text next to it comes first."""
+    facts = {"url": "x", "width": 640, "status": "success", "exif": {"text": "no"}}
+    (folder / "videos" / "0.json").write_text(json.dumps({**facts, "caption": "a cat", "caption_short": "cat"}))
+    (folder / "videos" / "1.mp4.json").write_text(json.dumps({**facts, "prompt": ["a dog", "a black dog"]}))
+    (folder / "images" / "2.JSON").write_text(json.dumps({"text": "a bird"}))
+    dataset = look(folder)
+    birds, cats = ("images/2", ("a bird",)), ("videos/0", ("a cat",))
+    assert summary(dataset) == [birds, cats, ("videos/1", ("a dog", "a black dog"))]
+    (folder / "videos" / "1.txt").write_text("a fox")
+    assert summary(look(folder)) == [birds, cats, ("videos/1", ("a fox",))]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ('{"tags": "a cat"}', "0.json has no caption column: found tags; accepted: text, prompt, caption"),
+        ('{"caption": "a", "text": "b"}', "0.json has 2 caption columns, caption, text"),
+        ('{"caption": ""}', "0.json: 'caption' is empty or not a text"),
+        ('{"caption": 3}', "0.json: 'caption' is empty or not a text"),
+        ('["a cat"]', "0.json is not a JSON object"),
+        ('{"caption": ', "0.json line 1 is not valid JSON"),
+    ],
+)
+def test_a_json_without_a_caption_is_one_line(folder: Path, text: str, answer: str) -> None:
+    for name in ("videos/1", "images/2"):
+        (folder / f"{name}.txt").write_text("x")
+    (folder / "videos" / "0.json").write_text(text)
+    assert_one_line(lambda: look(folder), answer)
+
+
+@pytest.mark.parametrize("name", ["set.zip", "set.tar.gz"])
+def test_an_archive_is_to_be_unpacked(tmp_path: Path, name: str) -> None:
+    """In a folder without media, or as the folder."""
+    (tmp_path / "a.txt").write_text("a cat")
+    archive = tmp_path / "data" / name
+    archive.parent.mkdir()
+    if name.endswith("zip"):
+        with zipfile.ZipFile(archive, "w") as file:
+            file.write(tmp_path / "a.txt", "a.txt")
+    else:
+        with tarfile.open(archive, "w:gz") as file:
+            file.add(tmp_path / "a.txt", "a.txt")
+    assert_one_line(lambda: look(archive.parent), f"has no media files, only the archive {name}; unpack it, or name")
+    assert_one_line(lambda: look(archive), f"{name} is an archive; unpack it, and name the folder with its files")

@@ -16,6 +16,7 @@ REMEDIES = (
     "make it",
     "move",
     "shorten",
+    "unpack",
     "did you mean",
     "name the right",
     "name a",

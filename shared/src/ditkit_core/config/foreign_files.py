@@ -71,6 +71,11 @@ def is_other_weights(path: Path) -> bool:
     return path.name.lower().endswith((*_UNFINISHED, ".gguf", ".onnx", ".h5", ".npz", ".msgpack"))
 
 
+def is_archive(head: bytes) -> bool:
+    """Whether a file begins like a zip, tar or other archive."""
+    return mark_of(head).endswith(_ARCHIVE)
+
+
 def is_safetensors(head: bytes) -> bool:
     """Whether a file begins like one of safetensors: the size of a header, and a brace."""
     return len(head) > 8 and head[8:9] == b"{" and head[7:8] == b"\0" == head[6:7]

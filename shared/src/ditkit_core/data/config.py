@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ditkit_core.config.field import setting
+from ditkit_core.config.foreign_files import is_archive
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError, argument
-from ditkit_core.io.files import local_path
+from ditkit_core.io.files import head_of, local_path
 
 Windows = Literal["first", "uniform", "random", "all"]
 
@@ -21,6 +22,8 @@ def folder_error(folder: str, key: str, *, folders: Iterable[Path] = ()) -> User
     # A run file may be elsewhere, and its relative paths start here.
     where = "" if local_path(folder).is_absolute() else f" in {Path.cwd()}"
     if os.path.isfile(local_path(folder)):
+        if is_archive(head_of(local_path(folder))):
+            return UserError(f"{key} {folder} is an archive; unpack it, and name the folder with its files")
         return UserError(f"{key} {folder} is a file; name the folder that it is in")
     return UserError(f"{key} {folder} does not exist or is not a folder{where}; {path_remedy(folder, folders=folders)}")
 
@@ -40,7 +43,7 @@ class DataConfig:
     metadata: str = setting("", resume="stated", holds="path")
     """A .jsonl, .csv or .json file that lists media and captions, relative to the folder; or videos.txt or images.txt that lists media,
     with prompts.txt next to it. Empty: metadata.jsonl, metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption
-    file next to each media file, or such lists if no media file has one."""
+    file next to each media file (or a .json with its caption), or such lists if no media file has one."""
     frames: int = setting(0, resume="refused")
     """Frames per clip: 1 + a multiple of the model's frame step. Still images always have one frame. 0 means the model's default."""
     frame_buckets: tuple[int, ...] = setting((), resume="refused")

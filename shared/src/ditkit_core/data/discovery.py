@@ -9,15 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ditkit_core.config.foreign_files import is_archive
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.masks import MASK, clip_of_mask
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
 from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status, walk
 from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
-from ditkit_core.data.metadata import Reader, Record, csv_rows, json_lines, json_list
+from ditkit_core.data.metadata import Reader, Record, csv_rows, json_captions, json_lines, json_list
 from ditkit_core.data.side_names import Names, entries
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import head_of
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"
@@ -26,6 +28,8 @@ CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 """Line i of a caption list is the caption of line i of a media list."""
 CAPTION_SUFFIXES = (".txt", ".caption")
 """Extensions of the caption file next to a clip; the first one that exists is read."""
+_TABLE_SUFFIXES = (".json",)
+"""Extensions of a file next to a clip that may have its caption among other facts; read if the clip has no caption file."""
 _TEXTS = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".yaml", ".toml", ".md"})
 _NO_MEDIA = frozenset({"", ".parquet", ".npy", ".npz", ".safetensors"}) | _TEXTS
 """Extensions of files that may have a text of the same name without being meant as clips."""
@@ -137,16 +141,16 @@ class _Texts:
         self._folder = folder
         self._listed: dict[Path, tuple[Names, set[str]]] = {}
 
-    def of(self, media: str) -> list[str]:
+    def of(self, media: str, suffixes: Sequence[str] = CAPTION_SUFFIXES) -> list[str]:
         """The caption files next to a media file or folder of images: `cat.txt` and `cat.caption`, the one to read first.
 
         Where there is neither, those whose names differ in case or Unicode form, and `cat.png.txt` of `cat.png`: some programs write such.
         """
         stem = _stem(media)
-        exact = [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if is_regular(self._folder / f"{stem}{suffix}")]
-        return exact or self._similar(media)
+        exact = [f"{stem}{suffix}" for suffix in suffixes if is_regular(self._folder / f"{stem}{suffix}")]
+        return exact or self._similar(media, suffixes)
 
-    def _similar(self, media: str) -> list[str]:
+    def _similar(self, media: str, suffixes: Sequence[str]) -> list[str]:
         directory = Path(media).parent
         if directory not in self._listed:
             listed = entries(self._folder / directory)
@@ -154,9 +158,7 @@ class _Texts:
             self._listed[directory] = Names(listed), stems
         names, stems = self._listed[directory]
         text_stems = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
-        candidates = [
-            text for name in text_stems for suffix in CAPTION_SUFFIXES for text in names.similar(f"{name}{suffix}")
-        ]
+        candidates = [text for name in text_stems for suffix in suffixes for text in names.similar(f"{name}{suffix}")]
         # `A.png` does not take the caption of `a.png`.
         free = [
             text for text in dict.fromkeys(candidates) if Path(text).stem in text_stems or Path(text).stem not in stems
@@ -180,7 +182,7 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
         try:
             if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            caption_files = texts.of(media)
+            caption_files = texts.of(media) or texts.of(media, _TABLE_SUFFIXES)
             if len(caption_files) > 1 and caption_files[0] not in {
                 f"{_stem(media)}{suffix}" for suffix in CAPTION_SUFFIXES
             }:
@@ -197,7 +199,10 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
                 raise UserError(
                     f"{' and '.join(clip_masks)} in {folder} are both the mask of {media}; remove all but one"
                 )
-            captions = reader.split(f"caption {folder / caption_files[0]}", [text])
+            if caption_files[0].lower().endswith(_TABLE_SUFFIXES):
+                captions = json_captions(reader, folder / caption_files[0], text)
+            else:
+                captions = reader.split(f"caption {folder / caption_files[0]}", [text])
             yield Record(media=media, captions=captions, controls={MASK.name: clip_masks[0]} if clip_masks else {})
         except UserError as error:
             yield Record(media=media, problem=error)
@@ -216,7 +221,12 @@ def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
 
 
 def _hint_at_tables(folder: Path) -> None:
-    """Explain a folder without media files that has a Parquet table, which may contain them."""
+    """Explain a folder without media files that has an archive or a Parquet table, which may contain them."""
+    archive = next((path for path in sorted(folder.glob("*")) if is_regular(path) and is_archive(head_of(path))), None)
+    if archive is not None:
+        raise UserError(
+            f"{folder} has no media files, only the archive {archive.name}; unpack it, or name the folder with its files"
+        )
     table = next((path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(folder.glob(pattern))), None)
     if table is not None:
         raise UserError(

@@ -129,6 +129,14 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         yield _record(reader, f"{path} entry {index + 1}", functools.partial(rows.__getitem__, index), _json_paths)
 
 
+def json_captions(reader: Reader, path: Path, text: str) -> tuple[str, ...]:
+    """The captions in the JSON object of one clip; what else it says, as downloaders write it, is not read."""
+    row = _json(str(path), text, "file")
+    if not isinstance(row, Mapping):
+        raise UserError(f'{path} is not a JSON object; write {{"caption": "…"}}, or the caption to a .txt of that name')
+    return _captions(reader, str(path), row)
+
+
 def _json(where: str, text: str, unit: str) -> object:
     """The value of a JSON text; `unit` it is, a line or a file, is for messages."""
     try:
@@ -199,10 +207,7 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     plain = {name: value for name, value in row.items() if name not in headers}
     column = only_column(where, plain, media_columns(plain), "media")
     (media,) = map(reader.stored, _texts(f"{where}: {column!r}", [row[column]]))
-    column = only_column(where, plain, CAPTION_COLUMNS, "caption")
-    caption = row[column]
-    named = f"{where}: {column!r}"
-    captions = reader.split(named, _texts(named, caption if isinstance(caption, list) else [caption]))
+    captions = _captions(reader, where, plain)
     references = tuple(
         reader.stored(path)
         for name in _reference_columns(reader, where, plain)
@@ -213,6 +218,14 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     controls = {name: value if name in texts else reader.stored(value) for name, value in control_texts.items()}
     reader.check_media(where, (media, *references))
     return Record(media=media, captions=captions, references=references, controls=controls)
+
+
+def _captions(reader: Reader, where: str, row: Mapping[str, object]) -> tuple[str, ...]:
+    """The captions in the only caption column of a row, which has one text or a list of texts."""
+    column = only_column(where, row, CAPTION_COLUMNS, "caption")
+    caption = row[column]
+    named = f"{where}: {column!r}"
+    return reader.split(named, _texts(named, caption if isinstance(caption, list) else [caption]))
 
 
 def _reference_columns(reader: Reader, where: str, headers: Collection[str]) -> tuple[str, ...]:

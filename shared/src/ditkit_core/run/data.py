@@ -1,5 +1,8 @@
 """The dataset of a run, its cache and its encoders."""
 
+import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +19,23 @@ from ditkit_core.io.files import local_path
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
+
+
+def _say_repeats_in_names(folders: Collection[Path]) -> None:
+    """Say that numbers in names such as 10_cat, which kohya's programs read as repeats, are not read, and what to set."""
+    repeats = {folder: match[1] for folder in sorted(folders) if (match := re.match(r"(\d{1,4})_.", folder.name))}
+    if not repeats:
+        return
+    numbers = ", ".join(repeats.values())
+    keys = f"data.folders = {json.dumps(list(map(str, repeats)))} and data.repeats = [{numbers}]"
+    remedy = (
+        f"if they are meant so, set {keys}"
+        if len(folders) > 1
+        else "with one folder they change nothing, train.steps does"
+    )
+    say(
+        f"data.folder: {' '.join(folder.name for folder in repeats)}: numbers in names of folders are not read as repeats; {remedy}"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,8 @@ class RunData:
         dataset = self.scanned(config, key)
         for name, reason in dataset.excluded:
             warn(f"left out: {name}: {reason}")
+        if key == "data.folder" and not config.repeats:
+            _say_repeats_in_names({sample.media.parent for sample in dataset.samples})
         edits = sum(bool(sample.references) for sample in dataset.samples)
         if edits:
             say(f"{key}: {edits} of {len(dataset.samples)} samples have references")

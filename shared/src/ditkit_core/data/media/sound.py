@@ -135,8 +135,8 @@ def _decoded(path: Path, until_seconds: float, rate: int, channel: int | None = 
             origin = frame.time or 0.0 if origin is None else origin
             run = track.runs[-1] if track.runs else None
             end = run.end if run else 0.0
-            has_time = frame.time is not None and (run is None or container.format.name in _WITH_TIMES)
-            time = frame.time - origin if has_time else end
+            is_timed = run is None or container.format.name in _WITH_TIMES
+            time = frame.time - origin if is_timed and frame.time is not None else end
             is_jump = run is None or abs(time - end) > _LEAST_JUMP_SECONDS
             if run is None or is_jump or run.form != _form(frame):
                 if run is not None:
