@@ -1,6 +1,7 @@
 """Whom a run tells when it ends: a command or a webhook, which never changes how it ends and never gets into what is published."""
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -16,11 +17,13 @@ from toy_world import World
 
 from ditkit_core.commands import stage
 from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.report import loss_rise
 from ditkit_core.config.command_words import command_words
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
 from ditkit_core.training import trainer
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 WRITE = "import json, os; open('told.json', 'a').write(json.dumps({k: v for k, v in os.environ.items() if k.startswith('DITKIT_')}) + '\\n')"
 HELD_OUT = ("--held_out.clips", "2")
@@ -175,10 +178,94 @@ def test_only_a_training_of_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch
     assert calls == ["why"]
 
 
+@pytest.mark.parametrize(
+    ("losses", "has_risen"),
+    [
+        ([1.3, 5.3, 6.8, 5.9], True),
+        ([1.3, 0.4, 2.9, 1.2], False),  # noise levels differ from step to step
+        ([1.3], False),
+        ([], False),
+        ([0.3, 1.1, 0.8] * 20 + [0.4, 1.2, 0.9] * 20, False),
+        ([0.3, 1.1, 0.8] * 20 + [0.6, 1.6, 1.2] * 20, True),
+        ([0.6, 1.6, 1.2] * 20 + [0.3, 1.1, 0.8] * 20, False),
+    ],
+)
+def test_a_loss_that_rose_is_told_from_noise(losses: list[float], has_risen: bool) -> None:
+    assert bool(loss_rise(losses)) == has_risen
+
+
+def test_a_learning_rate_that_cannot_learn_is_said_at_the_start_and_at_the_end(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("high", 8, "--optim.lr", "0.2") == 0
+    printed = capsys.readouterr().err
+    assert "optim.lr = 0.2 is far above the learning rates of adamw" in printed
+    assert re.search(r"the training loss rose from [\d.]+ to [\d.]+ \(means .*\): a lower optim\.lr", printed)
+    assert world.train("usual", 8, "--optim.lr", "1e-3") == 0
+    printed = capsys.readouterr().err
+    assert "far above" not in printed and "the training loss rose" not in printed
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_high"),
+    [
+        ({"lr": 1e-2}, False),
+        ({"lr": 2e-2}, True),
+        ({"name": "muon", "lr": 1.0}, True),  # its updates have the size of AdamW's
+        ({"name": "prodigy", "lr": 1.0}, False),
+        ({"lr_pattern": ("q=0.5",)}, True),
+        ({"lr_pattern": ("q=5e-3",)}, False),
+    ],
+)
+def test_a_high_learning_rate_is_advised_against(fields: dict[str, Any], is_high: bool) -> None:
+    advice = OptimConfig(**fields).advice
+    assert ("is far above the learning rates of" in advice) == is_high and "\n" not in advice
+    assert not is_high or ("q = 0.5" in advice) == ("lr_pattern" in fields)
+
+
 def test_a_command_is_a_text_or_a_list_and_no_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command_words(('notify "two words" $HOME; ls',), "run.on_end") == ["notify", "two words", "$HOME;", "ls"]
+    assert command_words(('notify "two words" a&b=c $5',), "run.on_end") == ["notify", "two words", "a&b=c", "$5"]
     assert command_words(("a b", "c"), "run.on_end") == ["a b", "c"]
     assert command_words(("https://x/y z",), "run.on_end") == ["https://x/y z"] and command_words((), "x") == []
     for wrong in (('notify "open',), ("",), (" ",), ("", "a"), ("a\0",)):
         with pytest.raises(UserError, match=r"^run\.on_end"):
             resolve(RunConfig, flags={"run.on_end": wrong})
+
+
+@pytest.mark.parametrize(
+    ("text", "mark"),
+    [
+        ("notify; poweroff", ";"),
+        ("notify $DITKIT_VERDICT", "$DITKIT_VERDICT"),
+        ('notify "it says: ${DITKIT_VERDICT}"', "${DITKIT_VERDICT}"),
+        ("cat $(ls) x", "$("),
+        ("echo `date`", "`"),
+        ("echo done | mail me", "|"),
+        ("echo done >> log.txt", ">"),
+        ("sync && poweroff", "&&"),
+        ("poweroff &", "&"),
+        ("sh -c notify; ls", ";"),
+        ("~/bin/notify", "~/"),
+    ],
+)
+def test_what_only_a_shell_would_read_is_refused(text: str, mark: str) -> None:
+    for key in ("on_end", "on_error"):
+        with pytest.raises(UserError, match=rf"^run\.{key} = .*: no shell reads {re.escape(mark)}[^\n]*\"-c\"[^\n]*$"):
+            resolve(RunConfig, flags={f"run.{key}": (text,)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "notify 'a; b | c > $HOME'",
+        r"notify a\;b",
+        'notify "a; b | c"',
+        "curl https://x.y/z?a=b&c=d",
+        """sh -c 'notify "$DITKIT_VERDICT"; poweroff'""",
+        'bash -lc "notify $DITKIT_VERDICT && poweroff"',
+        "notify 5$ a~b",
+    ],
+)
+def test_what_is_quoted_or_for_a_shell_that_is_named_is_no_mistake(text: str) -> None:
+    resolve(RunConfig, flags={"run.on_end": (text,)})
+    resolve(RunConfig, flags={"run.on_end": ("notify", "a; b", "$HOME")})

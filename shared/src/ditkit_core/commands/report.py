@@ -1,6 +1,7 @@
 """`train --report`, the lines that a run prints before it trains and when it ends, and whom it tells then."""
 
 import json
+import math
 import os
 import subprocess
 import urllib.error
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from http.client import HTTPException
 from pathlib import Path
+from statistics import mean, variance
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.config.command_words import command_words, is_address
 from ditkit_core.config.resume import ConfigChange
-from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.diagnostics.report.data import read_metrics, read_sections
 from ditkit_core.diagnostics.report.overview import section_verdict
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
@@ -117,13 +119,39 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
         yield f"best save: step {best_save.step}, the last one"
 
 
+def loss_rise(losses: Sequence[float]) -> str:
+    """How the training loss rose between the first and the last quarter of a run; empty if it did not, or may have by chance.
+
+    Noise levels are drawn anew at each step, so losses differ by a factor from step to step. A long run is judged by the means of both
+    quarters and three times the standard error of their difference; in a short one all losses of the second half have to be
+    above all of the first quarter, and twice as high on average.
+    """
+    count = len(losses) // 4
+    if not count:
+        return ""
+    first, last = losses[:count], losses[-count:]
+    rise = mean(last) - mean(first)
+    if count < _ENOUGH_LOSSES:
+        half = losses[len(losses) // 2 :]
+        has_risen = min(half) > max(first) and mean(half) > 2 * max(first)
+    else:
+        has_risen = rise > 3 * math.sqrt((variance(first) + variance(last)) / count)
+    means = f"{format_number(mean(first))} to {format_number(mean(last))}"
+    return f"the training loss rose from {means} (means of the first and the last {plural(count, 'step')})" * has_risen
+
+
+_ENOUGH_LOSSES = 10
+"""Losses from which on a standard error says something."""
+
+
 def say_results(jobs: Jobs, folder: RunFolder) -> None:
     """Print the last lines of a run: where its files are, and which command to run next."""
     run, experts = jobs.run, jobs.in_folders
     of_experts = [copy for job in experts for _, copy in expert_adapters(job, folder)]
     for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:
         say(f"adapter:  {file}")
-    for result_folder, name in [(job.folder, f" ({job.name})") for job in experts] or [(folder, "")]:
+    folders = [(job.folder, f" ({job.name})") for job in experts] or [(folder, "")]
+    for result_folder, name in folders:
         for model in sorted(result_folder.exports.glob("transformer_*")):
             say(f"model:    {model}{name}")
         curves = command_line("tensorboard", "--logdir", str(result_folder.tensorboard))
@@ -138,6 +166,12 @@ def say_results(jobs: Jobs, folder: RunFolder) -> None:
         steps = max(run.config.train.steps, folder.completed_step() or 0)
         further, verb = 2 * steps or TrainConfig().steps, "continues" if steps else "trains"
         say(f"          {train} --train.steps {further} {verb} the run")
+    for result_folder, name in folders:
+        series = read_metrics(result_folder.metrics)[0] if result_folder.metrics.is_file() else {}
+        if "loss" in series and (rise := loss_rise(series["loss"].values)):
+            warn(
+                f"{rise}{name}: a lower optim.lr in another run.folder may learn; this run continues from what it has become"
+            )
 
 
 _COMMAND_SECONDS = 60.0

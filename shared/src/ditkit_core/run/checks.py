@@ -192,7 +192,9 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         fused_backward=optim.fused_backward and run.config.micro_batches == 1,
         sharded=run.config.ranks.shard > 1,
     )
-    if here and (advice := run.config.adapter.advice):
+    for advice in (optim.advice, run.config.adapter.advice) if here else ():
+        if advice:
+            warn(advice)
         warn(advice)
     for line in without_effect(run.request.config, run.devices, trains_bf16=run.trains_bf16) if here else ():
         warn(line)

@@ -100,6 +100,8 @@ def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> "torch
     return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
 
 
+_HIGHEST_RATE = 1e-2
+"""A higher learning rate is warned of, unless the optimizer estimates the rate."""
 OPTIMIZERS = {
     "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True, by_element=True, skips_on_device=True),
     "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True, streams=True),
@@ -200,6 +202,18 @@ class OptimConfig:
                 f"{argument('optim.fused_backward')} does not go with {self.name}, which estimates one rate from all gradients together; "
                 f"use {', '.join(others)} or {last}"
             )
+
+    @property
+    def advice(self) -> str:
+        """One line to warn with if a learning rate is far above what the optimizer trains with; empty for no warning."""
+        key, rate = max({"optim.lr": self.lr, **self.rates}.items(), key=lambda pair: pair[1])
+        if self.kind.estimates_rate or rate <= _HIGHEST_RATE:
+            return ""
+        name = argument("optim.lr") if key == "optim.lr" else f"{argument('optim.lr_pattern')} {key}"
+        return (
+            f"{name} = {rate:g} is far above the learning rates of {self.name}, usually 1e-5 to 1e-3: the loss will probably "
+            f"rise; lower it (1 is for {argument('optim.name')} = prodigy, which estimates the rate)"
+        )
 
     @property
     def kind(self) -> OptimizerKind:
