@@ -9,6 +9,11 @@ from made_clips import pan, texture, written
 from PIL import Image
 from toy_world import World, equal
 
+from ditkit_core.api.dataset import completed
+from ditkit_core.data.config import DataConfig
+from ditkit_core.errors import UserError
+from ditkit_core.testing.specs import altered
+
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
 
@@ -162,3 +167,17 @@ def test_numbers_in_names_of_folders_are_said_to_be_no_repeats(
     assert "10_cat: numbers in names of folders are not read as repeats; with one folder they change nothing" in alone
     both = said("both", "--data.folder", "", "--data.folders", json.dumps(numbered), "--data.repeats", "[10, 5]")
     assert "not read as repeats" not in both + said("plain", "--data.folder", str(folders["plain"]))
+
+
+def test_another_rate_than_the_only_one_of_a_model_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """The toy reads clips at 8 frames per second. Where positions are seconds, clips at another rate would be as fast as a model has never seen them."""
+    assert world.train("any", 1, "--data.fps", "30") == 0
+    world.spec = altered(world.spec, fps_is_fixed=True)
+    for command in ("train", "encode", "sample"):
+        capsys.readouterr()
+        assert world.run(command, "--run.folder", str(world.folder / "other"), "--data.fps", "30") == 1
+        refusal = "data.fps = 30: this model counts time at 8 frames per second, and at no other rate; leave it out"
+        assert refusal in capsys.readouterr().err and not (world.folder / "other").exists()
+    assert world.train("fixed", 1, "--data.fps", "8") == 0 and world.train("default", 1) == 0
+    with pytest.raises(UserError, match=r"fps = 30: this model counts time at 8"):
+        completed(DataConfig(folder="clips", fps=30.0), world.spec.data)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, Sample, scan
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.conditions import Column
 from ditkit_core.models.spec import DataSpec
 
@@ -41,7 +41,16 @@ def check_flip(samples: Sequence[Sample], columns: Sequence[Column]) -> None:
 
 
 def completed(config: DataConfig, data: DataSpec) -> DataConfig:
-    """The section with the model's own size where it sets none."""
+    """The section with the model's own size where it sets none.
+
+    Raises:
+        UserError: If it sets another frame rate than the only one that the model knows.
+    """
+    if data.fps_is_fixed and config.fps not in (0, data.fps):
+        raise UserError(
+            f"{argument('data.fps')} = {config.fps:g}: this model counts time at {data.fps:g} frames per second, and at no other rate; leave it "
+            "out, clips of any rate are resampled"
+        )
     frames, height, width = data.size
     # The longest frame bucket is the length of the data, for plans and for generated samples.
     own_frames = max(config.frame_buckets, default=config.frames) or frames

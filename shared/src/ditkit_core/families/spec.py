@@ -57,6 +57,7 @@ def family_spec(
     text_in_stream: bool = True,
     size: tuple[int, int, int] = (1, 1024, 1024),
     fps: float = 1.0,
+    fps_is_fixed: bool = False,
     shift: float | Callable[[Tensor], float] = 1.0,
     levels: Callable[[int, int, float], Tensor] | None = None,
     sample_defaults: Callable[[Any], SampleDefaults] = lambda arch: SampleDefaults(),
@@ -84,6 +85,7 @@ def family_spec(
         text_in_stream: Whether rows of text are tokens of the blocks' stream, and not only attended to by them.
         size: Default frames, height and width. One frame: the model makes images, with a VAE of images or of videos.
         fps: Frame rate that the model was trained at.
+        fps_is_fixed: As `DataSpec.fps_is_fixed`.
         shift: Shift of noise levels in training, a constant or from the latents. A constant is the shift in sampling too.
         levels: Noise levels in sampling, from (latent pixels, steps, shift or 0 for the authors'). None: equal steps with the constant shift.
         sample_defaults: From architecture to the authors' sampling settings.
@@ -177,6 +179,7 @@ def family_spec(
             frame_step=frame_stride if vae.is_video and size[0] > 1 else 0,
             size_step=pixel_stride * patch[1],
             fps=fps,
+            fps_is_fixed=fps_is_fixed,
             size=size,
             reference_size=reference_size,
         ),

@@ -184,6 +184,9 @@ class DataSpec:
     fps: float
     """Frame rate that the model was trained at, in frames per second."""
 
+    fps_is_fixed: bool = False
+    """Whether the model knows no other rate, as one whose positions are seconds at `fps`; another `data.fps` is then refused."""
+
     size: tuple[int, int, int]
     """Default frames, height and width of training clips and of samples."""
 
