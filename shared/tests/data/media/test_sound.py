@@ -183,6 +183,10 @@ def test_sound_without_holes_is_bitwise_what_one_resampler_gives(
     path = write(tmp_path / name, codec, stereo, rate=48_000)
     assert decode_sound(path, rate=rate)[0].tobytes() == plainly_decoded(path, rate).tobytes()
     assert sound_changes_since_first(path) == ""
+    if path.suffix in (".mp4", ".mkv"):
+        track = write(path.with_stem("video"), codec, stereo, rate=48_000, fps=8)
+        assert decode_sound(track, rate=rate)[0].tobytes() == plainly_decoded(track, rate).tobytes()
+        assert sound_changes_since_first(track) == ""
 
 
 def test_a_window_in_a_hole_is_silence(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The sound of a file: a sound file, or the sound track of a video."""
+"""The sound of a file: a sound file, or the sound track of a video.
+
+Screen recorders, captured streams and calls leave out packets (a codec sends none while nobody speaks), and clocks of sound and images drift
+apart. So sound is placed by its timestamps, as images are, and a lost part does not make all that follows too early.
+"""
 
 import math
 from collections import Counter
@@ -20,8 +24,6 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 _FORMATS = "wav,w64,aiff,mp3,flac,aac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf"
-
-
 _LEAST_JUMP_SECONDS = 0.04
 """Sound is moved where its timestamps are so far from the number of samples before them. Containers round times (AVI with MP3 to
 26 ms) and clocks jitter without a hole; viewers notice sound that is 45 ms early (ITU-R BT.1359)."""
@@ -31,8 +33,6 @@ _LONGEST_HOLE_SECONDS = 3600.0
 """With damaged timestamps the silence of a hole could need all memory."""
 _CANCELLED_SHARE = 0.1
 """Channels cancel if their mean has less than this share of the power that the mean of unrelated channels has."""
-
-
 _PLACED = "placed"
 _LOW_RATE = 8000
 """Enough samples per second to see whether channels cancel."""

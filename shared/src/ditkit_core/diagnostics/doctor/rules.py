@@ -377,7 +377,7 @@ def check_silence(sample: Sample, columns: Sequence[Column], fps: float) -> Iter
             observation = (
                 f"{name} is silent from {sample.start_seconds:.2f} s to {end:.2f} s: the model learns nothing from it"
             )
-            remedy = "give it the right sound, make that louder, or remove the clip"
+            remedy = "give it the right sound (of several tracks the first is read), make it louder, or remove the clip"
             yield Finding("D34", sample.id, observation, remedy)
 
 
