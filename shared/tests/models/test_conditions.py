@@ -15,6 +15,7 @@ from toy_encoders import encode_with as encode
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.encoding import cache
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import Conditioning
 from ditkit_core.encoding.encoded_sample import EncodedSample
@@ -94,10 +95,10 @@ class World:
         clip = self.clips[index]
         return Sample(id=clip.stem, media=clip, captions=("x",), frames=5, height=32, width=32, **given)
 
-    def encode(self, *samples: Sample, **given: Any) -> list[EncodedSample]:
+    def encode(self, *samples: Sample, sounds: Sequence[str] = (), **given: Any) -> list[EncodedSample]:
         self.log.clear()
         self.conditioner = StartPicture(self.log)
-        conditioning = Conditioning(conditioners=[self.conditioner], texts=["direction"])
+        conditioning = Conditioning(conditioners=[self.conditioner], texts=["direction"], sounds=sounds)
         return encode(
             samples, cache=self.cache, media_encoder=CountingEncoder("media"), text_encoder=CountingEncoder("text"),
             fps=16.0, conditioning=conditioning, **given,
@@ -118,6 +119,23 @@ def test_a_condition_is_encoded_once_and_becomes_part_of_the_item(world: World) 
     assert sample.load()["start"].shape == sample.outline()["start"].shape == (2,)
     world.encode(world.sample(0))
     assert world.log == []
+
+
+def test_sound_that_earlier_versions_read_otherwise_is_another_condition(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image in `start` is not read for its sound, so only a sample that starts from its own clip is encoded again."""
+    own, named = world.sample(0), world.sample(1, controls={"start": str(world.picture)})
+    monkeypatch.setattr(cache, "sound_changes_since_first", lambda path: "")
+    before = world.encode(own, named, sounds=[""])
+    assert before == world.encode(own, named)
+    monkeypatch.setattr(cache, "sound_changes_since_first", lambda path: "placed")
+    world.cache = Cache(world.root / "cache")
+    (world.cache.folder / "hashes.json").unlink(missing_ok=True)
+    after = world.encode(own, named, sounds=[""])
+    assert world.log == ENCODED_ONCE
+    assert [sample.conditions for sample in after][1] == before[1].conditions
+    assert after[0].conditions != before[0].conditions and after[0].media_key == before[0].media_key
 
 
 def test_another_window_file_text_or_identity_is_another_condition(

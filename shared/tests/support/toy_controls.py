@@ -27,7 +27,7 @@ COLUMNS = (
 class Way:
     """`way` [1]: -1 or 1 by the word in `direction`, or the number in the file `poses`; `bright` [1] of the control video."""
 
-    kind, optional, reads_sound, items_at_once, identity = "way", False, False, 1, "way"
+    kind, optional, items_at_once, identity = "way", False, 1, "way"
 
     def __init__(self) -> None:
         self.asked: list[ClipInputs] = []

@@ -64,7 +64,9 @@ class Auxiliary:
         device = self.device
         conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, self.encoding)
         texts = [column.name for column in self.columns if column.kind == "text"]
-        return Conditioning(conditioners=conditioners, texts=texts) if conditioners else None
+        sounds = [column.name for column in self.columns if column.kind == "audio"]
+        sounds += [""] * any(column.in_step for column in self.columns)  # speech is the clip's own if no file is given
+        return Conditioning(conditioners=conditioners, texts=texts, sounds=sounds) if conditioners else None
 
     @cached_property
     def encoders(self) -> tuple[Encoder, Encoder]:

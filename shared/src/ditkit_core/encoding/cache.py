@@ -288,7 +288,7 @@ class MediaHashes:
         return digest if is_as_ever else f"{digest} {changes}"
 
     def of_sound(self, path: Path) -> str:
-        """As `of`, for a file that is read for its sound alone: its mark is `sound_changes_since_first`."""
+        """As `of`, for a file whose sound may be read: `sound_changes_since_first` is part of it too."""
         content, name = self.of(path), str(path.resolve())
         match self._entries.get(f"{name}{_SOUND}"):
             case [str(before), str(changes)] if before == content:

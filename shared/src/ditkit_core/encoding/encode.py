@@ -179,6 +179,8 @@ class Conditioning:
     conditioners: Sequence[Conditioner]
     texts: Collection[str] = ()
     """Columns whose values are texts and not files."""
+    sounds: Collection[str] = ()
+    """Columns whose files may be read for their sound; "" for the clip itself."""
 
     def fill(
         self,
@@ -278,7 +280,7 @@ class Conditioning:
                 path = Path(controls.files[column]) if column else controls.clip  # "" stands for the clip itself
                 if path is None:
                     content = "nothing"
-                elif conditioner.reads_sound:
+                elif column in self.sounds:
                     content = hashes.of_sound(path)
                 else:
                     content = hashes.of(path, as_stored=column == MASK.name)

@@ -77,8 +77,6 @@ class Conditioner(Encoder, Protocol):
     """Subfolder of the cache; different for each conditioner of a model."""
     optional: bool
     """Whether a model can be trained without it as well, so that `train.control_dropout` may drop it."""
-    reads_sound: bool
-    """Whether it reads the sound of its files, and nothing else of them."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns that this conditioner reads for a clip, and "" for the clip itself; () if it adds nothing.
@@ -104,7 +102,6 @@ class ClipConditioner:
 
     kind: str
     optional = False
-    reads_sound = False
     items_at_once = 1
 
     def load(self) -> None:

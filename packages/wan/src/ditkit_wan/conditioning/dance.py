@@ -27,7 +27,6 @@ class Music(ClipConditioner):
     """`music` [rows, 35]: features of the music during the clip."""
 
     kind = "music"
-    reads_sound = True
 
     def __init__(self, fps: float = music_features.RATE):
         """Set the length of a single frame.

@@ -35,7 +35,6 @@ class Speech(ClipConditioner):
     """`audio` [states, features, frames - 1]: hidden states of wav2vec2 at every frame after the first, from the sound of these frames alone."""
 
     kind = "speech"
-    reads_sound = True
 
     def __init__(self, encoder: SpeechEncoder | None, fps: float):
         """Set the encoder.
