@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 
+from ditkit_core.data.media.clip import available, read_clip
 from ditkit_core.data.media.sound import decode_sound, sound_changes_since_first, sound_seconds
 from ditkit_core.encoding.cache import MediaHashes
 from ditkit_core.errors import UserError
@@ -232,6 +233,9 @@ def test_time_begins_with_the_first_frame_that_is_shown(tmp_path: Path) -> None:
         # a keyframe every eight frames: the first frame is the ninth
         assert click_times(tmp_path / name) == pytest.approx([1.5 - 8 / 16], abs=0.045)
         assert sound_changes_since_first(tmp_path / name)
+        frames = available(tmp_path / name, 16.0).frames
+        assert frames == 40 - 8 == read_clip(tmp_path / name, frames=frames, fps=16.0, height=32, width=32).shape[1]
+        assert sound_seconds(tmp_path / name) == pytest.approx(2.5 - 8 / 16, abs=0.1)
 
 
 def test_timestamps_that_need_all_memory_are_one_line(tmp_path: Path) -> None:

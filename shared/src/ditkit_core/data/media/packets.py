@@ -31,7 +31,8 @@ class Timeline:
     """First and last display times of the packets added so far, in the file's own seconds."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._times: list[float] = []
+        self._begin = float("-inf")
         self.first = float("inf")
         self.last = float("-inf")
         self._end = float("-inf")
@@ -42,9 +43,21 @@ class Timeline:
         if packet.is_discard or ticks is None or packet.time_base is None:
             return
         time = float(ticks * packet.time_base)
-        self.count += 1
+        if time < self._begin:
+            return
+        self._times.append(time)
         self.first, self.last = min(self.first, time), max(self.last, time)
         self._end = max(self._end, time + float((packet.duration or 0) * packet.time_base))
+
+    def begin_at(self, time: float) -> None:
+        """Leave out packets before a time, those added already too: a recording that begins between keyframes has such, which cannot be shown."""
+        self._begin, self._times = time, [added for added in self._times if added >= time]
+        self.first = min(self._times, default=float("inf"))
+
+    @property
+    def count(self) -> int:
+        """Number of packets."""
+        return len(self._times)
 
     @property
     def end(self) -> float:

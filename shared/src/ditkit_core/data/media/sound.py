@@ -167,7 +167,9 @@ def sound_changes_since_first(path: Path) -> str:
     """
     try:
         with _opened(path) as container:
-            delay = _delay(container) if container.streams.audio else 0.0
+            streams = container.streams
+            is_with_video = streams.audio and _is_video(container)
+            delay = _start_seconds(streams.audio[0]) - _start_seconds(streams.video[0]) if is_with_video else 0.0
         track = _decoded(path, math.inf, _LOW_RATE)
     except UserError:  # reported by whoever uses the file
         return ""
@@ -176,7 +178,7 @@ def sound_changes_since_first(path: Path) -> str:
 
 
 def sound_seconds(path: Path) -> float:
-    """Seconds until the end of a file's first sound track, from the first frame of a video; 0 without a track. Nothing is decoded.
+    """Seconds until the end of a file's first sound track, from the first frame of a video; 0 without a track. No sound is decoded.
 
     Raises:
         UserError: If the file cannot be read.
@@ -185,12 +187,12 @@ def sound_seconds(path: Path) -> float:
         if not container.streams.audio:
             return 0.0
         stream = container.streams.audio[0]
-        delay, unit = _delay(container), float(stream.time_base or 0)
-        start, end = (stream.start_time or 0) * unit, 0.0
+        origin, unit = _first_frame_seconds(path, container), float(stream.time_base or 0)
+        start, end = _start_seconds(stream), 0.0
         for packet in container.demux(stream):  # Matroska has no length of a track in its header
             if packet.pts is not None:
                 end = max(end, (packet.pts + (packet.duration or 0)) * unit)
-        return max(end - start, 0.0) + delay
+        return max(end - start, 0.0) + (0.0 if origin is None else start - origin)
 
 
 def _is_video(container: "InputContainer") -> bool:
@@ -207,13 +209,6 @@ def _first_frame_seconds(path: Path, container: "InputContainer") -> float | Non
     with suppress(UserError):  # images that we do not read do not matter in a file that is given for its sound
         late_start = late_start_seconds(path)
     return _start_seconds(container.streams.video[0]) if late_start is None else late_start
-
-
-def _delay(container: "InputContainer") -> float:
-    """Seconds from a video's first packet to the start of its sound; 0 for a sound file."""
-    if not _is_video(container):
-        return 0.0
-    return _start_seconds(container.streams.audio[0]) - _start_seconds(container.streams.video[0])
 
 
 def _start_seconds(stream: "AudioStream | VideoStream") -> float:

@@ -183,13 +183,16 @@ class Survey(NamedTuple):
 
 def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
     """Read the display times of a video's frames, to its end or until so many seconds are found, and decode the first frame for its size."""
-    timeline = Timeline()
+    timeline, ticks = Timeline(), list[int]()
     first: VideoFrame | None = None
     with _opened(path) as (container, stream):
         decode = decoder(path, stream)
         for packet in _packets(path, container, stream, timeline):
             if first is None:
+                ticks += [packet.pts] if packet.pts is not None and not packet.is_discard else []
                 first = next(iter(decode(packet)), None)
+                if first is not None and (begin := _late_start(container, first, ticks)) is not None:
+                    timeline.begin_at(begin)
             elif timeline.seconds > until_seconds:
                 break
         if first is None:
@@ -217,10 +220,15 @@ def late_start_seconds(path: Path) -> float | None:
             if packet.pts is not None and not packet.is_discard:
                 ticks.append(packet.pts)
             for frame in decode(packet):
-                # AVI has no display times: libav's are later by the frames that the decoder keeps.
-                is_late = frame.pts is not None and frame.pts > min(ticks, default=frame.pts)
-                return frame.time if is_late and container.format.name != "avi" else None
+                return _late_start(container, frame, ticks)
     return None
+
+
+def _late_start(container: "InputContainer", first: "VideoFrame", ticks: Sequence[int]) -> float | None:
+    """The time of the first decoded frame, if it is later than one of the packets that were read until then; None if it is not."""
+    # AVI has no display times: libav's are later by the frames that the decoder keeps.
+    is_late = first.pts is not None and first.pts > min(ticks, default=first.pts)
+    return first.time if is_late and container.format.name != "avi" else None
 
 
 def is_turned_otherwise(path: Path) -> bool:
