@@ -268,3 +268,12 @@ def test_only_sound_that_was_read_otherwise_gets_another_hash(tmp_path: Path) ->
         with MediaHashes(tmp_path) as hashes:
             assert hashes.of_sound(whole) == hashes.of(whole) and hashes.of_sound(table) == hashes.of(table)
             assert hashes.of_sound(torn) != hashes.of(torn)
+
+
+def test_a_codec_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.mp4", "aac", tone())
+    data = path.read_bytes()
+    assert data.count(b"mp4a") == 1
+    path.write_bytes(data.replace(b"mp4a", b"zzzz"))
+    with pytest.raises(UserError, match="has sound in a codec that is not supported; convert it"):
+        decode_sound(path)

@@ -129,6 +129,8 @@ def _decoded(path: Path, until_seconds: float, rate: int, channel: int | None = 
         if not container.streams.audio:
             raise UserError(f"{path} has no sound; give a file with a sound track")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise UserError(f"{path} has sound in a codec that is not supported; convert it (ffmpeg -i IN OUT.wav)")
         track = _Track(rate=rate or stream.rate, channel=channel)
         origin = _first_frame_seconds(path, container)
         for frame in container.decode(stream):
