@@ -271,9 +271,9 @@ def test_only_sound_that_was_read_otherwise_gets_another_hash(tmp_path: Path) ->
 
 
 def test_a_codec_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.mp4", "aac", tone())
+    path = write(tmp_path / "a.mkv", "aac", tone())
     data = path.read_bytes()
-    assert data.count(b"mp4a") == 1
-    path.write_bytes(data.replace(b"mp4a", b"zzzz"))
+    assert data.count(b"A_AAC") == 1
+    path.write_bytes(data.replace(b"A_AAC", b"A_ZZZ"))
     with pytest.raises(UserError, match="has sound in a codec that is not supported; convert it"):
         decode_sound(path)
