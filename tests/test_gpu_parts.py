@@ -1,8 +1,5 @@
 """What tools/gpu/gpu_parts.py runs on a GPU, or with models of real size, and leaves out of a tiny run on a CPU: run here, as far as a CPU can."""
 
-import json
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -204,36 +201,3 @@ def test_gradients_of_both_families_are_compared_at_1024_tokens(parts: Any) -> N
         made = outcome(spec, model, items, parts._engines(CPU)["full"])
         assert torch.isfinite(made.loss) and any(each is not None for each in made.gradients.values()), name
     assert parts._engines(GPU).keys() - parts._engines(CPU).keys() == {"kernels of Triton"}
-
-
-COMPILED = """
-import json
-import torch
-import bench_step, gpu_parts, gpu_speed
-from ditkit_core.engine import compile
-
-compile.DEFAULT = "aot_eager"  # in place of inductor, which takes minutes
-configured = bench_step.configured
-bench_step.configured = lambda given: configured([*given, "--tiny"])
-rows = [gpu_parts._compiled(torch.device("cpu"))]
-rows.append({"name": "graphs", "value": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
-rows += gpu_speed.speed(torch.device("cpu"), False)
-print(json.dumps(rows))
-"""
-
-
-@pytest.mark.exhaustive
-def test_compiled_blocks_are_compared_and_timed() -> None:
-    """In a process of its own: the compiler cannot trace the checks of annotations that tests put around functions."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        cwd=ROOT / "tools" / "gpu",
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])}
-    assert rows["toy compiled, fp32"]["ok"] and rows["graphs"]["value"] > 0
-    assert rows["ours, compiled"]["loss"] == pytest.approx(rows["ours again"]["loss"], rel=1e-2)

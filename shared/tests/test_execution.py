@@ -28,7 +28,6 @@ def test_a_run_states_all_of_its_execution() -> None:
         checkpointing="full, 0=attn_only",
         attention="flex",
         kernels="triton",
-        compile="eager",
         cuda_graphs="off",
         pipelined=True,
         token_routing="0-1=0.5",
@@ -44,12 +43,7 @@ def test_a_run_states_all_of_its_execution() -> None:
     assert execution.devices == ("cuda:0", "cuda:1"), "names: this machine need not have them"
     assert execution.schedule.policies([None] * 3) == (AttentionOnly(), Full(), Full())
     assert execution.precision == Precision(matmul=torch.float32, residual=torch.float64)
-    assert (execution.attention, execution.kernels, execution.compile, execution.cuda_graphs) == (
-        "flex",
-        "triton",
-        "eager",
-        "off",
-    )
+    assert (execution.attention, execution.kernels, execution.cuda_graphs) == ("flex", "triton", "off")
     assert execution.routing == TokenRouting(0, 1, 0.5)
     assert (execution.split_points, execution.reserve, execution.swap_blocks) == ((2,), (1.0,), (1,))
     assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))

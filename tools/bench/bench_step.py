@@ -3,7 +3,6 @@
     uv run tools/bench/bench_step.py                                   # the grid of the project's target, on this CPU
     uv run tools/bench/bench_step.py --model flux2                     # the same for FLUX.2, and likewise zimage
     uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
-    uv run tools/bench/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
     uv run tools/bench/bench_step.py --device cuda                     # 4 blocks of Wan 14B's width, 20,280 tokens
     uv run tools/bench/bench_step.py --device cuda --model flux2       # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
     uv run tools/bench/bench_step.py --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice in memory
@@ -212,11 +211,9 @@ class Steps:
     """diffusers' under autocast to the matmuls' dtype."""
 
 
-def steps_of(
-    args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, compile: bool = False, kernels: str = "torch"
-) -> Steps:
-    """The steps, ours compiled or not, with the kernels of `train.kernels`."""
-    engine = BlockEngine(policy=args.checkpointing, compile=compile, kernels=kernels)
+def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, kernels: str = "torch") -> Steps:
+    """The steps, ours with the kernels of `train.kernels`."""
+    engine = BlockEngine(policy=args.checkpointing, kernels=kernels)
     if args.checkpointing != "none":
         pair.theirs.enable_gradient_checkpointing()
 
@@ -328,41 +325,6 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
         f"(matmul+SDPA are {'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; losses {losses}",
         flush=True,
     )
-    if args.compile:
-        measure_compiled(args, pair, dtype, steps)
-
-
-def measure_compiled(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, eager: Steps) -> None:
-    """Both compiled, and both eager. diffusers' blocks stay compiled afterwards, so the eager steps are timed with the compiler told to
-    stand aside."""
-    compiled = steps_of(args, pair, dtype, compile=True)
-    pair.theirs.compile_repeated_blocks()
-
-    def aside(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with torch.compiler.set_stance("force_eager"):
-                return step()
-
-        return run
-
-    for step in (compiled.ours, compiled.theirs):
-        unless_out_of_memory(step)
-        unless_out_of_memory(step)  # a second look at sizes and gradients may compile again
-    found = measured(
-        {
-            "ours": compiled.ours, "diffusers": compiled.theirs,
-            "ours eager": aside(eager.ours), "diffusers eager": aside(eager.theirs),
-        },
-        args.repeats,
-        args.device,
-    )  # fmt: skip
-    ours, theirs, ours_eager, theirs_eager = found.values()
-    print(
-        f"  compiled: ours {milliseconds(ours.seconds)}, diffusers {milliseconds(theirs.seconds)}; ratios "
-        f"eager/eager {ratio(ours_eager, theirs_eager)}, compiled/eager {ratio(ours, theirs_eager)}, "
-        f"compiled/compiled {ratio(ours, theirs)}; losses {ours.loss} / {theirs.loss}",
-        flush=True,
-    )
 
 
 def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -404,7 +366,6 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help="default: 16; on a GPU 32")
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--compile", action="store_true", help="time both compiled, too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--tiny", action="store_true", help="a look at whether everything runs: small and fast, and worth nothing"

@@ -31,7 +31,6 @@ from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.spec import WAN
-from fused_kernels import compiled_kernels
 from step_jobs import step_job
 
 GPUS = parse_gpus("h100,h200,rtx5090,rtx4090,rtx3090")
@@ -108,14 +107,6 @@ def job_of(case: Case, *, kernels: str = "torch", base: str = "dtype") -> StepJo
     return step_job(
         case.spec, case.arch, case.size, rank=RANK, policy="full", kernels=kernels, quantize=quantize, compute=base
     )
-
-
-def compiled(case: Case) -> Step:
-    """The same with `train.compile`: other kernels in the blocks (`fused_kernels.py`)."""
-    job, step = job_of(case), ours(case)
-    found = compiled_kernels(job, reduced_model(job))
-    blocks = {title: (step.blocks[title][0], found[name]) for title, (name, _) in case.kinds.items()}
-    return Step(blocks=blocks, rest=step.rest)
 
 
 def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
@@ -328,7 +319,6 @@ def page(case: Case) -> Iterator[str]:
     steps = {
         OURS: ours(case, kernels="triton"),
         "ours, kernels = torch": ours(case),
-        "ours, compiled": compiled(case),
         **{
             f"ours, {base} computed, kernels = {kernels}": ours(case, kernels=kernels, base=base)
             for base in ("int8", "fp8")
@@ -369,8 +359,7 @@ A step is forward, loss and backward of a LoRA of rank {RANK} on the default tar
 without the optimizer, which is the same for all. *ours* runs in the default precision; *kernels* is `train.kernels`. Its `auto` takes
 `triton` on GPUs where the kernels pass a check as a run starts: norms, rotations, gated units and parts of LoRA factors then pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
 layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
-run. *compiled* is `train.compile`: bytes and launches of elementwise work are those of the kernels that inductor schedules for an H200 (sm_90), and
-all else is counted in the compiled graphs. *computed* is `base.compute`, products of the frozen base in 8 bits; `-` is a GPU that has none
+run. *computed* is `base.compute`, products of the frozen base in 8 bits; `-` is a GPU that has none
 of that format. Assumptions:
 
 - An operation reads each input and writes each result once, and is one launch. It takes as long as its arithmetic or its memory traffic,

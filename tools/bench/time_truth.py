@@ -268,7 +268,7 @@ DIFFUSERS = (
 
 def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> str:
     """A step of diffusers as a line of the third table."""
-    from roofline import CASES, theirs  # imports torch's compiler, for which tests of our own steps have no seconds
+    from roofline import CASES, theirs  # imports diffusers, for which tests of our own steps have no seconds
 
     case = next(case for case in CASES if case.name.partition(" (")[0] == model.replace("×", "x"))
     step = theirs(case, autocast=True, checkpointing=checkpointing)

@@ -132,9 +132,6 @@ def numbers(device: torch.device, tiny: bool) -> Rows:
                 title = f"{name} {adapter} {way}"
                 yield from ({"name": title, **row} for row in attempted(title, partial(compared, engine)))
 
-    if not tiny:
-        yield from attempted("toy compiled, fp32", lambda: [_compiled(device)])
-
 
 def _engines(device: torch.device) -> dict[str, BlockEngine]:
     """The ways to run a model whose numbers are compared."""
@@ -142,18 +139,6 @@ def _engines(device: torch.device) -> dict[str, BlockEngine]:
     if device.type == "cuda":
         engines["kernels of Triton"] = BlockEngine(policy="full", kernels="triton")
     return engines
-
-
-def _compiled(device: torch.device) -> dict[str, Any]:
-    """Compiled blocks against eager ones; of the smallest model, because the compiler takes long."""
-    runs = []
-    for compile in (False, True):
-        model = make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"]).to(device)
-        engine = BlockEngine(policy="attn_only", compile=compile)
-        values = train_shortly(TOY, model, toy_items(2), engine)[1]
-        runs.append({name: value for name, value in values.items() if name.startswith("gradient")})
-    apart = _distance(runs[1], runs[0])
-    return {"name": "toy compiled, fp32", "against eager": apart, "ok": apart <= 1e-4}
 
 
 def _families(tiny: bool) -> Iterator[tuple[str, Any, Any, list[dict[str, Tensor]]]]:

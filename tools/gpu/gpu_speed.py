@@ -45,7 +45,7 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
     Args:
         trace: Start of the names of files for the profiler's traces of the first steps; empty for none.
 
-    What has to be compiled first, and what changes the model, is timed with ours again, after the rows of the others are written.
+    What changes the model or its kernels is timed with ours again, after the rows of the others are written.
     """
     on_gpu, dtype = device.type == "cuda", torch.bfloat16
     given = ["--device", str(device), *(["--tiny"] if tiny else ["--repeats", "5"])]
@@ -70,12 +70,8 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
     }  # fmt: skip
     yield from _timed(steps, args.repeats, device, trace)
     kernels = bench_step.steps_of(args, pair, dtype, kernels="triton" if on_gpu else "torch").ours
-    others = {"kernels = triton (the default on GPUs)" if on_gpu else "kernels": kernels}
-    if not tiny:
-        others["compiled"] = bench_step.steps_of(args, pair, dtype, compile=True).ours
-    for name, step in others.items():
-        both = {"ours again": eager.ours, f"ours, {name}": step}
-        yield from attempted(f"ours, {name}", partial(_timed, both, args.repeats, device))
+    name = f"ours, {'kernels = triton (the default on GPUs)' if on_gpu else 'kernels'}"
+    yield from attempted(name, partial(_timed, {"ours again": eager.ours, name: kernels}, args.repeats, device))
     for kind, problem in kinds_in_8_bits(device).items():
         if problem:
             yield {"name": f"ours, {kind}", "value": problem}

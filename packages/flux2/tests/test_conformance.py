@@ -1,4 +1,4 @@
-"""FLUX.2 against every suite of the core: the seam, plans, audits, compiled blocks, kernels, ranks, and levers of other trainers."""
+"""FLUX.2 against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of other trainers."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -6,12 +6,9 @@ from typing import ClassVar
 import pytest
 import torch
 from flux2_items import Images
-from tiny_flux2 import ARCHS
 
-from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
-from ditkit_core.testing.conformance_compile import CompileConformance
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
@@ -20,6 +17,7 @@ from ditkit_core.testing.conformance_ranks import RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
 from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_flux2.spec import FLUX2
@@ -70,18 +68,9 @@ class TestPlan(FullSizePlanConformance):
     cut = 18
 
 
-class TestCompiled(Images, CompileConformance):
-    arch = ARCHS["dev"]
-    in_pairs = ("TestEditing",)
-
-    def items(self, count, ragged=False):
-        return samples(*([(3, 4 + 2 * i)] for i in range(count)), arch=self.arch)
-
-
 @pytest.mark.slow  # half a minute for each class
 def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
-    pytest.importorskip("triton")
-    check_kernels(__file__, ["TestTextToImage"])
+    check_kernels(TestTextToImage)
 
 
 @pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes

@@ -1,4 +1,4 @@
-"""Wan against every suite of the core: the seam, plans, audits, compiled blocks, kernels, ranks, and levers of other trainers.
+"""Wan against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of other trainers.
 
 Variants that need more than a few lines are in test_conformance_controls.py.
 """
@@ -10,10 +10,8 @@ import pytest
 import torch
 from wan_items import SIZES, Clips, Images
 
-from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
-from ditkit_core.testing.conformance_compile import CompileConformance
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
@@ -23,6 +21,7 @@ from ditkit_core.testing.conformance_ranks import RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
 from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_wan.model.carry import token_streams
@@ -122,18 +121,9 @@ class TestSplit(FullSizeSplitConformance):
         return 5, 1
 
 
-class TestCompiled(Clips, CompileConformance):
-    trained = ("full", "float32")
-    # blocks of every kind; what else variants have is in their embedding and in what plain blocks take
-    in_pairs = ("TestVace", "TestWanToDance", "TestSpeechToVideo", "TestAnimate")
-    # the grids of music, speech and faces; others know one sample and several, each once of a size and then of any
-    graphs_of_sizes: ClassVar = {"TestWanToDance": 1, "TestSpeechToVideo": 1, "TestAnimate": 1}
-
-
 @pytest.mark.exhaustive  # half a minute for each class
 def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
-    pytest.importorskip("triton")
-    check_kernels(__file__, ["TestWan", "TestVace"])
+    check_kernels(TestWan, TestVace)
 
 
 @pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes

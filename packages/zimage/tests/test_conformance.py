@@ -29,10 +29,8 @@ from ditkit_core.nn.rope import timestep_features
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_audit import AuditChecks
-from ditkit_core.testing.conformance_compile import CompileConformance
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
@@ -46,6 +44,7 @@ from ditkit_core.testing.conformance_sharded import EverySharded, Limits, Sharde
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
@@ -162,14 +161,9 @@ class TestStreamOrder(Images, StreamFaultChecks):
     """Faults in the order of streams are found."""
 
 
-class TestCompiled(Images, CompileConformance):
-    in_pairs = ("TestConformance",)
-
-
 @pytest.mark.slow  # minutes
 def test_kernels_compute_what_torch_computes_under_every_policy():
-    pytest.importorskip("triton")
-    check_kernels(__file__, ["TestConformance"])
+    check_kernels(TestConformance)
 
 
 @pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes minutes

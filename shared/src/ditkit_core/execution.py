@@ -43,8 +43,6 @@ class Execution:
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of norms, rotations, gated units and roundings on a GPU: `torch` in several passes over memory, or `triton` in one. They differ
     in the last bits. An engine takes one of these two: `auto` is resolved before (`run/gpus.py: with_kernels`)."""
-    compile: bool | str = False
-    """Whether torch.compile compiles the blocks, or its backend if it is not `inductor`. Changes the last bits."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Whether micro-batches are recorded as CUDA graphs and replayed; `auto` does so where the GPU waits for the host."""
     token_routing: str = ""
@@ -88,6 +86,6 @@ class Execution:
 
     @property
     def is_replayable(self) -> bool:
-        """Whether micro-batches may be replayed as CUDA graphs, which hold neither compiled or pipelined steps nor exchanges between ranks."""
-        is_eager = self.cuda_graphs == "off" or self.pipelined or bool(self.compile)
+        """Whether micro-batches may be replayed as CUDA graphs, which hold neither pipelined steps nor exchanges between ranks."""
+        is_eager = self.cuda_graphs == "off" or self.pipelined
         return not (is_eager or self.ranks.shard > 1 or self.ranks.context > 1)

@@ -275,13 +275,14 @@ def test_a_run_has_the_name_of_its_run_file_unless_one_is_set(
 def test_print_config_changed_prints_the_shortest_run_file(
     stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(TOY, "train", ["--print-config", "--changed", "--adapter.rank", "7", "--train.compile", "true"]) == 0
+    flags = ["--adapter.rank", "7", "--train.pipelined", "true"]
+    assert cli.run(TOY, "train", ["--print-config", "--changed", *flags]) == 0
     text = capsys.readouterr().out
     assert (
-        text == '[run]\nfolder = "runs/toy"\n\n[adapter]\nrank = 7\n\n[train]\ncompile = true\n'
+        text == '[run]\nfolder = "runs/toy"\n\n[adapter]\nrank = 7\n\n[train]\npipelined = true\n'
         and stages.called is None
     )
-    assert cli.run(TOY, "train", ["--changed", "--adapter.rank", "7", "--train.compile", "true"]) == 0
+    assert cli.run(TOY, "train", ["--changed", *flags]) == 0
     assert capsys.readouterr().out == text
     file = tmp_path / "run.toml"
     file.write_text("[adapter]\nrank = 7\n")

@@ -379,22 +379,6 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, n
     assert "however 2 ranks divide the run, each still lacks" in capsys.readouterr().err
 
 
-def test_compiled_blocks_are_given_no_policy_that_they_cannot_have():
-    """Over a quantized base they must recompute: without, the compiler would keep each weight a second time."""
-    config = config_of(**BIG, model={"preset": "tiny"}, train={"compile": True})
-    accepts = fit_stage.task_for(create_run(TOY, config), parse_gpus("24GiB")).accepts
-    refused = [
-        (policy, kind)
-        for policy in ("full", "full+offload", "attn_only", "none")
-        for kind in ("none", "int8")
-        if not accepts(policy, kind)
-    ]
-    assert refused == [("none", "int8")]
-    eager = replace(made_task(parse_gpus("24GiB"), config), quantizations=("int8",))
-    assert fit(eager).chosen.setting.policy == "none"
-    assert fit(replace(eager, accepts=accepts)).chosen.setting.policy == "attn_only"
-
-
 def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
     """A run refuses the two together, so neither levels nor their search may lead there."""
     sections = {"adapter": {"method": "full"}, "model": {"dtype": "fp32", "preset": "tiny"}}

@@ -146,8 +146,8 @@ def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_a_run_of_ranks_is_checked_in_one_process_which_says_how_to_start_it(front: Front) -> None:
     shared = ("--ranks.context", "2")
-    compiled = Case(seed=0, flags=(shared, ("--train.compile", "true")), steps=("check",))
-    assert front.try_case(compiled) == "not trainable", "by any number of processes"
+    routed = Case(seed=0, flags=(shared, ("--train.token_routing", "0-1=0.5")), steps=("check",))
+    assert front.try_case(routed) == "not trainable", "by any number of processes"
     case = Case(seed=0, flags=(shared, ("--adapter.dropout", "0.1")), steps=("check",))
     assert front.try_case(case) == "not tried"
     said = "start it with torchrun: ranks.shard and ranks.context need a multiple of 2 processes"

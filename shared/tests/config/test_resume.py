@@ -1,11 +1,20 @@
 """Which changes may be made to a run that is continued."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.config.cli_args import read_flags
 from ditkit_core.config.field import setting
-from ditkit_core.config.resume import REMOVED, ConfigChange, compare, refuse
-from ditkit_core.config.schema import config_values
+from ditkit_core.config.removed import REMOVED
+from ditkit_core.config.resume import ConfigChange, compare, refuse
+from ditkit_core.config.schema import config_fields, config_values
+from ditkit_core.config.toml import read_config_file
+from ditkit_core.errors import UserError
+from ditkit_core.run.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +111,22 @@ def test_the_refusal_names_each_key_with_both_values_and_the_remedy(tmp_path: Pa
     assert spaced.endswith("--init-from 'my runs'"), "what a shell reads as one word"
 
 
-def test_removed_keys_are_stated_only_where_they_were_set():
-    (key, default), *_ = REMOVED.items()
-    assert compare(STORED | {key: default}, Tree()) == ([], [])
+@pytest.mark.parametrize(("key", "removed"), REMOVED.items())
+def test_removed_keys_are_stated_only_where_they_were_set_and_answered_with_what_took_their_place(
+    key, removed, tmp_path
+):
+    assert compare(STORED | {key: removed.default}, Tree()) == ([], [])
     assert compare(STORED | {key: "another"}, Tree()).stated == [ConfigChange(key, "another", None)]
+    section, _, name = key.partition(".")
+    file = tmp_path / "run.toml"
+    file.write_text(f"[{section}]\n{name} = true\n")
+    answer = f"was removed: {removed.instead}; leave it out"
+    with pytest.raises(UserError) as refused:
+        read_config_file(RunConfig, file)
+    assert str(refused.value) == f"{key} in {file} {answer}"
+    with pytest.raises(UserError) as refused:
+        read_flags([f"--{key}", "true"], RunConfig, TrainOptions)
+    assert str(refused.value) == f"--{key} on the command line {answer}"
+    named = re.findall(r"\b[a-z]+\.[a-z_]+\b", removed.instead)
+    assert set(named) <= config_fields(RunConfig).keys()
+    assert read_config_file(RunConfig, file, stored=True) == {}

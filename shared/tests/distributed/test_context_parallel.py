@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.errors import UserError
 from ditkit_core.models.token_streams import TokenStreams
 
 
@@ -67,8 +65,3 @@ def test_a_call_within_a_stream_sees_the_tokens_of_that_stream_alone(monkeypatch
     assert name in exchange.calls
     exchange.attend(kernel, name, parts[1], parts[1], parts[1], None, 0.0)
     assert keys == {"self": [*range(5), *range(8)], "image": [*range(8)], "text": [*range(5)]}[name]
-
-
-def test_blocks_that_share_tokens_are_not_compiled():
-    with pytest.raises(UserError, match="compiled blocks cannot share a sample's tokens"):
-        BlockEngine(compile=True, context=ContextParallel(Ranks(0, 2, context=2), STREAMS))

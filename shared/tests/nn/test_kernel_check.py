@@ -14,7 +14,7 @@ from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force
 from ditkit_core.nn.kernel_check import KernelCase, KernelCheck, compare_kernels, rounds_products
 from ditkit_core.nn.kernels.launch import summing_programs
-from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.testing.scripts import printed
 from ditkit_core.testing.tensor_cores import TensorCores
 
 CPU = torch.device("cpu")

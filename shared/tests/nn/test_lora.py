@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +16,15 @@ from torch.utils._pytree import tree_leaves
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.nn import bf16_parts, compiled_lora
+from ditkit_core.nn import bf16_parts
 from ditkit_core.nn import lora as lora_linear
 from ditkit_core.nn.bf16_parts import bf16_parts_of, split_factors, split_products
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings, settings_in_force
 from ditkit_core.nn.lora import _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
-from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.tensor_cores import TensorCores
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def layer_of(dtype: torch.dtype, **config: object) -> nn.Module:
@@ -392,62 +388,6 @@ def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype
         assert (meter.peak[x.device] - before) / out.nbytes == pytest.approx(outputs, rel=0.1)
         out.backward(x.detach())
     assert meter.kernels.total() == launches
-
-
-@pytest.mark.slow
-def test_a_plan_has_the_wide_copies_of_compiled_layers():
-    """Bytes that a forward keeps, and the peak of a step; eager layers keep much less."""
-    found = printed(SUPPORT / "compiled_lora.py", "cpu")
-    kept, peak = found["counted"]
-    assert found["compiled"] == [pytest.approx(kept, rel=0.01), pytest.approx(peak, rel=0.1)]
-    assert found["torch"][0] < 0.7 * kept
-
-
-@pytest.mark.slow
-def test_compiled_layers_on_a_gpu_are_exact_and_keep_no_wide_copies():
-    """Compiled by inductor; the result is rounded to bf16 once, and the gradients of the factors are as near to fp64 as fp32 products are."""
-    found = printed(SUPPORT / "compiled_lora.py", "cuda")
-    assert found["counted"][0] == found["compiled"][0] == found["torch"][0]
-    (out, *factors), (rounded, *wide) = found["distances"], found["plain"]
-    assert out < 1.001 * rounded
-    assert all(near <= far for near, far in zip(factors, wide, strict=True))
-
-
-@pytest.mark.slow  # imports the compiler
-def test_operations_of_compiled_layers_are_declared_as_they_are(monkeypatch):
-    for module in (bf16_parts, compiled_lora):
-        monkeypatch.setattr(module, "wide_product", lambda a, b: (a.double() @ b.double()).float())
-    monkeypatch.setattr(compiled_lora, "_SPLIT", bf16_parts.IN_TORCH)
-    x, result = torch.randn(2, 3, 16).bfloat16(), torch.randn(2, 3, 24).bfloat16()
-    down, up = torch.randn(4, 16), torch.randn(24, 4)
-    low, *matrices = compiled_lora._low_rank(x, down, up, 0.5)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(compiled_lora._low_rank, (x, down, up, 0.5), test_utils=checks)
-    for trained in ((True, True, True), (False, True, True), (True, False, False)):
-        given = [each.clone().requires_grad_(want) for each, want in zip((x, down, up), trained, strict=True)]
-        torch.library.opcheck(compiled_lora._with_product, (result, *matrices, *given, low, 0.5), test_utils=checks)
-        found = compiled_lora._gradients(result, x, down, up, low, 0.5, list(trained))
-        assert [each.shape for each in found if len(each)] == [each.shape for each in given if each.requires_grad]
-
-
-@pytest.mark.parametrize(
-    "trained", [(True, True, True), (False, True, True), (True, False, False), (True, True, False)]
-)
-def test_operations_of_compiled_layers_count_the_products_of_eager_ones(trained):
-    """The compiler and plans do not look into them, so their arithmetic is declared: exactly that of eager code with the same parts."""
-    counted = []
-    for kernels in ("triton", "compiled"):
-        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=kernels)):
-            sizes = ((2, 3, 16), torch.bfloat16), ((4, 16), torch.float32), ((24, 4), torch.float32)
-            given = [
-                torch.empty(size, dtype=dtype).requires_grad_(want)
-                for (size, dtype), want in zip(sizes, trained, strict=True)
-            ]
-            out = low_rank_sum(*given, 0.5, lambda x: x.new_empty(2, 3, 24).requires_grad_())
-            out.backward(out.detach())
-        counted.append(sum(kernel.flops * count for kernel, count in meter.kernels.items()))
-        assert {kernel.kind for kernel in meter.kernels} - {"fused"} == {"matmul_16", "elementwise"}
-    assert counted[0] == counted[1] > 0
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

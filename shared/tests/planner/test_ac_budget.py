@@ -220,10 +220,6 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert full_step(job, ()).peaks[0] == report.devices[0].peak
 
 
-def test_a_compiled_run_is_planned_as_one():
-    assert planned_step(run_of("full", **{"train.compile": "true"}), "cpu").job.kernels == "compiled"
-
-
 COMPUTED = {"train.kernels": "triton", "base.quantize": "fp8", "base.compute": "fp8"}
 
 

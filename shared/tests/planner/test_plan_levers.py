@@ -152,31 +152,11 @@ def test_matrices_in_several_formats_of_a_file_are_planned_one_by_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernels", "policy", "cuts"),
-    [
-        ("compiled", "none", ()),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [("compiled", "full", (3,)), ("triton", "none", (3,)), ("triton", "full", ())]
-        ),
-    ],
-)
-def test_kernels_and_compiled_adapters_have_their_memory(kernels, policy, cuts):
+@pytest.mark.parametrize(("policy", "cuts"), [("none", (3,)), pytest.param("full", (), marks=pytest.mark.exhaustive)])
+def test_kernels_have_their_memory(policy, cuts):
     eager = profile(toy_job(checkpointing=policy, **SMALL)).blocks[2]
-    block = agree(toy_job(checkpointing=policy, kernels=kernels, **SMALL), cuts).blocks[2]
-    assert block.kept < 1.1 * eager.kept  # no fp32 copies: on a GPU compiled adapters are bf16 parts too
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "more"), [("none", 0.0), ("full", 0.05)])
-def test_compiled_adapters_have_the_arithmetic_of_eager_ones(policy, more):
-    """Of a bf16 LoRA on a GPU, forward and backward of each stage. Under `full` the plan repeats the last frozen product of a block, which
-    eager blocks do not, and which is under 5 % of this block's backward."""
-    eager, compiled = (profile(toy_job(checkpointing=policy, kernels=kernels)) for kernels in ("triton", "compiled"))
-    for one, other in zip((eager.head, *eager.blocks), (compiled.head, *compiled.blocks), strict=True):
-        assert one.flops_forward == other.flops_forward
-        assert one.flops_backward <= other.flops_backward <= (1 + more) * one.flops_backward
+    block = agree(toy_job(checkpointing=policy, kernels="triton", **SMALL), cuts).blocks[2]
+    assert block.kept < 1.1 * eager.kept
 
 
 @pytest.mark.exhaustive

@@ -55,7 +55,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
 
 def test_a_cpu_runs_torch_and_nothing_is_said(capfd):
     assert with_kernels(config()).train.kernels == "torch"
-    assert with_kernels(config(compile=True)).train.kernels == "torch"
     assert capfd.readouterr() == ("", "")
 
 
@@ -111,19 +110,17 @@ def test_without_the_compiler_that_triton_looks_for_torch_runs(gpus, monkeypatch
     assert f"because {said}" in capfd.readouterr().err or not said
 
 
-def test_compiled_blocks_other_devices_and_no_triton_run_torch_without_a_check(gpus, monkeypatch, capfd):
-    checked = gpus("cuda:0")
-    assert with_kernels(config(compile=True)).train.kernels == "torch"
-    gpus("cuda:0", "cpu")
+def test_other_devices_and_no_triton_run_torch_without_a_check(gpus, monkeypatch, capfd):
+    checked = gpus("cuda:0", "cpu")
     assert with_kernels(config()).train.kernels == "torch"
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     monkeypatch.setattr(run_gpus, "training_devices", lambda config: (torch.device("cuda", 0),))
     assert with_kernels(config()).train.kernels == "torch"
     said = capfd.readouterr().err.splitlines()
     assert [line.partition("because ")[2] for line in said] == [
-        "train.compile has kernels of its own", "triton runs on GPUs only, and this run uses cpu",
+        "triton runs on GPUs only, and this run uses cpu",
         "triton needs the package triton, which is not installed here",
-    ]  # fmt: skip
+    ]
     assert not checked
 
 
@@ -175,5 +172,4 @@ def test_a_plan_is_for_what_auto_would_be_on_its_devices():
     assert make_report(run_with(kernels="torch"), "24GiB").work.kernels == "torch"
     for gpu in ("rtx2080ti", "v100-16,24GiB"):  # older than those that Triton supports
         assert make_report(run_with(), gpu).work.kernels == "torch"
-    assert with_planned_kernels(run_with(compile=True).execution, "cuda").kernels == "torch"
     assert with_planned_kernels(run_with(kernels="triton").execution, "cpu").kernels == "triton"

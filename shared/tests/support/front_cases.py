@@ -38,7 +38,7 @@ TEXTS = [
 
 CHEAP: dict[str, list[str]] = {
     "train.steps": ["1"], "train.batch_size": ["1", "2"], "train.accumulation": ["1", "2"], "train.threads": ["0", "1"],
-    "train.device": ["auto", "cpu"], "train.devices": ["[]"], "train.compile": ["false"], "adapter.rank": ["1", "2"], "data.frames": ["1", "5"],
+    "train.device": ["auto", "cpu"], "train.devices": ["[]"], "adapter.rank": ["1", "2"], "data.frames": ["1", "5"],
     "data.height": ["16", "32"], "data.width": ["16", "32"], "data.clips_per_file": ["1", "2"], "data.tag_variants": ["4", "2"],
     "prior.images": ["2"], "prior.prompt": [""], "prior.folder": [""], "sample.prompts": ["[]"], "sample.captions": ["0", "1"],
     "sample.images": ["1"], "sample.steps": ["0", "1"], "sample.frames": ["0", "1"], "sample.height": ["0", "16"],

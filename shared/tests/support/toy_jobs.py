@@ -22,13 +22,10 @@ def toy_job(
         method: Of the adapter.
         arch: The architecture.
         size: Frames, height and width of its one item.
-        changed: Fields of the job or of its execution that are to be otherwise; kernels may be `compiled`.
+        changed: Fields of the job or of its execution that are to be otherwise.
     """
     job = replace(
         step_of(TOY, arch, size, AdapterConfig(method=method, rank=4)),
         **{name: value for name, value in changed.items() if name not in EXECUTION},
     )
-    execution = {name: value for name, value in changed.items() if name in EXECUTION}
-    if execution.get("kernels") == "compiled":
-        execution |= {"kernels": "torch", "compile": True}
-    return job.with_execution(**execution)
+    return job.with_execution(**{name: value for name, value in changed.items() if name in EXECUTION})

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.testing import compiled_steps, context_steps, sharded_steps
+from ditkit_core.testing import context_steps, kernel_conformance, sharded_steps
 from ditkit_core.testing.world import largest
 
 
-def of_compiled(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    return compiled_steps.difference([*found.values()], [*expected.values()])
+def of_kernels(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return kernel_conformance.difference([*found.values()], [*expected.values()])
 
 
 def of_ranks_that_share_tokens(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -22,7 +22,7 @@ def of_ranks_that_share_tokens(found: dict[str, torch.Tensor], expected: dict[st
 
 
 @pytest.mark.parametrize("place", ["first", "second", "third"])
-@pytest.mark.parametrize("distance", [of_compiled, of_ranks_that_share_tokens, sharded_steps.apart])
+@pytest.mark.parametrize("distance", [of_kernels, of_ranks_that_share_tokens, sharded_steps.apart])
 def test_a_tensor_with_a_nan_is_at_no_distance(distance: Any, place: str) -> None:
     expected = {name: torch.arange(1.0, 4.0) for name in ("first", "second", "third")}
     assert distance(expected, expected) == 0

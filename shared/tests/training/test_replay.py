@@ -376,14 +376,13 @@ def _work(model: Model, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor
         ({"train": TrainConfig(pipelined=True)}, "train.pipelined"),
         ({"optim": OptimConfig(fused_backward=True)}, "optim.fused_backward"),
         ({"policy": "full+offload"}, "to the host"),
-        ({"compile": "aot_eager"}, "train.compile"),
         ({"hooks": (object(),)}, "train.swap_blocks"),
         ({}, ""),
     ],
 )
 def test_what_is_not_replayed_has_a_reason(changed: dict[str, Any], words: str) -> None:
     model, trained = toy_model("lora")
-    engine = BlockEngine(**{name: value for name, value in changed.items() if name in ("policy", "compile", "hooks")})
+    engine = BlockEngine(**{name: value for name, value in changed.items() if name in ("policy", "hooks")})
     staged = Model(model, engine, TOY, trainable=trained)
     with recorded_graphs():
         reason = not_replayed(staged, changed.get("train", TrainConfig()), changed.get("optim", OptimConfig()))

@@ -15,7 +15,7 @@ from ditkit_core.weights.metadata import published_header, redact_description, r
 
 TEXTS = {
     "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",
-    "train.devices", "train.checkpointing", "train.token_routing", "train.attention", "train.compile", "sample.prompts", "sample.negative", "sample.device",
+    "train.devices", "train.checkpointing", "train.token_routing", "train.attention", "sample.prompts", "sample.negative", "sample.device",
     "export.forms", "export.dtype", "log.project",
     "adapter.rank_pattern", "adapter.alpha_pattern", "optim.lr_pattern", "flow.slider_positive", "flow.slider_negative",
 }  # fmt: skip

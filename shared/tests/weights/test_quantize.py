@@ -1,7 +1,5 @@
 """A frozen base in 8 or 4 bits: torchao's values, nothing kept, adapters as over any other base."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,35 +155,6 @@ def test_autograd_is_given_nothing_to_keep(kind):
         dense = nn.Linear(64, 32).requires_grad_(False)(drawn(8, 64).requires_grad_())
         assert [tuple(tensor.shape) for tensor in saved] in ([(32, 64)], [(64, 32)])
     assert out.requires_grad and dense.requires_grad
-
-
-COMPILED = """
-import torch
-from ditkit_core.nn.quantized_layouts import LAYOUTS, quantized_layout
-from ditkit_core.nn.quantized_linear import QuantizedLinear
-
-for kind in (*LAYOUTS, "int8_rotated_16", "mxfp8", "nvfp4"):
-    layer, results = QuantizedLinear(64, 32, kind, bias=True), []
-    layer.set_weight(torch.randn(32, 64))
-    torch.nn.init.normal_(layer.bias)
-    torch._dynamo.reset()
-
-    def run(x):
-        return layer(x.sin()).square()
-
-    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
-        x = torch.linspace(-1, 1, 512).view(8, 64).requires_grad_()
-        out = function(x)
-        out.sum().backward()
-        results.append((out.detach(), x.grad))
-    assert all(map(torch.equal, *results)), kind
-"""
-
-
-@pytest.mark.slow
-def test_it_compiles_without_a_break():
-    """In a process of its own, as a user's: the checks of annotations that tests run under cannot be compiled."""
-    subprocess.run([sys.executable, "-c", COMPILED], check=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
 Z-Image normalises before and after attention and MLP, and its modulation has no shift. So scale and gate are one factor with the norm's weight, a
 row per sample: `scaled_norm` begins a sub-layer, `normed_sum` adds its result to the stream. As in `nn/functional.py` of the core these are
-autograd functions, which save a matmul's output in its own dtype, and compiled code runs the plain composition.
+autograd functions, which save a matmul's output in its own dtype.
 """
 
 from typing import Any
@@ -23,8 +23,6 @@ def scaled_norm(
     x: Float[Tensor, "batch tokens dim"], factor: Factor, eps: float, norms: torch.dtype, result: torch.dtype
 ) -> Float[Tensor, "batch tokens dim"]:
     """The RMS norm of `x`, in the dtype `norms`, times `factor`, rounded to `result`. Statistics are fp32 or wider."""
-    if torch.compiler.is_compiling():
-        return (_normalised(x, eps, norms) * factor).to(result)
     if _fused(x, factor, norms):
         return kernels.NormRotation.apply(x, factor[0, 0], None, eps, 1, result).flatten(2)
     out: Tensor = _ScaledNorm.apply(x, factor, eps, norms, result)
@@ -39,8 +37,6 @@ def normed_sum(
     norms: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
     """The residual stream `x` plus the RMS norm of `y` times `factor`, rounded once to the dtype of `x`."""
-    if torch.compiler.is_compiling():
-        return (x + _normalised(y, eps, norms) * factor).to(x.dtype)
     if _fused(y, factor, norms):
         return x + kernels.NormRotation.apply(y, factor[0, 0], None, eps, 1, x.dtype).flatten(2)
     out: Tensor = _NormedSum.apply(y, x, factor, eps, norms)
@@ -51,8 +47,6 @@ def gated_product(
     a: Float[Tensor, "*batch hidden"], b: Float[Tensor, "*batch hidden"]
 ) -> Float[Tensor, "*batch hidden"]:
     """silu(a) · b. Only `a` and `b` are kept for the backward."""
-    if torch.compiler.is_compiling():
-        return F.silu(a) * b
     out: Tensor = _GatedProduct.apply(a, b)
     return out
 
@@ -63,18 +57,9 @@ def _fused(x: Tensor, factor: Tensor, norms: torch.dtype) -> bool:
     return is_fp32 and len(factor) == 1 and x.dtype.itemsize <= 4 and kernels_in_force(x)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _normalised(x: Tensor, eps: float, norms: torch.dtype) -> Tensor:
-    wide = x.to(norms).to(_wide(norms))
-    return F.rms_norm(wide, x.shape[-1:], eps=eps).to(norms)
-
-
 def _statistics(x: Tensor, eps: float, norms: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` normalised, as a tensor of its own in the dtype `norms`, and 1 / rms of each token."""
-    wide = x.to(norms).to(_wide(norms))
+    wide = x.to(norms).to(torch.promote_types(norms, torch.float32))
     inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(wide, inverse).to(norms), inverse
 

@@ -20,7 +20,7 @@ from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.factored import factored_linear_class, parts_of
-from ditkit_core.nn.lora import AdapterDropout, lora_linear_class, magnitude_class
+from ditkit_core.nn.lora import AdapterDropout, lora_linear_class
 from ditkit_core.nn.quantized_linear import dense_weight
 from ditkit_core.weights.rows import RowReader, dense_rows
 
@@ -62,8 +62,6 @@ def inject(
         # peft constructs its own classes here and offers no choice, as it does for LoRA layers.
         if config.dropout:
             layer.lora_dropout["default"] = AdapterDropout(config.dropout, name)
-        if config.use_dora:
-            layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
         if config.method != "lora":
             layer.__class__ = factored_linear_class(config.method)
         if config.method == "loha":

@@ -85,7 +85,7 @@ def load(
         say=_LOGGER.info,
     )
     devices, ranks = execution.torch_devices, _ranks(execution)
-    kernels = resolve_kernels(execution.kernels, devices, compiles=bool(execution.compile))
+    kernels = resolve_kernels(execution.kernels, devices)
     placement = _place(unloaded, replace(execution, kernels=kernels), batch)
     if ranks.shard == 1:
         model = load_weights(unloaded, placement=placement, seed=seed)

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
@@ -72,13 +71,11 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     )
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run.data, [by_id[id] for id in kept], []).micro_batches(0)[0]
-    # Eager: a compiler fuses operations and keeps values between them in a wider dtype than the code says.
-    engine = replace(engine_for(prepared, run.execution, placement.checkpointing), compile=False)
     subject = Subject(
         model=prepared.module,
         spec=run.spec,
         precision=run.precision,
-        run=engine,
+        run=engine_for(prepared, run.execution, placement.checkpointing),
         ids=batch.ids[:SAMPLES],
         items=batch.items[:SAMPLES],
         guidance=run.config.flow.guidance,

@@ -1,6 +1,8 @@
 """The words of other trainers (kohya's scripts, musubi-tuner, ai-toolkit, diffusion-pipe, OneTrainer, SimpleTuner, DiffSynth, diffusers, peft),
 and our keys for them."""
 
+from ditkit_core.config.removed import REMOVED
+
 FOREIGN_WORDS = {
     word: ours
     for ours, words in {
@@ -79,7 +81,7 @@ FOREIGN_WORDS = {
         "train.swap_blocks": "blocks_to_swap block_swap musubi_blocks_to_swap musubi_block_swap layer_offload_fraction ramtorch",
         "--fit chooses what saves memory for your GPU": "low_vram layer_offloading lowvram offload_inactive_dit enable_model_cpu_offload",
         "train.attention": "attn_mode sdpa xformers flash_attn flash3 attention_mechanism attention_implementation",
-        "train.compile": "compile_blocks torch_compile compile_model dynamo_backend",
+        REMOVED["train.compile"].instead: "compile compile_blocks torch_compile compile_model dynamo_backend",
         "train.seed": "seed",
         "train.caption_dropout": "caption_dropout_rate caption_dropout_probability text_drop_ratio training_cfg_rate",
         "train.devices": "num_gpus gpu_ids pipeline_stages split_model_over_gpus",

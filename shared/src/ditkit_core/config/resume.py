@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ditkit_core.config.removed import REMOVED
 from ditkit_core.config.schema import config_fields, config_values
 from ditkit_core.errors import UserError
-
-REMOVED: Mapping[str, Any] = {"base.quantized_cache": "", "train.noise_device": "cpu"}
-"""Keys that only earlier versions know, with the defaults that their runs stored: a run without them goes on as before."""
 
 
 class ConfigChange(NamedTuple):
@@ -53,7 +51,7 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     before = config_values(default) | dict(stored)
     for key, old in before.items():
         if key not in fields:
-            if key in REMOVED and old == REMOVED[key]:
+            if key in REMOVED and old == REMOVED[key].default:
                 continue
             changes.stated.append(ConfigChange(key, old, None))
         elif key not in stored and (fields[key].asked_again or values[key] == stored.get(fields[key].part_of)):

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
 from ditkit_core.config.nearest import nearest_key
+from ditkit_core.config.removed import REMOVED
 from ditkit_core.config.schema import ConfigField
 from ditkit_core.errors import UserError
 
@@ -137,9 +138,7 @@ def _converted(hint: Any, raw: Any, *, is_text: bool = False) -> Any:
     """
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        # A quoted "true" in a run file is a slip, and no text such as the name of a backend.
-        is_slip = bool in arguments and not is_text and isinstance(raw, str) and raw.lower() in _WORDS
-        for argument in () if is_slip else arguments:
+        for argument in arguments:
             with suppress(ValueError):
                 return _converted(argument, raw, is_text=is_text)
     elif kind in (tuple, list) and isinstance(raw, list):
@@ -173,7 +172,7 @@ def unknown_key(
     dashes: str = "",
     section: str = "",
 ) -> UserError:
-    """The error for an unknown key; it suggests the present name of a renamed key, or else the nearest key.
+    """The error for an unknown key: the present name of a renamed key, what replaces a removed one, or else the nearest key.
 
     Args:
         keys: The known ones.
@@ -184,6 +183,8 @@ def unknown_key(
     """
     if key in renamed:
         return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
+    if key in REMOVED:
+        return UserError(f"{dashes}{key} {where} was removed: {REMOVED[key].instead}; leave it out")
     names = list(keys)
     prefix, _, name = key.rpartition(".")
     ours = FOREIGN_WORDS.get(name.replace("-", "_"), "")

@@ -1,4 +1,4 @@
-"""How blocks are run: activation checkpointing, compilation, offload, block swap, placement over devices.
+"""How blocks are run: activation checkpointing, offload, block swap, placement over devices.
 
 It may import the folders from distributed downwards. Start reading at engine.py.
 """

@@ -8,13 +8,13 @@ The engine itself only calls, stage by stage, small objects with one job each:
 - `DeviceHops` sends the carry to the device of the next stage,
 - `offloading` moves to the host what blocks with an offloading policy keep,
 - `HookedRunner` calls hooks where a block begins and ends, in forward and backward,
-- `EagerRunner` or `CompiledRunner` runs a block under its policy.
+- `EagerRunner` runs a block under its policy.
 
 No module is wrapped, and no parameter changes its name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,8 +26,7 @@ from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
-from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, call_before_backward, timed
-from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
+from ditkit_core.engine.block_hooks import BlockHooks, HookedRunner, call_before_backward, timed
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.token_route import TokenRouter
 from ditkit_core.engine.token_routing import KEY as ROUTING
@@ -53,10 +52,7 @@ class BlockEngine:
     """Which block runs under which policy: a configuration's schedule or its text, which is parsed once."""
     backend: str = "sdpa"
     kernels: str = "torch"
-    """Implementation of norms, rotations, gated units and parts of LoRA and quantized layers: `torch`, or `triton` for the kernels of `nn/kernels/`.
-    Compiled blocks have kernels of the compiler's."""
-    compile: bool | str = False
-    """Whether blocks with a backward are compiled, or the backend of torch's compiler that compiles them (`compile.py`)."""
+    """Implementation of norms, rotations, gated units and parts of LoRA and quantized layers: `torch`, or `triton` for the kernels of `nn/kernels/`."""
     hooks: tuple[BlockHooks, ...] = ()
     """Called where the carry enters and leaves a block, in forward and backward: for block swap and statistics."""
     context: ContextParallel | None = None
@@ -64,14 +60,12 @@ class BlockEngine:
     router: TokenRouter | None = None
     """Has some tokens skip blocks in forwards with a backward; None if all tokens go through all blocks."""
     clock: StepClock = field(default_factory=StepClock, compare=False, repr=False)
-    """Times blocks in forward and backward, and their recomputes unless they are compiled. The times of hooks are `copies`."""
+    """Times blocks in forward and backward, and their recomputes. The times of hooks are `copies`."""
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """Host memory for the tensors of blocks whose policy offloads. Shared by all forwards, so that buffers are allocated once."""
 
     def __post_init__(self) -> None:
-        check_compiled(backend_of(self.compile), self.schedule.distinct, attention=self.backend)
-        if self.compile and self.context is not None:
-            raise UserError("compiled blocks cannot share a sample's tokens with other ranks: leave compile out")
+        as_schedule(self.policy)  # a mistake in it is refused here, and not in the first forward
         if self.router is not None and self.context is not None:
             raise UserError(
                 f"{argument(ROUTING)} and {argument('ranks.context')} both divide a sample's tokens; leave one of them out"
@@ -81,16 +75,6 @@ class BlockEngine:
     def schedule(self) -> ACSchedule:
         """`policy`, parsed if it is a text."""
         return as_schedule(self.policy)
-
-    @cached_property
-    def runner(self) -> BlockRunner:
-        """Runs a single block."""
-        eager = EagerRunner(self._settings, self.clock)
-        return CompiledRunner(eager, backend_of(self.compile)) if self.compile else eager
-
-    @property
-    def _settings(self) -> BlockSettings:
-        return BlockSettings(backend=self.backend, kernels=self.kernels)
 
     def __call__(self, model: Stages, inputs: Any) -> Any:
         compute_fp32_in_fp32()  # of the process: another's training loop, or a benchmark, calls no command that does
@@ -102,13 +86,13 @@ class BlockEngine:
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
             hops = DeviceHops(device_of(model.embed), self.clock)
-            carry, runner, exchange = self._embed(model, inputs), self.runner, None
+            carry, exchange = self._embed(model, inputs), None
             # Only training skips blocks: a target that the base predicts, a validation and a sample need the whole model.
             route = self.router.route(carry) if self.router is not None and torch.is_grad_enabled() else None
             if self.context is not None:
                 carry, exchange = self.context.cut(carry)
-                runner = EagerRunner(replace(self._settings, exchange=exchange), self.clock)
-            run = HookedRunner((*timed(self.clock, self.hooks), *stores), runner)
+            settings = BlockSettings(backend=self.backend, kernels=self.kernels, exchange=exchange)
+            run = HookedRunner((*timed(self.clock, self.hooks), *stores), EagerRunner(settings, self.clock))
             for index, (block, policy, device) in enumerate(zip(blocks, policies, devices, strict=True)):
                 # Rebound at once: the carry on the device before would otherwise stay in memory while the block runs.
                 if route is None:

@@ -14,7 +14,7 @@ def parked(weights: Iterable[Tensor]) -> Iterator[None]:
     """Keep a model's weights on the host as long as the context is open; the model cannot run meanwhile.
 
     What is on the host already stays there: all of a model on a CPU, and the copies of streamed blocks. Tensors keep their identity, because
-    only their memory goes away: optimizer, engine and compiled blocks need not know.
+    only their memory goes away: optimizer and engine need not know.
     """
     with parked_tensors([tensor for tensor in weights if tensor.device.type != "cpu"]):
         yield

@@ -16,14 +16,13 @@ Kernels = Literal["auto", "torch", "triton"]
 
 
 def resolve_kernels(
-    kernels: Kernels, devices: Sequence[torch.device], *, compiles: bool = False, ranks: Ranks | None = None
+    kernels: Kernels, devices: Sequence[torch.device], *, ranks: Ranks | None = None
 ) -> Literal["torch", "triton"]:
     """What runs on these devices. Triton's kernels are checked on the GPUs among them; if there are any, a line says what `auto` is, and why.
 
     Args:
         kernels: What was asked for. `auto` is the same on all ranks: torch if a kernel fails on one of them.
         devices: Those that run the model.
-        compiles: Whether blocks are compiled, which have kernels of the compiler.
         ranks: The processes that train together; None for this one alone.
     """
     if kernels == "torch":
@@ -34,13 +33,10 @@ def resolve_kernels(
         if fault := _checked(gpus).fault:
             raise UserError(f"{argument('train.kernels')} = triton {fault}; set {argument('train.kernels')} = torch")
         return kernels
-    if compiles:
-        why = "train.compile has kernels of its own"
-    else:
-        if not (reason := why_not([device.type for device in devices])):
-            check = _checked(gpus)
-            reason = check.fault
-        why = _of_ranks(f"triton {reason}" if reason else "", ranks or Ranks())
+    if not (reason := why_not([device.type for device in devices])):
+        check = _checked(gpus)
+        reason = check.fault
+    why = _of_ranks(f"triton {reason}" if reason else "", ranks or Ranks())
     chosen: Literal["torch", "triton"] = "triton" if gpus and not why else "torch"
     if gpus:
         where = " and ".join(map(str, gpus))

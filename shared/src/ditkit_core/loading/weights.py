@@ -127,7 +127,6 @@ def engine_for(
         policy=schedule,
         backend=execution.attention,
         kernels=execution.kernels,
-        compile=execution.compile,
         hooks=() if model.streamer is None else (model.streamer,),
         context=context,
         router=router,

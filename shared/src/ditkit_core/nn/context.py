@@ -8,8 +8,7 @@ planner, and are read in calls of `attend`, or of a product, deep inside model c
 - What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
 - The counter of attention calls in a first step. A ContextVar that is set around a step.
 - CUDA's current device, which kernels that are not torch's own are launched on. It belongs to a thread, so it is set around each launch.
-- The kind of device that fake tensors stand for. A list: compiled code reads it too, and up to torch 2.11 the compiler cannot read a
-  ContextVar.
+- The kind of device that fake tensors stand for. A list, which all threads read.
 """
 
 from collections import Counter
@@ -19,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -35,8 +33,6 @@ class AttentionCalls:
     """Calls of `attend` in blocks that recompute, in grad mode, by name; calls of a recompute are not counted."""
     wanted: dict[str, str] = field(default_factory=dict)
     """Names of calls that policies should keep, each with its policy; an empty name means all calls."""
-    traced: set[Any] = field(default_factory=set)
-    """Types of compiled blocks, each with its policy, whose calls were counted."""
 
     def want(self, names: tuple[str, ...], policy: str) -> None:
         """Note that a block's policy keeps calls with these names; no names mean all calls."""
@@ -65,15 +61,6 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-@contextmanager
-def _pushed(stack: list[Any], value: Any) -> Iterator[None]:
-    stack.append(value)
-    try:
-        yield
-    finally:
-        stack.pop()
 
 
 _calls: ContextVar[AttentionCalls | None] = ContextVar("attention_calls", default=None)
@@ -132,7 +119,7 @@ class BlockSettings:
     backend: str = "sdpa"
     kernels: str = "torch"
     """Implementation of norms, rotations, gated units, LoRA factors and quantized weights: `torch`, or `triton` for the
-    kernels of `nn/kernels/`. In plans also `compiled`: a LoRA then takes the memory that it takes in compiled code."""
+    kernels of `nn/kernels/`."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
     recomputing: bool = False
@@ -148,20 +135,11 @@ class BlockSettings:
 
 _DEFAULT = BlockSettings()
 _settings: ContextVar[BlockSettings] = ContextVar("block_settings", default=_DEFAULT)
-_traced = [_DEFAULT]
-"""A stack of settings for compiled code, which reads the last: up to torch 2.11 the compiler cannot read a ContextVar. It runs no Python in a
-backward, so other threads never read this."""
 
 
 def settings_in_force() -> BlockSettings:
-    """The settings of the enclosing `block_settings`, in compiled code the settings of `traced_settings`, or else the defaults."""
-    # The compiler guards on the list's value, so other settings make another graph.
-    return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
-
-
-def traced_settings(settings: BlockSettings) -> AbstractContextManager[None]:
-    """Set the settings of compiled code that is called inside the `with` block."""
-    return _pushed(_traced, settings)
+    """The settings of the enclosing `block_settings`, or else the defaults."""
+    return _settings.get()
 
 
 def block_settings(settings: BlockSettings) -> AbstractContextManager[None]:
@@ -170,12 +148,17 @@ def block_settings(settings: BlockSettings) -> AbstractContextManager[None]:
 
 
 _stand_in: list[str] = []
-"""Kinds of device for `as_on`. Not a ContextVar, which the compilers of older torch cannot trace."""
+"""Kinds of device for `as_on`."""
 
 
-def as_on(kind: str) -> AbstractContextManager[None]:
+@contextmanager
+def as_on(kind: str) -> Iterator[None]:
     """Treat every tensor inside the `with` block as one on this kind of device (`cuda`): for fake tensors that stand for it."""
-    return _pushed(_stand_in, kind)
+    _stand_in.append(kind)
+    try:
+        yield
+    finally:
+        _stand_in.pop()
 
 
 def device_kind(x: Tensor) -> str:
@@ -186,9 +169,9 @@ def device_kind(x: Tensor) -> str:
 def device_current(x: Tensor) -> AbstractContextManager[Any]:
     """Context for launching a kernel that is not torch's own, a library's or one of Triton, on tensors of one device: makes it current.
 
-    Such a kernel goes to the current device's stream wherever its tensors are. torch's operations and compiled code see to it themselves.
+    Such a kernel goes to the current device's stream wherever its tensors are. torch's operations see to it themselves.
     """
-    if torch.compiler.is_compiling() or (runtime := runtime_of(x.device)) is None:
+    if (runtime := runtime_of(x.device)) is None:
         return nullcontext()
     manager: AbstractContextManager[Any] = runtime.device(x.device)
     return manager

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels import ops as kernels
-from ditkit_core.nn.kernels.launch import HAS_TRITON
 from ditkit_core.nn.lora import AT_ONCE
 
 LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
@@ -40,39 +39,6 @@ def transposed_product(gradient: Tensor, codes: Tensor, scale: Tensor, *, fused:
     fused = fused and _fits_kernels(gradient)
     columns = kernels.transpose_codes(codes) if fused else codes.T.contiguous()
     return _product_of_codes(gradient, columns.T, before=scale.T, fused=fused)
-
-
-# Compiled code calls both products as operations that the compiler does not look into: so they have the values and the memory of eager
-# code, sums of a part of the rows at a time.
-@torch.library.custom_op("ditkit::product_in_8_bits", mutates_args=())
-def compiled_product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
-    """`product`, with a gradient for x."""
-    return product(x, bias, codes, scale, fused=_has_kernels(x))
-
-
-@torch.library.custom_op("ditkit::transposed_product_in_8_bits", mutates_args=())
-def _compiled_transposed(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return transposed_product(gradient, codes, scale, fused=_has_kernels(gradient))
-
-
-def _has_kernels(x: Tensor) -> bool:
-    return device_kind(x) == "cuda" and HAS_TRITON
-
-
-@compiled_product.register_fake
-def _(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-
-@_compiled_transposed.register_fake
-def _(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1])
-
-
-compiled_product.register_autograd(
-    lambda ctx, gradient: (_compiled_transposed(gradient, *ctx.saved_tensors), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]),
-)
 
 
 def _product_of_codes(

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 PARTS = {
@@ -175,15 +175,8 @@ def changed(
         num_out: Width of the result.
         base: Calls the frozen layer.
     """
-    out: Tensor
-    if torch.compiler.is_compiling() or settings_in_force().kernels == "compiled":
-        # As there: the compiler finds by itself what the backward needs.
-        rows = x.flatten(0, -2).to(tensors[0].dtype)
-        product = _product(rows, factors.matrices(tensors), factors.is_kronecker).view(*x.shape[:-1], num_out)
-        result = base(x)
-        return (product + result).to(result.dtype)
     placeholder = _Inputs.apply(x, factors, num_out, *tensors)
-    out = _Sum.apply(base(x), placeholder, x.detach(), factors, *(tensor.detach() for tensor in tensors))
+    out: Tensor = _Sum.apply(base(x), placeholder, x.detach(), factors, *(tensor.detach() for tensor in tensors))
     return out
 
 

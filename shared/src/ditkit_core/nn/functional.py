@@ -2,8 +2,7 @@
 
 These are autograd functions, because composed eager operations pay for every pass twice, in time and in saved tensors. The plain
 composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times in the forward, these functions five times, and
-they save the matmul's own output instead of fp32 copies. `torch.compile` fuses the plain composition by itself, and cannot compile
-complex numbers, so compiled code runs the composition.
+they save the matmul's own output instead of fp32 copies.
 
 With `kernels = "triton"` in force, what computes in fp32 runs as a kernel of `nn/kernels/` instead, which passes over memory once.
 """
@@ -40,7 +39,7 @@ def normalised_heads(
     dtype = precision.qk_norms
     # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs two steps.
     at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
-    if torch.compiler.is_compiling() or not at_once:
+    if not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
     if _fused(x, dtype):
         table = None if rotary is None else _as(rotary, dtype)
@@ -187,7 +186,7 @@ def gated_sum(
         gate: One row per sample or per token, or two per sample, in the modulation's dtype.
         late: With two rows per sample, the tokens that take the second.
     """
-    if (late is None and gate.shape[1] != 1) or torch.compiler.is_compiling():
+    if late is None and gate.shape[1] != 1:
         return _sum(y, x, per_token(gate, late))
     out: Tensor = _GatedSum.apply(y, x, gate, late)
     return out
@@ -242,9 +241,6 @@ def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
 
 def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
     """silu(a) · b of the halves [a | b] of a matmul's output. Only that output is kept for the backward."""
-    if torch.compiler.is_compiling():
-        a, b = x.chunk(2, -1)
-        return F.silu(a) * b
     out: Tensor = (kernels.GatedUnit if _fused(x, torch.float32) else _GatedUnit).apply(x)
     return out
 

@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.nn.bf16_parts import IN_KERNELS, IN_TORCH, Split, wide_product
-from ditkit_core.nn.compiled_lora import compiled_sum
 from ditkit_core.nn.context import device_kind, settings_in_force
 from ditkit_core.nn.parameters import switched
 
@@ -63,16 +62,7 @@ def low_rank_sum(
         base: Calls the frozen layer. Its result, and the gradient that it makes for its input, are new, and may be overwritten.
     """
     settings = settings_in_force()
-    is_compiled = torch.compiler.is_compiling() or settings.kernels == "compiled"
     split = _split_for(settings.kernels, x, down, up)
-    if is_compiled and split is not None:
-        return compiled_sum(base(x), x, down, up, scaling)
-    if is_compiled:
-        # The compiler finds by itself what the backward needs. Torch 2.11's keeps everything that an autograd function returns, inside
-        # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps x's.
-        low = F.linear(x.to(down.dtype), down) * scaling
-        result = base(x)
-        return F.linear(low, up).to(torch.promote_types(up.dtype, result.dtype)).add_(result).to(result.dtype)
     out: Tensor
     if split is None:
         low, placeholder = _LowRank.apply(x, down, up, scaling)
@@ -254,7 +244,7 @@ def _split_for(kernels: str, x: Tensor, down: Tensor, up: Tensor) -> Split | Non
     """The functions for these factors; None if fp32 products suit the layer better."""
     if x.dtype != torch.bfloat16 or not down.dtype == up.dtype == torch.float32 or device_kind(x) != "cuda":
         return None
-    if torch.compiler.is_compiling() or kernels != "torch":  # compiled code has Triton
+    if kernels != "torch":
         return IN_KERNELS
     wider = max(down.shape[1], len(up))
     return IN_TORCH if x.numel() // x.shape[-1] * wider >= TENSOR_CORES_FROM else None
@@ -354,18 +344,3 @@ def lora_linear_class() -> type:
             return low_rank_sum(adapted, down, up, self.scaling[name], base if adapted is x else lambda _: base(x))
 
     return LoraLinear
-
-
-@cache
-def magnitude_class() -> type:
-    """peft's layer for DoRA's magnitude, with a forward that compiles inside a checkpoint. Made on first use, like `lora_linear_class`."""
-    from peft.tuners.lora.dora import DoraLinearLayer
-
-    class Magnitude(DoraLinearLayer):
-        """Does not clear its cache while it is traced: the compiler cannot repeat that in a recompute. Nothing fills the cache in training."""
-
-        def _cache_clear(self) -> None:
-            if not torch.compiler.is_compiling():
-                super()._cache_clear()
-
-    return Magnitude

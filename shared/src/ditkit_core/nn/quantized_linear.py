@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.eight_bit_products import compiled_product, product, transposed_product
+from ditkit_core.nn.eight_bit_products import product, transposed_product
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import KeepsOnlyItsInput
@@ -75,14 +75,6 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
-        # The compiler decides by itself what it keeps for the backward, so compiled code gets operations with plain inputs.
-        if torch.compiler.is_compiling():
-            if self.in_8_bits:
-                of_codes: Tensor = compiled_product(
-                    rotated(x, self.values()), self.bias, self.weight, self.weight_scale
-                )
-                return of_codes
-            return F.linear(x, self.dequantize(x.dtype), self.bias)
         values = self.values()
         stored = _Stored(
             self.kind, (self.out_features, self.in_features), tuple(values), kernels_in_force(x), self.in_8_bits

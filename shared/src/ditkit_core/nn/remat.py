@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 import torch_remat as remat
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -42,9 +41,7 @@ def recompute_boundary(layer: nn.Module, x: Tensor, *needed: Tensor) -> Tensor:
 def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tensor) -> list[Tensor]:
     """`recompute_boundary` for a block of several streams, whose last layers are called together, each on its input."""
     settings = settings_in_force()
-    # The compiler finds by itself what the backward needs. A region would make it keep the outputs.
-    is_plain = torch.compiler.is_compiling() or settings.keep is None
-    if is_plain or not all(keeps_only_its_input(layer) for layer, _ in last):
+    if settings.keep is None or not all(keeps_only_its_input(layer) for layer, _ in last):
         return [layer(x) for layer, x in last]
     results: list[Tensor] = []
 
@@ -77,7 +74,7 @@ def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Te
         name: Unique within the block.
     """
     settings = settings_in_force()
-    if torch.compiler.is_compiling() or settings.keep is None:
+    if settings.keep is None:
         return function(*arguments)
     # A region around the result alone: the recompute takes it from the forward, without the part that made
     # it.

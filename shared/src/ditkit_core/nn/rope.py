@@ -69,7 +69,7 @@ def rotate(
 
     `tables` is 1 if all samples have one layout, else the number of samples.
     """
-    # Not from even and odd features: stacking those again costs compiled code a copy.
+    # Not from even and odd features, which would have to be stacked again.
     pairs = x.unflatten(-1, (-1, 2))
     signs = 2 * torch.arange(2, dtype=sin.dtype, device=x.device) - 1
     return (pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * signs)).flatten(-2)

@@ -66,9 +66,7 @@ class StepJob:
 
     @property
     def kernels(self) -> str:
-        """Whose memory the step has: `torch`, `triton`, or `compiled` under torch.compile. `auto` is `torch`: `with_planned_kernels` resolves it."""
-        if self.execution.compile:
-            return "compiled"
+        """Whose memory the step has: `torch` or `triton`. `auto` is `torch`: `with_planned_kernels` resolves it."""
         return "torch" if self.execution.kernels == "auto" else self.execution.kernels
 
     @property
@@ -113,5 +111,5 @@ def with_planned_kernels(execution: Execution, kind: str, gpus: Sequence[GPU] = 
     if execution.kernels != "auto":
         return execution
     # Triton supports no GPU that is older than those that compute in bf16.
-    runs_triton = kind == "cuda" and not execution.compile and all(gpu.half == "bf16" for gpu in gpus)
+    runs_triton = kind == "cuda" and all(gpu.half == "bf16" for gpu in gpus)
     return replace(execution, kernels="triton" if runs_triton else "torch")

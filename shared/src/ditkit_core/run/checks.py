@@ -36,7 +36,6 @@ from ditkit_core.encoding.loader import BaseSteps, shapes_of
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.engine.ac_schedule import check_sizes
 from ditkit_core.engine.activation_offload import can_offload
-from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
 from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
@@ -134,7 +133,7 @@ def _check_adapter_files(run: RunContext) -> None:
 
 def check_training(run: RunContext, *, here: bool = True) -> None:
     """Refuse a configuration that cannot be trained, on the devices of this machine if it is `here`, and warn of settings that have no effect."""
-    train, base = run.config.train, run.config.base
+    train = run.config.train
     if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
         raise UserError(
             "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
@@ -170,10 +169,6 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_swap(train.swap_blocks, method, optim)
     check_fused_backward(train, optim, adapts=method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
-    check_compiler(backend_of(train.compile), kinds)
-    # Codes that are multiplied as they are stay codes for the backward.
-    quantized = base.compute == "dtype" and run.base_format != "none"
-    check_compiled(backend_of(train.compile), train.schedule.distinct, attention=train.attention, quantized=quantized)
     if run.precision.matmul == torch.float16:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
@@ -276,8 +271,6 @@ def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) ->
         raise UserError(
             f"train.swap_blocks streams whole weights, and {shard} divides them over ranks; leave it out, or divide them over more ranks"
         )
-    if config.train.compile:
-        raise UserError(f"train.compile cannot compile the gathering of weights that {shard} needs; set it to false")
     if config.train.schedule.budget is not None:
         raise UserError(
             f"train.checkpointing = {config.train.checkpointing!r} is planned for whole weights, and {shard} divides them; name a policy, such "
@@ -295,8 +288,6 @@ def _check_context(config: RunConfig, size: int, architecture: ArchitectureSpec,
         raise UserError(
             f"{shared}, and this run has one; start it with torchrun --nproc-per-node {context}, or leave it out"
         )
-    if config.train.compile:
-        raise UserError(f"{shared}, which compiled blocks cannot exchange; leave train.compile out")
     if config.train.token_routing:
         raise UserError(
             f"{shared}, and train.token_routing takes tokens of their samples out as well; leave one of them out"

@@ -124,7 +124,6 @@ class RunContext:
             checkpointing=train.schedule,
             attention=train.attention,
             kernels=train.kernels,
-            compile=train.compile,
             cuda_graphs=train.cuda_graphs,
             token_routing=train.token_routing,
             pipelined=train.pipelined,

@@ -77,5 +77,5 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     train = config.train
     if train.kernels == "torch":
         return config
-    chosen = resolve_kernels(train.kernels, training_devices(train), compiles=bool(train.compile), ranks=ranks)
+    chosen = resolve_kernels(train.kernels, training_devices(train), ranks=ranks)
     return replace(config, train=replace(train, kernels=chosen))

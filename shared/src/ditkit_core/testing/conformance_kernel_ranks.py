@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.conformance_sharded import EXACT, ROUNDED, Limits, check_training
 from ditkit_core.testing.kernel_ranks import STEPS, WORLDS, main
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.replicas import BRIEF
+from ditkit_core.testing.scripts import printed
 from ditkit_core.testing.suite_process import ProcessChecks
 
 BLOCKS = {"norm_rotation", "norm_rotation_backward", "affine_norm", "affine_norm_backward"}

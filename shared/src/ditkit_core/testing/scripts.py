@@ -4,16 +4,19 @@ A script behaves as under `python script.py`, but for modules that are imported 
 environment while it is imported, needs a new process.
 """
 
+import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-_IMPORTED = ("peft", "torch._dynamo", "torch.distributed.fsdp", "ditkit_core.testing.replicas")
+_IMPORTED = ("peft", "torch.distributed.fsdp", "ditkit_core.testing.replicas")
 """What every copy has imported."""
 
 
@@ -60,6 +63,19 @@ def output_of(script: Path, *arguments: str, seconds: float = 280.0) -> str:
         printed, said = (file.read_text(errors="replace") for file in (out, err))
     assert process.exitcode == 0, f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{said[-18000:]}"
     return printed
+
+
+def printed(script: Path, *arguments: str, seconds: float = 280.0, **variables: str) -> Any:
+    """Run a script, and parse the last line that it prints as JSON.
+
+    With `variables`, which are in its environment besides those of this process, the process is a new one: they may be read by imports.
+    """
+    if not variables:
+        return json.loads(output_of(script, *arguments, seconds=seconds).splitlines()[-1])
+    command, env = [sys.executable, str(script), *arguments], os.environ | variables
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=seconds, env=env)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def _run(command: list[str], environment: Mapping[str, str], streams: tuple[str, str]) -> None:

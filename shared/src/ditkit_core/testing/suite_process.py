@@ -2,7 +2,7 @@
 
     python suite_process.py [ARGUMENTS] tests/test_conformance.py::TestReplicas [ARGUMENTS]
 
-The process has no type-check hooks, which cannot be traced and cost ranks time. What a class does is its method `work`.
+The process has no type-check hooks, which cost ranks time. What a class does is its method `work`.
 """
 
 import importlib.util

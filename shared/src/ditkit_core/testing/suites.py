@@ -19,7 +19,6 @@ import pytest
 from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_audit import AuditChecks
-from ditkit_core.testing.conformance_compile import CompileConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_ranks import RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
@@ -48,7 +47,6 @@ SUITES = {
     "TestRanks": _Suite(RanksConformance),
     "TestSharded": _Suite(ShardedConformance, _RANKS),
     "TestEverySharded": _Suite(EverySharded),
-    "TestCompiled": _Suite(CompileConformance),
 }
 """By the name of its class inside of `EverySuite`."""
 
@@ -60,8 +58,6 @@ class EverySuite(Conformance):
     """An architecture with six blocks, for faults in the order of streams; None leaves them out."""
     diffusers: ClassVar[DiffusersModel | None] = None
     """diffusers' transformer, if there is one: levers of other trainers are then compared with it."""
-    num_attention: ClassVar[int] = 4
-    """Calls of `attend` in a forward of `arch`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Add a class for each suite."""
@@ -84,8 +80,6 @@ def _add(family: type[EverySuite], name: str, suite: _Suite) -> None:
         "last_layers": family.last_layers, "__module__": family.__module__, "__qualname__": f"{family.__qualname__}.{name}",
         "__doc__": suite.checks.__doc__,
     }  # fmt: skip
-    if suite.checks is CompileConformance:
-        values |= {"in_pairs": (family.__name__,), "num_attention": family.num_attention}
     checks: type = type(name, (suite.checks,), values | suite.values)
     for mark in suite.marks:
         checks = mark(checks)

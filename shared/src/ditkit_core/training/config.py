@@ -196,11 +196,7 @@ class TrainConfig:
     """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, of
     rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both
     compute in fp32 and differ in the last bits. `auto` is `triton` on GPUs where a check of each kernel against torch succeeds as the run
-    starts, and else `torch`; a run stores which. Compiled blocks leave all of this but the updates to torch's compiler, and `auto` is `torch`."""
-    compile: bool | str = setting(False, resume="stated")
-    """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
-    other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
-    train.checkpointing."""
+    starts, and else `torch`; a run stores which."""
     cuda_graphs: Literal["auto", "on", "off"] = setting("auto", resume="free")
     """Record forward, loss and backward of each kind of micro-batch as a CUDA graph, and replay it: the host then launches them at once.
     `auto` does so where the GPU waits for the host, which is with few tokens; `on` for every kind. Results are bitwise identical. What cannot

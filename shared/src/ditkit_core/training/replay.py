@@ -58,7 +58,6 @@ def not_replayed(model: Model, train: TrainConfig, optim: OptimConfig) -> str:
         "optim.fused_backward updates weights in the backward": optim.fused_backward,
         "blocks are streamed (train.swap_blocks)": bool(engine.hooks),
         "train.checkpointing moves activations to the host": any(policy.offload for policy in engine.schedule.distinct),
-        "train.compile has launches of its own": bool(engine.compile),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

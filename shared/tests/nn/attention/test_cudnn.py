@@ -92,22 +92,6 @@ def test_the_fault_of_cudnn_is_avoided_by_the_backends_that_may_run_it(cudnn, on
     assert [keys.shape[2] for keys, _ in calls] == [256, 256, 192, 192]
 
 
-def test_compiled_code_knows_the_version_of_cudnn(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    torch._dynamo.reset()
-    try:
-
-        def function(x: Tensor) -> Tensor:
-            version, (major, minor) = attention_backends._cudnn_of(torch.device("cuda", 3))
-            return x + version + major * minor
-
-        compiled = torch.compile(function, fullgraph=True, backend="eager")
-        assert compiled(torch.zeros(1)).item() == 91927
-    finally:
-        torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("keys", [192, 704])
 def test_gradients_of_very_low_scores_are_finite_under_a_mask(keys, gpu):
     """All of them -120, whose exponentials are zero in fp32."""

@@ -15,7 +15,7 @@ from ditkit_core.nn.kernels import launch, ops
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.planner.step_time import UPDATE_TRAFFIC
-from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.testing.scripts import printed
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 

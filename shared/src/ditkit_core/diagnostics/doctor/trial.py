@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +104,7 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
     trained = TrainState(prepared.module, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
     restart_peak(devices := {parameter.device for parameter in prepared.module.parameters()})
     prepared.module.train()
-    # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
-    engine = replace(engine_for(prepared, run.execution, placement.checkpointing), compile=False)
+    engine = engine_for(prepared, run.execution, placement.checkpointing)
     losses, norms = [], []
     gradients: dict[str, list[Tensor]] = defaultdict(list)
     for step in range(STEPS):

@@ -6,7 +6,6 @@ Kernels are called by the public names of their libraries: `torch.nn.functional`
 
 import threading
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -26,8 +25,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 """(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the result, shaped like q."""
 
 MOST_GRAPHS = 64
-"""Graphs that torch's compiler may make of one function, such as one kind of block under one policy on one device; more is an error. A block
-that reads a sample's grid, as blocks with music do, needs some for each number of samples in a micro-batch; other blocks do not."""
+"""Graphs that torch's compiler may make of flex attention, one for each kind of input; more is an error."""
 
 _KERNEL_LOCK = threading.Lock()
 """torch's choice of a kernel belongs to the process, not to a thread: two devices that recompute at once would restore each other's."""
@@ -49,11 +47,6 @@ def _cudnn_of(device: torch.device) -> tuple[int, tuple[int, int]]:
     if device.type != "cuda":
         return 0, (0, 0)
     return torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(device)
-
-
-# As `torch.compiler.assume_constant_result` marks a function whose body the compiler cannot trace. That imports the compiler, which takes seconds of
-# every command, also of those that compile nothing.
-_cudnn_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _safe_for_cudnn(
@@ -79,9 +72,6 @@ def _safe_for_cudnn(
 def _pinned(
     name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the graph records the choice; a lock cannot be traced
-        with sdpa_kernel(which):
-            return _sdpa(q, k, v, padding_mask, dropout)
     try:
         with _KERNEL_LOCK, sdpa_kernel(which):
             return _sdpa(q, k, v, padding_mask, dropout)
@@ -110,9 +100,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
         if padding_mask is None
         else (lambda score, b, head, query, key: torch.where(padding_mask[b, key], score, -float("inf")))
     )
-    # In a compiled block this is part of the block's graph, whose number `run_compiled` limits.
-    limit = nullcontext() if torch.compiler.is_compiling() else torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
-    with limit:
+    with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
         out: Tensor = _compiled_flex()(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide)
     return out.transpose(1, 2)
 

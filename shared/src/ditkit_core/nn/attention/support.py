@@ -22,8 +22,6 @@ class Support:
     takes_dropout: bool
     half_only: bool
     """Runs in fp16 and bf16 only."""
-    compiles: bool = True
-    """Whether torch's compiler can trace it: a kernel that is no operation of torch, and is not compiled by it, cannot be traced."""
     devices: tuple[str, ...] = ()
     """Types of device that it runs on; empty means all."""
     least: tuple[int, int] = (0, 0)
@@ -84,8 +82,8 @@ SUPPORT: dict[str, Support] = {
     "flash3": _library("flash_attn_interface", most=_HOPPER),
     # Its forward runs from Ampere on. It asks once for the compute capability of the current GPU (`_get_device_arch` in Dao-AILab/flash-attention,
     # flash_attn/cute/interface.py), chooses kernels by that for all GPUs, and `flash_attn_func` does not take another.
-    "flash4": _library("flash_attn.cute", compiles=False, least=_HOPPER, mixes=False),
-    "sage": _library("sageattention", has_backward=False, compiles=False, only=_SAGE),
+    "flash4": _library("flash_attn.cute", least=_HOPPER, mixes=False),
+    "sage": _library("sageattention", has_backward=False, only=_SAGE),
 }
 """By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
 

@@ -272,8 +272,7 @@ def fitted(step: StepPlan) -> Execution:
 def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
     first, *others = POLICIES
     names = task.profile_of(first, quantize).attention if task.schedules else ()
-    policies = (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
-    return tuple(policy for policy in policies if task.accepts(policy, quantize))
+    return (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
 
 
 def _choices(gpus: Sequence[GPU]) -> list[tuple[int, ...]]:

@@ -11,8 +11,6 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.compile import backend_of, check_compiled
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import GPU
@@ -51,8 +49,6 @@ class FitTask:
     """Whether micro-batches may overlap: not where the optimizer steps in the backward."""
     schedules: bool = False
     """Whether blocks may have different policies."""
-    accepts: Callable[[str, str], bool] = lambda policy, quantize: True
-    """Whether a run may have this policy with this format: compiled blocks cannot have all."""
 
     def work_with(self, *, quantize: str, pipelined: bool, eager: bool) -> Workload:
         """The step with these settings."""
@@ -130,21 +126,15 @@ def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitT
         profiles.append(profile(step, like=profiles[0] if profiles else None))
         return profiles[-1]
 
-    def accepts(policy: str, quantize: str) -> bool:
-        quantized = job.execution.compute == "dtype" and (quantize != "none" or bool(job.stored))
-        backend = backend_of(job.execution.compile)
-        return _passes(lambda: check_compiled(backend, [parse_policy(policy)], quantized=quantized))
-
     return FitTask(
         gpus=gpus,
         profile_of=profile_of,
         work=job.work,
         quantizations=tuple(formats),
         adapts=not job.trains_all,
-        streams_trained=_passes(lambda: check_swap((1,), "full", job.optim)),
+        streams_trained=_passes(partial(check_swap, (1,), "full", job.optim)),
         overlaps=not job.optim.fused_backward,
         schedules=job.trains_all,
-        accepts=accepts,
     )
 
 

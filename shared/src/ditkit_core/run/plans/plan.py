@@ -130,7 +130,5 @@ def _notes(config: RunConfig, stored: Iterable[str], component: str, gpus: Seque
         yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
-    if config.train.compile:
-        yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
     if config.base.quantize == "none" and (formats := sorted(set(stored))):
         yield f"{config.model.here(component)} is in {' and '.join(formats)}: planned as it is stored"
