@@ -128,6 +128,7 @@ def test_each_wish_names_at_most_four_files():
         files[wish] = files.get(wish, 0) + max(1, len(list(paths(where))))
     assert set(files) == {
         "an attention backend",
+        "a setting of how a model runs",
         "an optimizer",
         "a data column",
         "a precision place",

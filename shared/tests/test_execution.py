@@ -48,29 +48,22 @@ def test_a_run_states_all_of_its_execution() -> None:
     assert (execution.split_points, execution.reserve, execution.swap_blocks) == ((2,), (1.0,), (1,))
     assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))
     same = [field.name for field in fields(Execution) if getattr(execution, field.name) == getattr(default, field.name)]
-    assert same == [], "a field that no key of a run decides"
+    assert same == ["device"], "devices take its place; and no field that no key of a run decides"
 
 
 def test_the_defaults_are_those_of_a_run() -> None:
-    assert create_run(TOY, RunConfig(), ToyArch()).execution.schedule == Execution().schedule
     run = create_run(TOY, RunConfig(train=TrainConfig(device="cpu")), ToyArch())
-    values = {
-        field.name: (getattr(run.execution, field.name), getattr(Execution(devices=("cpu",)), field.name))
-        for field in fields(Execution)
-        if field.name != "checkpointing"  # a text by itself, parsed in a run
-    }
-    assert {name: pair for name, pair in values.items() if pair[0] != pair[1]} == {}
+    assert run.execution == Execution(device="cpu")
 
 
 def test_names_become_devices_of_this_machine() -> None:
-    assert Execution(devices=("cpu",)).torch_devices == (torch.device("cpu"),)
+    assert Execution(devices=("cpu",)).torch_devices == Execution(device="cpu").torch_devices == (torch.device("cpu"),)
     with pytest.raises(UserError, match="twice"):
         _ = Execution(devices=("cpu", "cpu")).torch_devices
-    with pytest.raises(UserError, match="names no device; leave it out"):
-        Execution(devices=())
 
 
 def test_a_device_and_a_list_of_devices_contradict_each_other() -> None:
-    config = RunConfig(train=TrainConfig(device="cpu", devices=("cpu",)))
+    with pytest.raises(UserError, match="train.device = 'cpu' and train.devices are both set"):
+        Execution(device="cpu", devices=("cpu",))
     with pytest.raises(UserError, match="both set"):
-        assert create_run(TOY, config, ToyArch()).execution
+        _ = TrainConfig(device="cpu", devices=("cpu",)).torch_devices

@@ -10,11 +10,11 @@ import torch
 from ditkit_core.config.resolve import resolve
 from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
+from ditkit_core.execution import StepExecution
 from ditkit_core.loading import kernels as loaded_kernels
 from ditkit_core.nn.kernel_check import KernelCheck
 from ditkit_core.nn.kernels import launch
 from ditkit_core.planner.planned_step import with_planned_kernels
-from ditkit_core.run import gpus as run_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.gpus import with_kernels
@@ -37,7 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
     def pretend(*names: str, **faults: str) -> list[torch.device]:
         checked: list[torch.device] = []
         devices = tuple(map(torch.device, names))
-        monkeypatch.setattr(run_gpus, "training_devices", lambda config: devices)
+        monkeypatch.setattr(StepExecution, "torch_devices", devices)
         monkeypatch.setattr(launch, "HAS_TRITON", True)
         monkeypatch.setattr(launch.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.delenv("CC", raising=False)
@@ -114,7 +114,7 @@ def test_other_devices_and_no_triton_run_torch_without_a_check(gpus, monkeypatch
     checked = gpus("cuda:0", "cpu")
     assert with_kernels(config()).train.kernels == "torch"
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    monkeypatch.setattr(run_gpus, "training_devices", lambda config: (torch.device("cuda", 0),))
+    monkeypatch.setattr(StepExecution, "torch_devices", (torch.device("cuda", 0),))
     assert with_kernels(config()).train.kernels == "torch"
     said = capfd.readouterr().err.splitlines()
     assert [line.partition("because ")[2] for line in said] == [

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.distributed.ranks import Ranks, world
+from ditkit_core.execution import StepExecution
 from ditkit_core.loading import kernels
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force
@@ -25,7 +26,7 @@ def chosen(ranks: Ranks, wrong: str) -> list[str]:
         yield kernel_check.KernelCase("twice x", twice, (torch.linspace(1, 2, 50).bfloat16().requires_grad_(),))
 
     kernel_check._cases, said = cases, list[str]()
-    gpus.training_devices = lambda train: (torch.device("cuda", ranks.rank),)
+    StepExecution.torch_devices = (torch.device("cuda", ranks.rank),)
     kernels.compare_kernels = lambda device: kernel_check.compare_kernels(torch.device("cpu"))
     kernels.why_not = lambda kinds: ""
     kernels.warn = said.append

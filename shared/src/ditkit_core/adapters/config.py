@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
 from ditkit_core.errors import UserError, argument
+from ditkit_core.execution import BaseExecution
 from ditkit_core.models.adapter_formats import set_forms
 
 METHOD_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
@@ -19,7 +20,7 @@ FP8_SCALED = "fp8_scaled"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig:
+class BaseConfig(BaseExecution):
     """The `[base]` section: how the frozen base is changed before training."""
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
@@ -33,11 +34,6 @@ class BaseConfig:
     the high-noise expert."""
     assistant_low: str = setting("", resume="refused", holds="path")
     """The same for the low-noise expert."""
-    quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
-    """Format in which the blocks' frozen matrices are stored, to save memory: 8 or 4 bits, converted to model.dtype for each product."""
-    compute: Literal["dtype", "int8", "fp8"] = setting("dtype", resume="stated")
-    """Format in which the blocks' frozen matrices are multiplied: `dtype` is model.dtype. `int8` and `fp8` need the same `quantize`, or a file in
-    that format: inputs and gradients are rounded to 8 bits too, which is faster on a GPU (fp8 from Ada on) and less accurate."""
 
     @property
     def merges(self) -> list[tuple[str, tuple[str, ...]]]:

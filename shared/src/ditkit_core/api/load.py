@@ -67,12 +67,8 @@ def load(
     arch = arch_here(spec, paths, fetch=True)[1]
     files = tuple(str(file) for file in merge)
     is_second = component == "transformer_2"
-    base = BaseConfig(
-        merge=() if is_second else files,
-        merge_low=files if is_second else (),
-        quantize=execution.quantize,
-        compute=execution.compute,
-    )
+    merged = BaseConfig(merge=() if is_second else files, merge_low=files if is_second else ())
+    base = execution.within(merged)
     if isinstance(adapter, str | Path):
         adapter = AdapterConfig(init=str(adapter))
     unloaded = model_on_meta(

@@ -23,6 +23,8 @@ def setting(
     part_of: str = "",
     varies: bool = False,
     asked_again: tuple[Any, ...] = (),
+    after: str = "",
+    written: Any = None,
 ) -> Any:
     """A dataclass field with a default and a resume rule.
 
@@ -37,6 +39,8 @@ def setting(
         varies: Whether the real default depends on the run file, so that none can be shown.
         asked_again: Values that the default may become on one machine and not on another: commands that continue from a stored run take
             the default instead of them.
+        after: For a field that sections inherit: the field of the section that it stands behind; empty for the inherited one before.
+        written: The type in a run file, where programs may use others; None for the annotation.
     """
     metadata = {
         "resume": resume,
@@ -45,5 +49,7 @@ def setting(
         "part_of": part_of,
         "varies": varies,
         "asked_again": asked_again,
+        "after": after,
+        "written": written,
     }
     return dataclasses.field(default=default, metadata=metadata)

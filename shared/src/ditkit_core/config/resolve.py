@@ -1,13 +1,12 @@
 """Resolving one configuration from several layers: defaults, the demo, a stored run, a run file, flags; later layers win."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ditkit_core.config.cli_args import WHERE
 from ditkit_core.config.nearest import path_remedy
-from ditkit_core.config.schema import config_fields, config_sections
+from ditkit_core.config.schema import config_fields, config_sections, section_fields
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
 
@@ -67,7 +66,7 @@ def build_config(tree: type[Tree], layers: list[Layer]) -> Tree:
     values, sections = _merged(layers), {}
     origins = {key: layer.where for layer in layers for key in layer.values}
     for section, section_type in config_sections(tree).items():
-        names = [field.name for field in fields(section_type)]
+        names = [field.name for field in section_fields(section_type)]
         section_values = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         try:
             sections[section] = section_type(**section_values)

@@ -9,8 +9,8 @@ import functools
 import inspect
 import itertools
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
@@ -55,14 +55,14 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
     described = {}
     for section, section_type in config_sections(tree).items():
         hints, docs = get_type_hints(section_type), field_docs(section_type)
-        for field in fields(section_type):
+        for field in section_fields(section_type):
             assert field.default is None or type(None) not in getattr(hints[field.name], "__args__", ()), (
                 f"{section}.{field.name}: TOML cannot write None, so an optional value must default to it"
             )
             key = f"{section}.{field.name}"
             described[key] = ConfigField(
                 key=key,
-                type=hints[field.name],
+                type=field.metadata["written"] or hints[field.name],
                 default=None if field.metadata["varies"] else field.default,
                 resume=field.metadata["resume"],
                 holds=field.metadata["holds"],
@@ -86,15 +86,29 @@ def config_sections(tree: type) -> Mapping[str, type]:
 
 
 @functools.cache
+def section_fields(section: type) -> Sequence[Field[Any]]:
+    """The fields of a section in the order of a run file: those that it inherits stand where `after` says."""
+    declared = inspect.get_annotations(section)
+    ordered = [field for field in fields(section) if field.name in declared]
+    before = ""
+    for field in fields(section):
+        if field.name not in declared:
+            before = field.metadata["after"] or before
+            ordered.insert(1 + [other.name for other in ordered].index(before), field)
+            before = field.name
+    return ordered
+
+
+@functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The docstring under each field of a class, on one line each; empty if the source is not available."""
+    """The docstring under each field of a class and of its bases, on one line each; empty if the source is not available."""
     # Python discards a string below a field, so the source is parsed: the text then has one place for --help, TOML and readers.
+    docs = {name: doc for base in cls.__bases__ if base is not object for name, doc in field_docs(base).items()}
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except OSError:
-        return {}
+        return docs
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
-    docs = {}
     for statement, below in itertools.pairwise(body):
         match statement, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
@@ -113,5 +127,5 @@ def config_values(config: Any) -> dict[str, Any]:
     return {
         f"{section}.{field.name}": plain(getattr(values, field.name))
         for section, values in sections
-        for field in fields(values)
+        for field in section_fields(values.__class__)
     }

@@ -220,7 +220,7 @@ def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
 
 def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
     """Devices for GPUs that need not exist, with the configured names, because policies can be set per device name."""
-    names = execution.devices
+    names = execution.device_names
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
         names = tuple(f"cuda:{index}" for index in range(count))
     return tuple(map(torch.device, names))

@@ -93,7 +93,9 @@ class StepJob:
             compute=execution.compute,
             kernels=execution.kernels,
             attention=execution.attention,
-            cuda_graphs="off" if self.optim.fused_backward or not execution.is_replayable else execution.cuda_graphs,
+            cuda_graphs="off"
+            if self.optim.fused_backward or not execution.allows_cuda_graphs
+            else execution.cuda_graphs,
             kinds=self.kinds,
             validates=self.validates,
             extra_forwards=self.extra_forwards,

@@ -9,6 +9,7 @@ from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
 from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.encoding.config import EncodeConfig, PriorConfig
+from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
@@ -73,6 +74,10 @@ class RunConfig:
     def run_folder(self) -> RunFolder:
         """The run's folder, with `~` replaced."""
         return RunFolder(local_path(self.run.folder))
+
+    def with_execution(self, execution: Execution) -> "RunConfig":
+        """The configuration of a run that runs so; precision and ranks stay as they are."""
+        return replace(self, train=execution.within(self.train), base=execution.within(self.base))
 
     def on_device(self, device: str, streamed: int = 0) -> "RunConfig":
         """The configuration for running the model on one device, which need not be one that it trains on, and which also encodes prompts that the cache has

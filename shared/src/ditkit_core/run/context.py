@@ -21,7 +21,6 @@ from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
-from ditkit_core.run.gpus import device_names, training_devices
 from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.weights.fp8_scaled import open_weights
 
@@ -92,7 +91,7 @@ class RunContext:
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices that the model is split across, usually one. Inputs go to the first, which also decodes samples."""
-        return training_devices(self.config.train)
+        return self.config.train.torch_devices
 
     @cached_property
     def precision(self) -> Precision:
@@ -115,23 +114,8 @@ class RunContext:
 
         Devices are names still, since a plan need not be for this machine.
         """
-        train, base = self.config.train, self.config.base
-        return Execution(
-            devices=device_names(train),
-            split_points=train.split_points,
-            reserve=train.reserve,
-            swap_blocks=train.swap_blocks,
-            checkpointing=train.schedule,
-            attention=train.attention,
-            kernels=train.kernels,
-            cuda_graphs=train.cuda_graphs,
-            token_routing=train.token_routing,
-            pipelined=train.pipelined,
-            quantize=base.quantize,
-            compute=base.compute,
-            precision=self.precision,
-            ranks=self.config.ranks,
-        )
+        config = self.config
+        return Execution.of(config.train, config.base, precision=self.precision, ranks=config.ranks)
 
     @property
     def trains_bf16(self) -> bool:

@@ -8,30 +8,12 @@ from dataclasses import replace
 import torch
 
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.kernels import resolve_kernels
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
 from ditkit_core.run.config import RunConfig
-from ditkit_core.training.config import TrainConfig
 from ditkit_core.weights.quantize import check_compute_on
-
-
-def device_names(config: TrainConfig) -> tuple[str, ...]:
-    """The names in `train.devices`, or else the one in `train.device`."""
-    if not config.devices:
-        return (config.device,)
-    if config.device != "auto":
-        raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
-    return config.devices
-
-
-def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
-    """The devices that `train.device` or `train.devices` names."""
-    names = device_names(config)
-    return choose_devices(names) if config.devices else (choose_device(config.device, "train.device"),)
-
 
 _BF16 = 8, 0
 """The least compute capability of GPUs that compute in bf16: Ampere."""
@@ -77,5 +59,5 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     train = config.train
     if train.kernels == "torch":
         return config
-    chosen = resolve_kernels(train.kernels, training_devices(train), ranks=ranks)
+    chosen = resolve_kernels(train.kernels, train.torch_devices, ranks=ranks)
     return replace(config, train=replace(train, kernels=chosen))

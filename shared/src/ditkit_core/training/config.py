@@ -1,14 +1,11 @@
 """The sections `[flow]`, `[ema]`, `[train]`, `[save]` and `[held_out]` of a configuration; this module needs no torch."""
 
-import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from ditkit_core.config.field import setting
-from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
-from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.errors import UserError, argument
+from ditkit_core.execution import StepExecution
 
 ClipBy = Literal["step", "last_step", "block"]
 """Which norm `train.clip_norm` limits."""
@@ -137,7 +134,7 @@ class EMAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(StepExecution):
     """The `[train]` section: how long to train, in which batches, on which devices, and with how much memory."""
 
     steps: int = setting(1000, resume="free")
@@ -168,42 +165,8 @@ class TrainConfig:
     profile: int = setting(0, resume="free")
     """Steps to trace after three steps of warm-up: profile.json.gz in the run folder shows what ran when, and the longest kernels are
     printed. 0 traces nothing."""
-    device: str = setting("auto", resume="free")
-    """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
-    devices: tuple[str, ...] = setting((), resume="free")
-    """Devices to split the model across, in order, instead of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
-    machine. The embedding is on the first, the head on the last. Each gets at least one block; omit a device to leave it unused."""
-    split_points: tuple[int, ...] = setting((), resume="free", formerly=("cuts",))
-    """Blocks before which the next device begins. Empty chooses them so that the fullest device is as empty as possible for its size."""
-    reserve: tuple[float, ...] = setting((), resume="free")
-    """GiB of each GPU, in order, that are left to other programs (a desktop, for example); one number is for all GPUs. Split points and
-    plans use the rest."""
-    swap_blocks: tuple[int, ...] = setting((), resume="free")
-    """Number of streamed blocks on each device, whose weights stay in host memory and are prefetched (block swap). One number is for all
-    devices. Results are bitwise identical. A full fine-tune needs optim.fused_backward; it also keeps the optimizer state of these blocks
-    on the host, and with accumulation the sums of their gradients."""
-    pipelined: bool = setting(False, resume="stated")
-    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
-    Needs accumulation of at least 2, and memory for the activations of all micro-batches."""
     threads: int = setting(0, resume="stated")
     """CPU threads of torch; 0 is torch's default. On a CPU the last bits of sums depend on it."""
-    checkpointing: str = setting("none", resume="free")
-    """Activation checkpointing, which saves memory and takes time: what the backward recomputes instead of keeping. `none`, `attn_only`,
-    `full`, `full+offload`, `budget` and others, for all blocks, or by blocks or devices: `full, 0-9=none`. Results are bitwise identical."""
-    attention: str = setting("sdpa", resume="stated")
-    """Attention backend; `--help train` has a table of them. `sdpa` lets torch choose the kernel."""
-    kernels: Literal["auto", "torch", "triton"] = setting("auto", resume="stated", asked_again=("triton",))
-    """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, of
-    rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both
-    compute in fp32 and differ in the last bits. `auto` is `triton` on GPUs where a check of each kernel against torch succeeds as the run
-    starts, and else `torch`; a run stores which."""
-    cuda_graphs: Literal["auto", "on", "off"] = setting("auto", resume="free")
-    """Record forward, loss and backward of each kind of micro-batch as a CUDA graph, and replay it: the host then launches them at once.
-    `auto` does so where the GPU waits for the host, which is with few tokens; `on` for every kind. Results are bitwise identical. What cannot
-    be replayed runs eagerly, and a line says why."""
-    token_routing: str = setting("", resume="stated")
-    """Blocks that a random share of each sample's tokens skips in training, such as `2-25=0.5`: half of the tokens skip the blocks 2 to 25, and
-    join the others again behind them. The step needs less time and memory, and sees less of each sample. Empty routes none."""
     sentinels: int = setting(50, resume="free")
     """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
     activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""
@@ -236,10 +199,7 @@ class TrainConfig:
             raise UserError(
                 f"{argument('train.threads')} = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
-        TokenRouting.parse(self.token_routing)
-        check_sizes(self.schedule.budget or ())
-        if not all(0 <= reserve < math.inf for reserve in self.reserve):
-            raise UserError(f"{argument('train.reserve')} = {list(self.reserve)} must be GiB of at least 0")
+        super().__post_init__()
         for name in ("caption_dropout", "mask_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{argument(f'train.{name}')} = {getattr(self, name)} must be in [0, 1]")
@@ -247,11 +207,6 @@ class TrainConfig:
             raise UserError(
                 f"{argument('train.control_dropout')} = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
             )
-
-    @cached_property
-    def schedule(self) -> ACSchedule:
-        """`checkpointing`, parsed once for checks, planner and engine."""
-        return parse_schedule(self.checkpointing)
 
 
 @dataclass(frozen=True, kw_only=True)
