@@ -1,6 +1,7 @@
 """How a model runs, as one value: of a run, and by itself."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.testing.scripts import printed
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
+
+ANOTHER_PROCESS = {"PYTHONDONTWRITEBYTECODE": "1"}
+"""A variable: the process is then no copy of one that has imported modules already."""
 
 
 def test_a_run_states_all_of_its_execution() -> None:
@@ -49,6 +54,19 @@ def test_a_run_states_all_of_its_execution() -> None:
     assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))
     same = [field.name for field in fields(Execution) if getattr(execution, field.name) == getattr(default, field.name)]
     assert same == ["device"], "devices take its place; and no field that no key of a run decides"
+
+
+ADDED = 4
+"""What the run file of `support/added_setting.py` sets."""
+
+
+def test_a_setting_that_is_added_is_one_field_in_one_file(tmp_path: Path) -> None:
+    """With its description and resume rule it is in run files, help, schema and stored runs, and runs, plans and searches have it."""
+    found = printed(Path(__file__).parent / "support" / "added_setting.py", str(tmp_path), **ANOTHER_PROCESS)
+    assert found.pop("doc") == "A setting made up for a test, such as `4`."
+    assert found.pop("resume") == [f"train.haste {ADDED} -> 3"]
+    assert found.pop("help") is True and found.pop("schema") == 3 and found.pop("library") == 5
+    assert found == dict.fromkeys(("stored", "run", "planned step", "searched", "fitted run"), ADDED)
 
 
 def test_the_defaults_are_those_of_a_run() -> None:

@@ -69,9 +69,9 @@ def scaled() -> Iterator[str]:
 
 
 def _cells(found: RankFit) -> Iterator[str]:
-    layout, setting, (time,) = found.layout, found.chosen.setting, found.plan.times
-    parts = [setting.policy, *([setting.quantize] if setting.quantize != "none" else [])]
-    parts += [f"swap {setting.swap[0]}"] if any(setting.swap) else []
+    layout, execution, (time,) = found.layout, found.chosen.execution, found.plan.times
+    parts = [str(execution.checkpointing), *([execution.quantize] if execution.quantize != "none" else [])]
+    parts += [f"swap {execution.swap_blocks[0]}"] if execution.swap_blocks else []
     parts += [f"shard {layout.shard}"] if layout.shard > 1 else []
     parts += [f"context {layout.context}"] if layout.context > 1 else []
     yield ", ".join(parts)

@@ -112,17 +112,17 @@ def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
 
 def _settings(chosen: Candidate) -> str:
     """A choice in a few words; exact resident weights on one GPU are not mentioned."""
-    setting = chosen.setting
-    words = [setting.policy]
-    if setting.quantize != "none":
-        words.append(setting.quantize)
-    if any(setting.swap):
-        words.append(f"swap {'+'.join(map(str, setting.swap))}")
-    if setting.split_points:
-        words.append(f"cut {', '.join(map(str, setting.split_points))}")
-    if setting.pipelined:
+    execution = chosen.execution
+    words = [str(execution.checkpointing)]
+    if execution.quantize != "none":
+        words.append(execution.quantize)
+    if execution.swap_blocks:
+        words.append(f"swap {'+'.join(map(str, execution.swap_blocks))}")
+    if execution.split_points:
+        words.append(f"cut {', '.join(map(str, execution.split_points))}")
+    if execution.pipelined:
         words.append("pipelined")
-    if setting.eager:
+    if chosen.drops_cuda_graphs:
         words.append("no graphs")
     return ", ".join(words)
 

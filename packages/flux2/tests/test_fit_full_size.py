@@ -25,9 +25,9 @@ def run_of(side):
 def test_a_gpu_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():
     task = task_for(run_of(1024), parse_gpus("24GiB,16GiB"))
     found = fit(task)
-    setting = found.chosen.setting
-    assert (setting.policy, setting.quantize, setting.gpus) == ("attn_only", "none", (0,))
-    assert setting.swap[0] > 40
+    execution = found.chosen.execution
+    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == ("attn_only", "none", (0,))
+    assert execution.swap_blocks[0] > 40
     assert all(plan.fits for plan in found.chosen.plan)
     bound = fit(replace(task, host=found.chosen.host // 2)).chosen
     assert bound.host <= found.chosen.host // 2 and all(plan.fits for plan in bound.plan)

@@ -25,9 +25,9 @@ def run():
 def test_two_gpus_of_24_gib_take_49_frames_with_exact_weights(run):
     task = task_for(run, parse_gpus("2x24GiB"))
     found = fit(task)
-    setting = found.chosen.setting
-    assert (setting.policy, setting.quantize, setting.gpus) == ("full", "none", (0, 1))
-    assert 0 < sum(setting.swap) < 40 and len(setting.split_points) == 1
+    execution = found.chosen.execution
+    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == ("full", "none", (0, 1))
+    assert 0 < sum(execution.swap_blocks) < 40 and len(execution.split_points) == 1
     assert all(plan.fits for plan in found.chosen.plan)
     assert not list(candidates(task, "attn_only", "none")), "the faster policy fits with nothing exact"
     for quantize in ("none", "int8"):
@@ -38,7 +38,7 @@ def test_two_gpus_of_24_gib_take_49_frames_with_exact_weights(run):
 def test_one_gpu_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
     task = task_for(run, parse_gpus("24GiB"))
     chosen = fit(task).chosen
-    assert (chosen.setting.policy, chosen.setting.quantize) == ("full+offload", "none")
+    assert (chosen.execution.checkpointing, chosen.execution.quantize) == ("full+offload", "none")
     assert all(plan.fits for plan in chosen.plan)
     assert not list(candidates(task, "full", "nf4")), "nothing smaller fits where all stays on the card"
 
@@ -61,4 +61,4 @@ def test_the_estimate_is_above_the_measured_floor_and_of_its_order(run):
     profile = task.profile_of("attn_only", "none")
     seconds = step_seconds(profile, chosen.division, [card], PLAIN)
     assert 3.8 < seconds < 2 * 3.8
-    assert chosen.setting.quantize == "none" and chosen.setting.swap == (0,)
+    assert chosen.execution.quantize == "none" and chosen.swap_blocks == (0,)

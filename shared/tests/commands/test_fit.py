@@ -86,8 +86,8 @@ def test_the_gpu_that_samples_previews_is_not_trained_on(device, names):
     chosen = fit(replace(made_task(gpus, config), quantizations=("none",))).chosen
     assert left == names[0]
     for given, kept in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", ""), (left, left)):
-        train = replace(config.train, device=given)
-        fitted = apply(replace(config, train=train), chosen, (left,)).train
+        asked = replace(chosen, execution=replace(chosen.execution, device=given))
+        fitted = apply(config, asked, (left,)).train
         assert (fitted.device, fitted.devices) == (given if kept == left else left, ())
 
 
@@ -144,7 +144,12 @@ def made_task(gpus, config, run=None):
     def profile_of(policy, quantize):
         return made_profile(policy, quantize, work=work)
 
-    return FitTask(gpus=tuple(gpus), profile_of=profile_of, work=Workload(micro_batches=config.train.accumulation))
+    return FitTask(
+        gpus=tuple(gpus),
+        profile_of=profile_of,
+        execution=create_run(TOY, config).execution,
+        work=Workload(micro_batches=config.train.accumulation),
+    )
 
 
 BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
@@ -165,18 +170,16 @@ def test_what_is_chosen_is_set_and_nothing_else():
         0,
     ]
     found = fit(replace(made_task(gpus, config), quantizations=("none",)))
-    setting = found.chosen.setting
+    execution, used = found.chosen.execution, found.chosen.gpus
     fitted = apply(config, found.chosen, names)
-    assert fitted.train.checkpointing == setting.policy
-    if len(setting.gpus) > 1:
-        assert (
-            fitted.train.devices == tuple(f"cuda:{i}" for i in setting.gpus)
-            and fitted.train.split_points == setting.split_points
-        )
-        assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.gpus)
+    assert fitted.train.checkpointing == execution.checkpointing
+    if len(used) > 1:
+        assert fitted.train.devices == tuple(f"cuda:{i}" for i in used)
+        assert fitted.train.split_points == execution.split_points
+        assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in used)
     else:
-        assert fitted.train.device == f"cuda:{setting.gpus[0]}" and fitted.train.devices == ()
-        assert fitted.train.reserve == ((1.0, 2.0, 0.0)[setting.gpus[0]],)
+        assert fitted.train.device == f"cuda:{used[0]}" and fitted.train.devices == ()
+        assert fitted.train.reserve == ((1.0, 2.0, 0.0)[used[0]],)
     searched = {"checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined", "reserve"}
     for name, value in vars(config.train).items():
         assert name in searched or getattr(fitted.train, name) == value
@@ -319,6 +322,7 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
         return FitTask(
             gpus=gpus,
             profile_of=profiles,
+            execution=run.execution,
             quantizations=("none",),
             adapts=False,
             streams_trained=streams,
@@ -359,7 +363,9 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, n
     monkeypatch.setattr(
         fit_stage,
         "task_for",
-        lambda run, gpus: FitTask(gpus=gpus, profile_of=made_full_profiles(run.config), **full),
+        lambda run, gpus: FitTask(
+            gpus=gpus, profile_of=made_full_profiles(run.config), execution=run.execution, **full
+        ),
     )
     monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
     config = config_of(
@@ -389,7 +395,7 @@ def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward(
         task = fit_stage.task_for(create_run(TOY, level.config), parse_gpus("24GiB,24GiB"))
         task = replace(task, profile_of=made_full_profiles(level.config))
         one, both = candidates(task, "full", "none")
-        assert len(one.setting.gpus) == 1 and len(both.setting.gpus) == 2
+        assert len(one.gpus) == 1 and len(both.gpus) == 2
         for train in (level.config.train, apply(level.config, both, ("cuda:0", "cuda:1")).train):
             check_fused_backward(train, level.config.optim)
 

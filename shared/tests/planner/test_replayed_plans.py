@@ -8,6 +8,7 @@ from made_profiles import MIB, made_profile
 from toy_jobs import toy_job
 
 from ditkit_core.data.config import DataConfig
+from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import GPU, parse_gpus
@@ -131,21 +132,23 @@ def fitted(
 
     eager = compose(profile_of("none", "none"), divided(12, ()), [H100.budget])[0].peak
     gpu, work = replace(H100, total=int(eager * room), reserve=0), Workload(cuda_graphs=cuda_graphs)
-    task = FitTask(gpus=(gpu,), profile_of=profile_of, work=work, quantizations=("none",), **settings)
+    task = FitTask(
+        gpus=(gpu,), profile_of=profile_of, execution=Execution(cuda_graphs=cuda_graphs), work=work,
+        quantizations=("none",), **settings,
+    )  # fmt: skip
     chosen = fit(task).chosen
     assert chosen is not None and chosen.plan[0].fits and shortest_seconds(task) <= chosen.seconds
-    setting = chosen.setting
-    as_chosen = task.work_with(quantize="none", pipelined=False, eager=setting.eager)
-    assert chosen.plan == compose(profile_of(setting.policy, "none"), chosen.division, [gpu.budget], as_chosen)
+    profile, as_chosen = profile_of(str(chosen.execution.checkpointing), "none"), task.work_of(chosen.execution)
+    assert chosen.plan == compose(profile, chosen.division, [gpu.budget], as_chosen)
     return chosen
 
 
 def test_fit_leaves_room_for_the_gradients_of_a_replayed_step():
-    for cuda_graphs, eager in (("off", False), ("auto", False), ("on", True)):
-        setting = fitted(cuda_graphs, 1.1, kernels=None).setting
-        assert (setting.policy, setting.eager) == ("none", eager)
-    setting = fitted("on", 1.1).setting
-    assert (setting.policy, setting.eager) == ("full", False), "less is kept, so that the faster replays fit"
+    for cuda_graphs, dropped in (("off", False), ("auto", False), ("on", True)):
+        chosen = fitted(cuda_graphs, 1.1, kernels=None)
+        assert (chosen.execution.checkpointing, chosen.drops_cuda_graphs) == ("none", dropped)
+    chosen = fitted("on", 1.1)
+    assert (chosen.execution.checkpointing, chosen.drops_cuda_graphs) == ("full", False), "so that replays fit"
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", "on"])
@@ -153,9 +156,9 @@ def test_fit_leaves_room_for_the_gradients_of_a_replayed_step():
 def test_fit_leaves_out_replays_where_their_memory_is_what_does_not_fit(cuda_graphs, streams):
     """All blocks of an eager step are in the GPU. Replays would have some streamed, or have nothing fit."""
     chosen = fitted(cuda_graphs, 1.02, policy="full", streams=streams)
-    assert chosen.setting.eager and not any(chosen.setting.swap)
-    assert not fitted(cuda_graphs, 2.0, policy="full", streams=streams).setting.eager
-    assert not fitted(cuda_graphs, 0.9, policy="full").setting.eager, "streamed blocks are never replayed"
+    assert chosen.drops_cuda_graphs and not any(chosen.swap_blocks)
+    assert not fitted(cuda_graphs, 2.0, policy="full", streams=streams).drops_cuda_graphs
+    assert not fitted(cuda_graphs, 0.9, policy="full").drops_cuda_graphs, "streamed blocks are never replayed"
 
 
 def test_a_budget_of_checkpointing_leaves_room_for_them_too():

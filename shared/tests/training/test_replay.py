@@ -345,7 +345,7 @@ def test_auto_replays_what_the_device_waits_for(waits: bool, monkeypatch: pytest
         batch = _prepared(staged)
         counts = []
         for step in range(4):
-            graphs.run(staged, batch, _work, seed=step, divisor=2.0, clock=StepClock(), eager=False)
+            graphs.run(staged, batch, _work, seed=step, divisor=2.0, clock=StepClock(), is_seen=False)
             counts.append(len(graphs))
     # The first run compiles, the second one is looked at.
     assert counts == [0, 0, int(waits), int(waits)]

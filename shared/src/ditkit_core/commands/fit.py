@@ -146,7 +146,8 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     """The search problem of a run on these GPUs."""
     check_formats(run.config.base.compute, gpus)
     job = planned_step(run, gpus=gpus).job
-    return task_of(job, gpus, formats_of(job))
+    # The run's, in which train.kernels is what the configuration has, and not yet resolved as in a plan.
+    return replace(task_of(job, gpus, formats_of(job)), execution=run.execution)
 
 
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:
@@ -174,13 +175,12 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
         lines.append(
             f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
         )
-    setting, used = chosen.setting, [task.gpus[i] for i in chosen.setting.gpus]
+    execution, used = chosen.execution, [task.gpus[i] for i in chosen.gpus]
     if run.config.base.compute != "dtype":  # what it gains with the choice
         job = planned_step(with_config(run, level.config), gpus=used).job
-        job = job.with_execution(checkpointing=setting.policy, quantize=setting.quantize)
-        work = task.work_with(quantize=setting.quantize, pipelined=setting.pipelined, eager=setting.eager)
-        profile = task.profile_of(setting.policy, setting.quantize)
-        lines += notes_on_codes(job, profile, chosen.division, used, work)
+        job = job.with_execution(checkpointing=execution.checkpointing, quantize=execution.quantize)
+        profile = task.profile_of(str(execution.checkpointing), execution.quantize)
+        lines += notes_on_codes(job, profile, chosen.division, used, task.work_of(execution))
     fitted = replace(level, config=apply(level.config, chosen, names))
     return FitResult(level=fitted, lines=lines, chosen=chosen, title=in_words(chosen, names))
 
@@ -307,39 +307,31 @@ def auxiliary_of(
 
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
     """The configuration with the chosen settings; everything that is not searched stays as it is."""
-    setting, train = chosen.setting, config.train
-    used = [names[i] for i in setting.gpus]
+    execution, used = chosen.execution, [names[i] for i in chosen.gpus]
     if len(used) > 1:
         device, devices = "auto", tuple(used)
     else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
-        keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
-        device, devices = train.device if keeps else used[0], ()
-    reserve = per_device(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
-    changed: dict[str, Any] = {
-        "device": device,
-        "devices": devices,
-        "split_points": setting.split_points,
-        "checkpointing": setting.policy,
-        "pipelined": setting.pipelined,
-        "swap_blocks": setting.swap if any(setting.swap) else (),
-        "reserve": tuple(reserve[i] for i in setting.gpus) if len(reserve) > 1 else reserve,
-        "cuda_graphs": "off" if setting.eager else train.cuda_graphs,
-    }
-    quantize: dict[str, Any] = {"quantize": setting.quantize}
-    return replace(config, train=replace(train, **changed), base=replace(config.base, **quantize))
+        before = execution.device
+        keeps = len(names) == 1 and not execution.devices and _FIRST.get(before, before) == used[0]
+        device, devices = before if keeps else used[0], ()
+    reserve = execution.reserve
+    if len(reserve) > 1:
+        reserve = tuple(per_device(reserve, len(names), "train.reserve")[i] for i in chosen.gpus)
+    return config.with_execution(replace(execution, device=device, devices=devices, reserve=reserve))
 
 
 def in_words(candidate: Candidate, names: Sequence[str]) -> str:
     """Settings in one line, with their time and how full they make the fullest GPU."""
-    setting = candidate.setting
-    bounds = candidate.division.bounds
+    execution, bounds = candidate.execution, candidate.division.bounds
     spans = [
         f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
-        for i, (gpu, swap) in enumerate(zip(setting.gpus, setting.swap, strict=True))
+        for i, (gpu, swap) in enumerate(zip(candidate.gpus, candidate.swap_blocks, strict=True))
     ]
-    order = ", micro-batches overlapping" * setting.pipelined + ", micro-batches not replayed" * setting.eager
+    order = ", micro-batches overlapping" * execution.pipelined
+    order += ", micro-batches not replayed" * candidate.drops_cuda_graphs
     return (
-        f"checkpointing {setting.policy}, {weights_in_words(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, "
+        f"checkpointing {execution.checkpointing}, {weights_in_words(execution.quantize)}, {'; '.join(spans)}{order}: "
+        f"about {candidate.seconds:.2g} s a step, "
         f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
 
@@ -349,16 +341,16 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     chosen = result.chosen
     assert chosen is not None
     yield f"fits: {in_words(chosen, names)}"
-    for index, plan in zip(chosen.setting.gpus, chosen.plan, strict=True):
+    for index, plan in zip(chosen.gpus, chosen.plan, strict=True):
         budget = plan.budget
         yield (
             f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
             f"{budget.total / GIB:.1f} GiB"
         )
-    if chosen.setting.eager:
+    if chosen.drops_cuda_graphs:
         yield "train.cuda_graphs = off: replays of micro-batches would be faster, but a graph keeps its memory, and does not fit; results are bitwise the same"
     limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
-    if any(chosen.setting.swap):
+    if chosen.execution.swap_blocks:
         weights = chosen.weights_on_host
         streamed = "weights" if task.adapts else "weights and of what the optimizer keeps of them"
         yield f"{weights / GIB:.1f} GiB of {streamed} stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
@@ -369,8 +361,8 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
-    used = [task.gpus[i] for i in chosen.setting.gpus]
-    work = replace(task.work, cuda_graphs="off") if chosen.setting.eager else task.work
+    used = [task.gpus[i] for i in chosen.gpus]
+    work = replace(task.work, cuda_graphs="off") if chosen.drops_cuda_graphs else task.work
     yield from (f"the time is an estimate: {line}" for line in assumptions(used, work))
 
 

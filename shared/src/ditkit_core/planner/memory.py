@@ -303,8 +303,8 @@ class DeviceSpan:
         for micro_batch in work.rounds(trains_all=self.profile.trains_all):
             moments += self.moments(micro_batch, waiting=max(0, work.waiting - micro_batch.again))
         # Graphs keep the memory of their activations, so all else of a step needs memory next to it; and each kind of them has its inputs.
-        pool = max(moment.activations for moment in moments) if work.is_replayed else 0
-        inputs = work.kinds * self.profile.inputs if work.is_replayed else 0
+        pool = max(moment.activations for moment in moments) if work.has_cuda_graphs else 0
+        inputs = work.kinds * self.profile.inputs if work.has_cuda_graphs else 0
         all_gradients = sum(cost.gradients for cost in self.stages)
         # An optimizer that works parameter by parameter frees its temporary memory in between.
         combine = sum if self.profile.update_adds_up else max
@@ -313,7 +313,7 @@ class DeviceSpan:
         moments.append(PeakMoment(pool + max(0, updating - self.gathered), all_gradients, 0))
         if work.ranks is not None:
             moments.append(PeakMoment(pool, work.ranks.exchanged * all_gradients, 0))
-        if work.is_replayed and work.validates:
+        if work.has_cuda_graphs and work.validates:
             forward = self.stages[0].kept + max(cost.forward_extra for cost in self.stages)
             moments.append(PeakMoment(pool + forward, all_gradients, 0))
         highest = max(moments, key=sum)

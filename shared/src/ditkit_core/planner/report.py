@@ -97,7 +97,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "bucket": report.bucket,
         "tokens": report.tokens,
         "micro_batches": report.work.micro_batches,
-        "replayed": report.work.is_replayed,
+        "replayed": report.work.has_cuda_graphs,
         "pipelined": report.work.pipelined,
         "devices": [
             {
@@ -262,7 +262,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
         yield (
             "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; reserve: the CUDA context (0.6 GiB) and gaps "
             "between the allocator's blocks (2 %), both assumed, and train.reserve; "
-            f"workspace: assumed for cuBLAS; {'a replayed' if report.work.is_replayed else 'an eager'} step is planned"
+            f"workspace: assumed for cuBLAS; {'a replayed' if report.work.has_cuda_graphs else 'an eager'} step is planned"
         )
     yield from (describe_shortfall(row, report.previews) for row in report.lacking)
     if any(row.stage == "encode" for row in report.lacking):

@@ -182,7 +182,7 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
     every = [counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)]
     distinct = {id(counts): counts for counts in every}
     times = {key: _taken(counts, gpu, work) for key, counts in distinct.items()}
-    launched = {key: 0 if work.is_replayed else int(host_seconds(counts) * 1e9) for key, counts in distinct.items()}
+    launched = {key: 0 if work.has_cuda_graphs else int(host_seconds(counts) * 1e9) for key, counts in distinct.items()}
 
     def timed(stage: StageCost, copied: int, counts: KernelCounts) -> tuple[int, int]:
         # A block's offloaded activations use the link after its forward, and again before its backward, also one block at a time.
@@ -215,7 +215,7 @@ def _update_time(stages: Sequence[StageCost], gpu: GPU, work: Workload) -> int:
     rounded = sum(stage.adapters // 2 for stage in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
     launches, (_, memory, start) = sum(stage.update_launches for stage in stages), REACHED["elementwise"]
     busy = (2 * kept + rounded) / (memory * gpu.memory_bandwidth) + launches * start
-    return int((busy if work.is_replayed else max(busy, launches * LAUNCHED["other"])) * 1e9)
+    return int((busy if work.has_cuda_graphs else max(busy, launches * LAUNCHED["other"])) * 1e9)
 
 
 def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) -> int:
@@ -225,7 +225,7 @@ def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) 
 
 def _taken(kernels: KernelCounts, gpu: GPU, work: Workload) -> int:
     busy = gpu_seconds(kernels, gpu, work.attention)
-    return int((busy if work.is_replayed else max(busy, host_seconds(kernels))) * 1e9)
+    return int((busy if work.has_cuda_graphs else max(busy, host_seconds(kernels))) * 1e9)
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
@@ -282,7 +282,7 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
             )
     launched = (
         "steps are replayed, so the host launches no operation"
-        if work.is_replayed
+        if work.has_cuda_graphs
         else f"the host launches an operation in {min(LAUNCHED.values()) * 1e6:.0f} to {max(LAUNCHED.values()) * 1e6:.0f} µs, as that H100's did; others are faster"
     )
     lines.append(f"these are the shares that an H100 reached; {launched}")

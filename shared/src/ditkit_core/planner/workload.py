@@ -46,7 +46,7 @@ class Workload:
         return self.micro_batches - 1 if self.pipelined else 0
 
     @property
-    def is_replayed(self) -> bool:
+    def has_cuda_graphs(self) -> bool:
         """Whether the host launches no operation of a micro-batch. A work from `DeviceSpan.as_replayed` leaves no choice."""
         return self.cuda_graphs != "off"
 
@@ -55,7 +55,7 @@ class Workload:
 
         A replay always adds: its gradients have memory that stays, and begin as zeros.
         """
-        if self.is_replayed:
+        if self.has_cuda_graphs:
             return [
                 micro_batch._replace(again=True)
                 for micro_batch in replace(self, cuda_graphs="off").rounds(trains_all=trains_all)

@@ -130,7 +130,7 @@ class ReplayedMicroBatches:
         seed: int,
         divisor: float,
         clock: StepClock,
-        eager: bool,
+        is_seen: bool,
     ) -> Tensor:
         """Run a micro-batch: its gradients are added to the parameters' gradients.
 
@@ -138,7 +138,7 @@ class ReplayedMicroBatches:
             batch: The micro-batch on its device.
             seed: The generators' seed.
             divisor: What the sum of the samples' losses is divided by.
-            eager: Whether Python has to see it, as in a step whose activations are watched.
+            is_seen: Whether Python has to see it, as in a step whose activations are watched.
 
         Returns:
             The samples' losses.
@@ -147,7 +147,7 @@ class ReplayedMicroBatches:
         kind = self._kinds.setdefault(key, _Kind(_described(batch)))
         torch.manual_seed(seed)  # of every device
         on_device = torch.full((), divisor, device=self._device)
-        if eager or not self._is_due(kind):
+        if is_seen or not self._is_due(kind):
             return self._run_eagerly(kind, model, batch, work, on_device, clock)
         if kind.graph is None and not self._record(key, kind, model, batch, on_device, work):
             torch.manual_seed(seed)

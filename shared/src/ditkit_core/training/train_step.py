@@ -317,7 +317,7 @@ def accumulate_gradients(
             run_backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
         else:
             work = partial(forward_and_backward, flow=context.flow)
-            run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
+            run = partial(context.replays.run, clock=context.clock, is_seen=context.is_seen)
             losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
         if adapts:
             # Without a graph every backward makes gradients of its own.

@@ -101,14 +101,14 @@ def test_no_other_settings_that_fit_are_faster(gpus, shape, micro_batches):
 
 def test_where_all_fits_nothing_is_done_to_it():
     chosen = fit(task_of("80GiB")).chosen
-    assert (chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap) == ("none", "none", (0,))
-    assert fit(task_of("2x80GiB")).chosen.setting.gpus == (0,), "a second card that works in turn is no help"
+    assert (chosen.execution.checkpointing, chosen.execution.quantize, chosen.swap_blocks) == ("none", "none", (0,))
+    assert fit(task_of("2x80GiB")).chosen.gpus == (0,), "a second card that works in turn is no help"
 
 
 def test_of_equal_choices_the_one_without_streaming_is_taken():
-    chosen = fit(task_of("2x25GiB")).chosen.setting
-    assert (chosen.gpus, chosen.swap) == ((0, 1), (0, 0))
-    assert fit(task_of("25GiB")).chosen.setting.swap[0] > 0, "which one card would have to"
+    chosen = fit(task_of("2x25GiB")).chosen
+    assert (chosen.gpus, chosen.swap_blocks) == ((0, 1), (0, 0))
+    assert fit(task_of("25GiB")).chosen.swap_blocks[0] > 0, "which one card would have to"
 
 
 def test_gpus_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_nothing():
@@ -123,7 +123,7 @@ def test_gpus_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_no
 def test_exact_weights_are_given_up_for_speed_only_beyond_the_price():
     # little arithmetic: the exact weights are waited for, the quantized ones are there
     slow = fit(task_of("rtx4090", num_blocks=36, work=0.02))
-    assert slow.chosen.setting.quantize == "int8" and slow.chosen.setting.swap == (0,)
+    assert slow.chosen.execution.quantize == "int8" and slow.chosen.swap_blocks == (0,)
     exact = slow.others["fastest with exact weights"]
     assert exact.seconds > PRICE["int8"] * slow.chosen.seconds
     # much arithmetic hides the streaming
@@ -134,26 +134,26 @@ def test_exact_weights_are_given_up_for_speed_only_beyond_the_price():
         return task.profile_of(policy, quantize)
 
     hidden = fit(replace(task, profile_of=profile_of))
-    assert hidden.chosen.setting.quantize == "none" and hidden.chosen.setting.swap[0] > 0
+    assert hidden.chosen.execution.quantize == "none" and hidden.chosen.swap_blocks[0] > 0
     assert "nf4" not in asked
 
 
 def test_micro_batches_overlap_where_memory_allows_it():
     settings = {"num_blocks": 12, "work": 0.5, "micro_batches": 4}
     chosen = fit(task_of("2x24GiB", **settings)).chosen
-    assert chosen.setting.pipelined and len(chosen.setting.gpus) == 2
+    assert chosen.execution.pipelined and len(chosen.gpus) == 2
     alone = fit(task_of("24GiB", **settings)).chosen
-    assert not alone.setting.pipelined and chosen.seconds < 0.7 * alone.seconds
-    assert not fit(task_of("2x24GiB", **{**settings, "micro_batches": 1})).chosen.setting.pipelined
+    assert not alone.execution.pipelined and chosen.seconds < 0.7 * alone.seconds
+    assert not fit(task_of("2x24GiB", **{**settings, "micro_batches": 1})).chosen.execution.pipelined
 
 
 def test_a_small_host_has_another_gpu_used_and_says_what_it_lacks():
     """A slow second GPU is left alone where the host can hold what is streamed to the first."""
     settings = {"num_blocks": 24, "work": 1.0, "quantizations": ("none",)}
     free = fit(task_of("rtx3090,rtx4060ti", **settings)).chosen
-    assert free.setting.gpus == (0,) and free.host > 8 * GIB
+    assert free.gpus == (0,) and free.host > 8 * GIB
     bound = fit(task_of("rtx3090,rtx4060ti", host=free.host // 2, **settings)).chosen
-    assert bound.setting.gpus == (0, 1) and bound.host <= free.host // 2
+    assert bound.gpus == (0, 1) and bound.host <= free.host // 2
     none = task_of("rtx3090", host=free.host // 2, **settings)
     assert fit(none).chosen is None
     lacking = least_missing(none)
@@ -167,12 +167,12 @@ def test_less_on_the_host_is_preferred_where_it_hardly_takes_longer():
     settings = {"num_blocks": 24, "work": 0.3}
     one = fit(task_of("24GiB", **settings)).chosen
     two = fit(task_of("2x24GiB", **settings)).chosen
-    assert one.host > 0 == two.host and two.setting.gpus == (0, 1)
+    assert one.host > 0 == two.host and two.gpus == (0, 1)
     assert two.seconds <= one.seconds * (1 + HARDLY_LONGER)
 
 
 def test_a_fast_gpu_alone_beats_it_with_a_slow_one():
-    assert fit(task_of("rtx4090,rtx4060ti", num_blocks=24, work=0.5)).chosen.setting.gpus == (0,)
+    assert fit(task_of("rtx4090,rtx4060ti", num_blocks=24, work=0.5)).chosen.gpus == (0,)
 
 
 def test_least_memory_is_less_than_what_is_chosen():
@@ -184,11 +184,11 @@ def test_activations_wait_on_the_host_where_that_alone_makes_it_fit():
     """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the GPUs fit a slower way otherwise."""
     shape = {"num_blocks": 6, "work": 6.0, "quantizations": ("none",)}
     first = fit(task_of("24GiB", **shape)).chosen
-    assert first.setting.policy in POLICIES
+    assert first.execution.checkpointing in POLICIES
     (card,) = parse_gpus("24GiB")
     small = replace(card, total=13 * GIB)
     chosen = fit(task_of((small,), **shape)).chosen
-    assert chosen.setting.policy == SMALLEST and all(plan.fits for plan in chosen.plan)
+    assert chosen.execution.checkpointing == SMALLEST and all(plan.fits for plan in chosen.plan)
     sent = sum(block.on_host for block in made_profile(SMALLEST, work=6.0, num_blocks=6).blocks)
     assert chosen.host - chosen.weights_on_host == sent > 0
     assert chosen.seconds >= first.seconds
@@ -256,7 +256,7 @@ def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
     assert fit(task).chosen is None and least_missing(task) > 0
     task = replace(task, streams_trained=True)
     chosen = fit(task).chosen
-    (count,) = chosen.setting.swap
+    (count,) = chosen.swap_blocks
     assert count > 0 and chosen.host == count * 6 * GIB, "weights with what the optimizer keeps of them"
     assert all(plan.fits for plan in chosen.plan) and least_missing(task) == 0
     assert fit(replace(task, host=chosen.host // 2)).chosen is None
@@ -267,8 +267,8 @@ def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     task = FitTask(
         gpus=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, work=Workload(fp32=True), quantizations=("none",)
     )
-    setting = fit(task).chosen.setting
-    assert (setting.quantize, setting.swap) == ("none", (0,))
+    chosen = fit(task).chosen
+    assert (chosen.execution.quantize, chosen.swap_blocks) == ("none", (0,))
 
 
 def test_of_resolutions_the_largest_are_left_out():

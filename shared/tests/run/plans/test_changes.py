@@ -168,7 +168,7 @@ def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
 def test_it_is_not_planned_where_nothing_is_recomputed_or_streamed():
     made_for = []
     found = fit_levels(resolve(RunConfig, flags=LORA), adapting("48GiB", made_for))
-    assert found.fit.chosen.setting.policy == "none" and not found.later
+    assert found.fit.chosen.execution.checkpointing == "none" and not found.later
     assert made_for == ["default"]
 
 
@@ -215,7 +215,7 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
     config = config_of(optim__fused_backward=True, train__clip_by="block")
     task = task_of("24.5GiB")(config)
     one_policy, several = fit(replace(task, schedules=False)).chosen, fit(task).chosen
-    assert "=" in several.setting.policy and several.score <= one_policy.score * (1 + HARDLY_LONGER)
+    assert "=" in several.execution.checkpointing and several.score <= one_policy.score * (1 + HARDLY_LONGER)
     assert all(plan.fits for plan in several.plan) and several.host < one_policy.host
     uniform = list(candidates(task, "full", "none"))
     for like, mixed in zip(uniform, scheduled(task, uniform), strict=True):
@@ -227,5 +227,5 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
 
 def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
     task = replace(task_of("24GiB,24GiB")(config_of(optim__fused_backward=True)), work=Workload(micro_batches=4))
-    assert any(each.setting.pipelined for each in candidates(task, "full", "none"))
-    assert not any(each.setting.pipelined for each in candidates(replace(task, overlaps=False), "full", "none"))
+    assert any(each.execution.pipelined for each in candidates(task, "full", "none"))
+    assert not any(each.execution.pipelined for each in candidates(replace(task, overlaps=False), "full", "none"))

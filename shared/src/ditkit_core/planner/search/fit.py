@@ -79,7 +79,7 @@ def fit(task: FitTask) -> Fit:
         return Fit(others={})
     fastest = min(fitting, key=_rank)
     chosen = _pick(fitting, fastest.score * (1 + HARDLY_LONGER))
-    exact = [candidate for candidate in fitting if candidate.setting.quantize == "none"]
+    exact = [candidate for candidate in fitting if candidate.execution.quantize == "none"]
     others = {
         **({"fastest with exact weights": min(exact, key=_rank)} if exact else {}),
         "least memory": _smallest(fitting),
@@ -88,7 +88,7 @@ def fit(task: FitTask) -> Fit:
     # Others are printed for comparison: one that differs only in its split points is no choice.
     shown, distinct = {_shown(chosen)}, dict[str, Candidate]()
     for name, candidate in others.items():
-        if _shown(candidate) not in shown and candidate.setting != fastest.setting:
+        if _shown(candidate) not in shown and candidate != fastest:
             distinct[name] = candidate
         shown.add(_shown(candidate))
     return Fit(chosen=chosen, others=distinct)
@@ -98,24 +98,28 @@ def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]
     """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits; and without replays, where those
     are what does not fit one GPU."""
     for pipelined in (False, True) if task.work.micro_batches > 1 and task.overlaps else (False,):
-        search = Search(task, policy, quantize, pipelined=pipelined)
+        search = Search(task, task.varied(policy, quantize, pipelined=pipelined))
         for chosen in _choices(task.gpus):
             if pipelined and len(chosen) == 1:
                 continue
             if (candidate := search.fastest(chosen)) is not None:
                 yield candidate
-            if len(chosen) == 1 and task.work.is_replayed and (candidate is None or any(candidate.setting.swap)):
-                eager = Search(task, policy, quantize, eager=True).fastest(chosen)
-                if eager is not None and not any(eager.setting.swap):
-                    yield eager
+            if (
+                len(chosen) == 1
+                and task.work.has_cuda_graphs
+                and (candidate is None or candidate.execution.swap_blocks)
+            ):
+                without = Search(task, task.varied(policy, quantize, cuda_graphs="off")).fastest(chosen)
+                if without is not None and not without.execution.swap_blocks:
+                    yield without
 
 
 def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
     """The best schedule for each division of these candidates, where blocks of different policies recompute less than blocks with the same policy."""
     tried: dict[Any, Candidate] = {}
     for candidate in uniform:
-        setting = candidate.setting
-        key = (setting.gpus, candidate.division, setting.pipelined, setting.quantize, setting.eager)
+        execution = candidate.execution
+        key = (candidate.gpus, candidate.division, execution.pipelined, execution.quantize, execution.cuda_graphs)
         if key not in tried or candidate.seconds < tried[key].seconds:
             tried[key] = candidate
     schedules = [(candidate, fastest_schedule(task, candidate)) for candidate in tried.values()]
@@ -125,11 +129,10 @@ def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
 def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
     """Give each block the policy that recomputes least within the memory that a division leaves free, or a share of it; None if none fits. The division and
     the formats are the ones that `like` has, settings with one policy."""
-    setting = like.setting
-    gpus = tuple(task.gpus[i] for i in setting.gpus)
+    execution, gpus = like.execution, tuple(task.gpus[i] for i in like.gpus)
     budgets = [gpu.budget for gpu in gpus]
-    work = task.work_with(quantize=setting.quantize, pipelined=setting.pipelined, eager=setting.eager)
-    profile_of = cache(lambda policy: task.profile_of(str(policy), setting.quantize))
+    work = task.work_of(execution)
+    profile_of = cache(lambda policy: task.profile_of(str(policy), execution.quantize))
     limits = tuple(replace(budget, total=int(budget.available * share), reserve=0) for budget in budgets)
     try:
         choice = choose(
@@ -142,7 +145,7 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
     profile = mixed([profile_of(policy) for policy in choice.policies])
     schedule = replace(
         like,
-        setting=replace(setting, policy=str(choice.schedule)),
+        execution=replace(execution, checkpointing=str(choice.schedule)),
         plan=compose(profile, like.division, budgets, work),
         seconds=step_seconds(profile, like.division, gpus, work),
         within=partial(fastest_schedule, task, like),
@@ -152,7 +155,7 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
 
 def least_missing(task: FitTask) -> int:
     """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
-    search = Search(task, SMALLEST, task.quantizations[-1])
+    search = Search(task, task.varied(SMALLEST, task.quantizations[-1]))
     missing = min(map(search.least_missing, _choices(task.gpus)))
     if missing or task.host is None:
         return missing
@@ -164,7 +167,7 @@ def least_missing(task: FitTask) -> int:
 def least_host(task: FitTask) -> int | None:
     """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
     # Of the two policies the first has less on the host where it fits.
-    searches = [Search(task, policy, task.quantizations[-1]) for policy in (POLICIES[0], SMALLEST)]
+    searches = [Search(task, task.varied(policy, task.quantizations[-1])) for policy in (POLICIES[0], SMALLEST)]
     needs = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
     return min((needed for needed in needs if needed is not None), default=None)
 
@@ -180,7 +183,7 @@ def shortest_seconds(task: FitTask) -> float:
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     undivided = Partition(devices=(0,) * len(profile.blocks))
     work = replace(task.work, pipelined=False, quantize="none")
-    if work.is_replayed:  # where the GPU does not wait for launches, no step is shorter
+    if work.has_cuda_graphs:  # where the GPU does not wait for launches, no step is shorter
         work = replace(work, cuda_graphs="on")
     fastest = min(step_seconds(profile, undivided, [gpu], work) for gpu in task.gpus)
     return fastest / (len(task.gpus) if task.work.micro_batches > 1 else 1)
@@ -202,7 +205,7 @@ class RankFit:
     @property
     def score(self) -> float:
         """Seconds, times the price of the weights' format."""
-        return self.seconds * PRICE[self.chosen.setting.quantize]
+        return self.seconds * PRICE[self.chosen.execution.quantize]
 
 
 def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout, link: str) -> RankFit | int | None:
@@ -224,12 +227,12 @@ def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout
             if chosen is None:
                 missing.append(least_missing(of_rank))
                 continue
-            setting = chosen.setting
+            execution = chosen.execution
             step = RankStep(
                 layout=layout,
-                profile=task.profile_of(setting.policy, setting.quantize),
+                profile=task.profile_of(str(execution.checkpointing), execution.quantize),
                 division=chosen.division,
-                work=task.work_with(quantize=setting.quantize, pipelined=task.work.pipelined, eager=setting.eager),
+                work=replace(task.work_of(execution), pipelined=task.work.pipelined),
                 gpu=task.gpus[0],
             )
             plan = step.plan(parse_links(link, layout), chosen.host)
@@ -255,18 +258,8 @@ def fitted(step: StepPlan) -> Execution:
         raise UserError(
             f"nothing fits: the fullest GPU, or the host, still lacks {gib(least_missing(task))} GiB; use a smaller batch, or larger GPUs"
         )
-    setting = chosen.setting
-    quantize: Any = setting.quantize  # one of the formats of `formats_of`
-    return replace(
-        job.execution,
-        devices=tuple(str(targets.devices[index]) for index in setting.gpus),
-        split_points=setting.split_points,
-        swap_blocks=setting.swap if any(setting.swap) else (),
-        checkpointing=setting.policy,
-        pipelined=setting.pipelined,
-        quantize=quantize,
-        cuda_graphs="off" if setting.eager else job.execution.cuda_graphs,
-    )
+    names = tuple(str(targets.devices[index]) for index in chosen.gpus)
+    return replace(chosen.execution, device="auto", devices=names)
 
 
 def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
@@ -295,7 +288,7 @@ def _pick(fitting: Sequence[Candidate], limit: float) -> Candidate:
     ]
     # Fewest GPUs first, then least host memory. More GPUs are used if that saves a quarter of the host memory.
     first, *others = sorted(
-        with_room or about_as_fast, key=lambda candidate: (len(candidate.setting.gpus), *_effort(candidate))
+        with_room or about_as_fast, key=lambda candidate: (len(candidate.gpus), *_effort(candidate))
     )
     best = first
     for candidate in others:
@@ -310,9 +303,9 @@ def _smallest(fitting: Sequence[Candidate]) -> Candidate:
     small = [
         candidate
         for candidate in fitting
-        if candidate.setting.policy in (POLICIES[0], SMALLEST) and not candidate.setting.pipelined
+        if candidate.execution.checkpointing in (POLICIES[0], SMALLEST) and not candidate.execution.pipelined
     ]
-    best = min(small, key=lambda candidate: (PRICE[candidate.setting.quantize], -len(candidate.setting.gpus)))
+    best = min(small, key=lambda candidate: (PRICE[candidate.execution.quantize], -len(candidate.gpus)))
     return _emptiest(best, lambda candidate: True)
 
 
@@ -336,13 +329,12 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
 
 def _effort(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the emptiest."""
-    setting = candidate.setting
-    return candidate.host, setting.pipelined, len(setting.gpus), candidate.fullness
+    return candidate.host, candidate.execution.pipelined, len(candidate.gpus), candidate.fullness
 
 
 def _shown(candidate: Candidate) -> tuple[Any, ...]:
-    setting = candidate.setting
-    return setting.policy, setting.quantize, setting.swap, setting.eager
+    execution = candidate.execution
+    return execution.checkpointing, execution.quantize, candidate.swap_blocks, execution.cuda_graphs
 
 
 def _divisors(number: int) -> list[int]:

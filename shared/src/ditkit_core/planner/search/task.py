@@ -9,9 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
 from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, Profile, compose, on_host
@@ -33,8 +34,10 @@ class FitTask:
     gpus: tuple[GPU, ...]
     profile_of: Callable[[str, str], Profile]
     """(policy, quantize) to the profile; cached."""
+    execution: Execution = field(default_factory=Execution)
+    """How the step runs as configured: the search varies it."""
     work: Workload = PLAIN
-    """The step as configured; the search chooses whether micro-batches overlap, and the format of the weights."""
+    """The work of the step as configured."""
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From exact to coarse; a full fine-tune has only `none`."""
     adapts: bool = True
@@ -50,33 +53,27 @@ class FitTask:
     schedules: bool = False
     """Whether blocks may have different policies."""
 
-    def work_with(self, *, quantize: str, pipelined: bool, eager: bool) -> Workload:
-        """The step with these settings."""
-        work = replace(self.work, quantize=quantize, pipelined=pipelined)
-        return replace(work, cuda_graphs="off") if eager else work
+    def varied(self, policy: str, quantize: str, **others: Any) -> Execution:
+        """The execution with one policy for all blocks, one format, and micro-batches one after the other."""
+        settings: dict[str, Any] = {"checkpointing": policy, "quantize": quantize, "pipelined": False}
+        return replace(self.execution, **settings | others)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One point of the search."""
-
-    policy: str
-    quantize: str
-    gpus: tuple[int, ...]
-    """Indices of the GPUs that are used, in order."""
-    split_points: tuple[int, ...]
-    swap: tuple[int, ...]
-    """Streamed blocks of each GPU used."""
-    pipelined: bool
-    eager: bool = False
-    """Whether micro-batches are not replayed as CUDA graphs, though the step would be: the memory of a replay does not fit."""
+    def work_of(self, execution: Execution) -> Workload:
+        """The work of the step if it runs so."""
+        work = replace(self.work, quantize=execution.quantize, pipelined=execution.pipelined)
+        return replace(work, cuda_graphs="off") if execution.cuda_graphs == "off" else work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings with their memory and time."""
+    """A way to run the step, with its memory and time."""
 
-    setting: Setting
+    execution: Execution
+    """Its devices are the task's."""
+    gpus: tuple[int, ...]
+    """Indices of the GPUs that are used, in order."""
+    drops_cuda_graphs: bool
+    """Whether micro-batches are not replayed, though the step as configured would be: the memory of graphs does not fit."""
     division: Partition
     plan: tuple[DevicePlan, ...]
     """One for each GPU used."""
@@ -90,7 +87,12 @@ class Candidate:
     @property
     def score(self) -> float:
         """Seconds, times the price of the weights' format."""
-        return self.seconds * PRICE[self.setting.quantize]
+        return self.seconds * PRICE[self.execution.quantize]
+
+    @property
+    def swap_blocks(self) -> tuple[int, ...]:
+        """Streamed blocks of each GPU that is used."""
+        return self.execution.swap_blocks or (0,) * len(self.gpus)
 
     @property
     def fullness(self) -> float:
@@ -129,6 +131,7 @@ def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitT
     return FitTask(
         gpus=gpus,
         profile_of=profile_of,
+        execution=job.execution,
         work=job.work,
         quantizations=tuple(formats),
         adapts=not job.trains_all,
@@ -182,13 +185,13 @@ Judge = Callable[[GPU, int, int], SearchedSpan | None]
 
 
 class Search:
-    """Searches the splits of a task's step for one policy and one format of the weights."""
+    """Searches the splits of a task's step for one execution, whose split points and streamed blocks it chooses."""
 
-    def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False, eager: bool = False):
-        """Prepare the search for splits where all blocks have this policy; nothing is evaluated yet. With `eager` nothing is replayed as a CUDA graph."""
-        self._task, self._policy, self._eager = task, policy, eager
-        self._profile = profile = task.profile_of(policy, quantize)
-        self._work = task.work_with(quantize=quantize, pipelined=pipelined, eager=eager)
+    def __init__(self, task: FitTask, execution: Execution):
+        """Prepare the search; nothing is evaluated yet. All blocks have one policy (`FitTask.varied`)."""
+        self._task, self._execution = task, execution
+        self._profile = profile = task.profile_of(str(execution.checkpointing), execution.quantize)
+        self._work = task.work_of(execution)
         self._num_blocks = len(profile.blocks)
         trained = profile.trains_all and task.streams_trained
         self._has_weights = [task.streams and block.weights + trained * block.adapters > 0 for block in profile.blocks]
@@ -209,16 +212,15 @@ class Search:
         if spans is None:
             return None
         division, profile, work = self._division(spans), self._profile, self._work
+        swap_blocks = tuple(span.num_streamed for span in spans)
         return Candidate(
-            setting=Setting(
-                policy=self._policy,
-                quantize=work.quantize,
-                gpus=chosen,
+            execution=replace(
+                self._execution,
                 split_points=tuple(span.start for span in spans[1:]),
-                swap=tuple(span.num_streamed for span in spans),
-                pipelined=work.pipelined,
-                eager=self._eager,
+                swap_blocks=swap_blocks if any(swap_blocks) else (),
             ),
+            gpus=chosen,
+            drops_cuda_graphs=self._execution.cuda_graphs != self._task.execution.cuda_graphs,
             division=division,
             plan=compose(profile, division, [gpu.budget for gpu in gpus], work),
             seconds=step_seconds(profile, division, gpus, work),

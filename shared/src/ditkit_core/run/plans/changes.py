@@ -183,7 +183,7 @@ def fit_levels(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, la
     offered = [*_better(chosen, accepted(updates, task_of), [_QUICK])]
     # Blocks that keep less could be better with the present policy if something is streamed or quantized, and with the next faster one; not if no step
     # of this run can be that much faster.
-    policy, quantize = chosen.setting.policy, chosen.setting.quantize
+    policy, quantize = str(chosen.execution.checkpointing), chosen.execution.quantize
     index = POLICIES.index(policy) if policy in POLICIES else 0
     policies = POLICIES[index : index + 2]
     if not chosen.host and quantize == "none":
@@ -203,7 +203,7 @@ def _better(
 ) -> Iterator[tuple[Level, Candidate]]:
     """The first of other levels that is faster or needs less host memory under one of these policies: those behind it are not planned."""
     for level, task in others:
-        formats = [quantize for quantize in task.quantizations if quantize in ("none", best.setting.quantize)]
+        formats = [quantize for quantize in task.quantizations if quantize in ("none", best.execution.quantize)]
         every = (
             candidate for policy in policies for quantize in formats for candidate in candidates(task, policy, quantize)
         )
