@@ -60,15 +60,16 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
     for case in chosen:
         name, trained, dtype, policy = case.split("/")
         subject, start = subjects[name], case.rpartition("/")[0]
+        items = _in_fp64(subject.items) if dtype == "fp64" else subject.items
         if start not in references:
             model = make_model(subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained])
-            references[start] = model, outcome(subject.spec, model, subject.items, BlockEngine())
+            references[start] = model, outcome(subject.spec, model, items, BlockEngine())
         model, expected = references[start]
         counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
         streams = subject.spec.architecture.token_streams(subject.arch)
         assert streams is not None
         engine = BlockEngine(policy=policy, context=ContextParallel(counted, streams))
-        result = outcome(subject.spec, model, subject.items, engine)
+        result = outcome(subject.spec, model, items, engine)
         exchanges = counted.exchanges if isinstance(counted, CountedRanks) else 0
         # Tokens for heads and back; or keys and values.
         repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
@@ -80,6 +81,14 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
             repeated=repeated,
         )
     return table
+
+
+def _in_fp64(items: Items) -> Items:
+    """Items in fp64. Gradients have their input's dtype, and are rounded after a product with the number of ranks.
+
+    With fp32 inputs, three ranks' gradients of inputs alone are 4e-8 from one process's.
+    """
+    return [{name: x.double() if x.is_floating_point() else x for name, x in item.items()} for item in items]
 
 
 def _apart(actual: Tensor, expected: Tensor) -> float:

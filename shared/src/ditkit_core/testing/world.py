@@ -155,7 +155,8 @@ def outcome(
         there = [to_device(item, first) for item in items]
         inputs = spec.training.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
         outputs = list(model(inputs) if engine is None else model(inputs, engine=engine))
-        loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
+        wide = [output.to(torch.promote_types(output.dtype, torch.float32)) for output in outputs]
+        loss = sum((output.square().mean() for output in wide), torch.zeros(()))
         (backward or torch.Tensor.backward)(loss)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
