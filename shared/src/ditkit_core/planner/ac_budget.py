@@ -5,6 +5,10 @@ forward order. Of all partial choices, those stay that no other beats in both re
 its peaks exceeds the budget. This works because the peaks of a block depend only on its own policy and on the bytes that earlier blocks
 keep. The full plan decides in the end; if it needs more memory than the search assumed, the search is repeated with a smaller budget.
 
+A step that recomputes more can be shorter: the host launches more, so that the GPU waits for it, and the step is replayed. The plan alone
+knows for which policies that is so. Where it can be, the search is made for the prices of both kinds of step, and what it finds is compared
+with each policy for all blocks.
+
 The search also decides where in the model the kept blocks are. They are mostly at the end: the backward begins there, while all other
 activations are alive, so recomputing there would add to the peak. Earlier blocks recompute when the later ones are freed.
 """
@@ -21,13 +25,15 @@ from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, Profile, StageCost, compose, mixed
-from ditkit_core.planner.step_time import compute_time
-from ditkit_core.planner.workload import PLAIN, Workload
+from ditkit_core.planner.step_time import compute_time, step_seconds
+from ditkit_core.planner.workload import PLAIN, CudaGraphs, Workload
 
 SELF = "self"
 """The attention call whose outputs save most recompute per byte; other calls save less for the same bytes."""
 _HOST_PRICE = 2**50
 """Price of a byte on the host, in nanoseconds or floating-point operations: more than any step has, so that recompute is always preferred."""
+HARDLY_LONGER = 1.01
+"""Times a replayed step without recompute: no other policy is tried to shorten a step that takes less."""
 _FINEST = 2000
 """Number of partial choices to follow at once. Beyond it, bytes are divided into as many bins, and each keeps the choice that recomputes
 least. No known model needs that, because equal blocks have few different sums."""
@@ -48,6 +54,19 @@ class BudgetTask:
     """Whether the devices are not the host itself."""
     gpus: tuple[GPU, ...] = ()
     """The devices, whose time recomputes take; without rates, as on CPUs, recomputed operations are counted."""
+
+    @property
+    def works(self) -> tuple[Workload, ...]:
+        """The work as it can turn out, with replays and without. Without rates it does not matter, and several devices replay nothing."""
+        if not self.gpus or self.work.cuda_graphs != "auto":
+            return (self.work,)
+        settings: tuple[CudaGraphs, ...] = ("on", "off") if len(self.gpus) == 1 else ("off",)
+        return tuple(replace(self.work, cuda_graphs=setting) for setting in settings)
+
+    def seconds(self, policies: Sequence[Policy], work: Workload) -> float:
+        """The estimated time of a step under these policies; needs rates."""
+        profile = mixed([self.profile_of(policy) for policy in policies])
+        return step_seconds(profile, self.division, self.gpus, work)
 
     def plan(self, policies: Sequence[Policy]) -> tuple[DevicePlan, ...]:
         """The memory of each device under these policies."""
@@ -77,9 +96,18 @@ class Choice:
 
 def choose(task: BudgetTask) -> Choice:
     """The policies that fit and recompute least; activations are offloaded to the host only if nothing fits otherwise."""
-    for policies in _menus(task):
-        for best in _within(task, policies):
-            return best
+    for menu in _menus(task):
+        choices = [choice for work in task.works for choice in _within(task, menu, work)]
+        if not choices:
+            continue
+        if len(task.works) == 1:
+            return choices[0]
+        # No step is shorter than one that keeps everything and is replayed.
+        shortest = task.seconds(choices[0].policies, task.works[0])
+        if task.seconds(choices[0].policies, task.work) <= shortest * HARDLY_LONGER:
+            return choices[0]
+        if len(menu) > 1:
+            return _fastest(task, menu, choices)
     smallest = (Full(offload=task.can_offload),) * len(task.division.devices)
     plans = task.plan(smallest)
     lacking = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in plans if plan.missing]
@@ -90,6 +118,29 @@ def choose(task: BudgetTask) -> Choice:
         f"{KEY} = budget: nothing fits; with {smallest[0]} for all blocks {', '.join(lacking)}; set train.swap_blocks, "
         "fewer data.frames, or a smaller data.height and width; --fit says which"
     )
+
+
+def _fastest(task: BudgetTask, menu: tuple[Policy, ...], choices: Sequence[Choice]) -> Choice:
+    """Of these choices and what else can be faster, the fastest; of equals the one that needs least memory."""
+    tried = [choice.policies for choice in choices]
+    tried += [(policy,) * len(task.division.devices) for policy in menu if not policy.offload]
+    low, high = 0.0, 1.0
+    for _ in range(6):  # in search of the most memory with which a step is replayed: with more the host launches less
+        share = (low + high) / 2
+        budgets = [replace(budget, total=int(budget.available * share), reserve=0) for budget in task.budgets]
+        smaller = replace(task, budgets=tuple(budgets))
+        policies = next((choice.policies for choice in _within(smaller, menu, task.works[0])), None)
+        if policies is None or task.seconds(policies, task.work) == task.seconds(policies, task.works[0]):
+            low = share
+        else:
+            high = share
+        tried += [policies] if policies else []
+    plans = {policies: task.plan(policies) for policies in tried}
+    fitting = [policies for policies, of_devices in plans.items() if all(plan.fits for plan in of_devices)]
+    best = min(
+        fitting, key=lambda policies: (task.seconds(policies, task.work), sum(plan.peak for plan in plans[policies]))
+    )
+    return Choice(policies=best, plans=plans[best])
 
 
 def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ...]:
@@ -115,15 +166,15 @@ def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
         yield (Full(offload=True), *menu)
 
 
-def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
-    """The best choice of a menu; yields nothing if none fits."""
+def _within(task: BudgetTask, menu: tuple[Policy, ...], work: Workload) -> Iterator[Choice]:
+    """The best choice of a menu at the prices of this work; yields nothing if none fits."""
     allowed = [budget.available for budget in task.budgets]
     policies: dict[int, tuple[Policy, ...]] = {}
     # Budgets only shrink from round to round, so this ends: the plan agrees, or nothing fits.
     while True:
         for device in range(len(task.division.blocks)):
             if device not in policies:
-                best = _Device(task, menu, device, allowed[device]).best()
+                best = _Device(task, menu, device, allowed[device], work).best()
                 if best is None:
                     return
                 policies[device] = best
@@ -171,7 +222,7 @@ class _Variant(NamedTuple):
 class _Device:
     """The search for one device."""
 
-    def __init__(self, task: BudgetTask, menu: tuple[Policy, ...], device: int, allowed: int):
+    def __init__(self, task: BudgetTask, menu: tuple[Policy, ...], device: int, allowed: int, work: Workload):
         span = task.division.blocks[device]
         start, end = span.start, span.stop
         self._menu, self._allowed = menu, allowed
@@ -183,7 +234,7 @@ class _Device:
         # What the backward of a stage costs there, recompute included.
         price: Callable[[StageCost], int] = lambda stage: stage.flops_backward
         if task.gpus:
-            price = partial(compute_time, gpu=task.gpus[device], work=task.work, backward=True)
+            price = partial(compute_time, gpu=task.gpus[device], work=work, backward=True)
         by_policy = [_variants(span, task.work, task.budgets[device], price) for span in spans]
         self._stages: list[list[_Variant]] = []
         for stage in zip(*by_policy, strict=True):
