@@ -1,7 +1,10 @@
 """What families share, against diffusers' pipelines: of Z-Image, and of Qwen-Image, which no package here has."""
 
 import dataclasses
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,11 @@ from diffusers import (
     ZImagePipeline,
 )
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3Model
 
 from ditkit_core.errors import UserError
-from ditkit_core.families.demo import write_vae
+from ditkit_core.families.demo import write_transformer, write_vae
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
 from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
 from ditkit_core.families.spec import GUIDE, STEPS, family_spec
@@ -28,9 +31,11 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, SampleDefaults
-from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.specs import altered
+from ditkit_core.testing.toy import TOY
 
 CPU = torch.device("cpu")
 WIDTHS = [32, 32, 32, 64]
@@ -369,6 +374,46 @@ def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
         expected = (mode - mean) / deviation
     assert latents.shape == (16, 1, 6, 4) and torch.equal(latents, expected[0])
     assert encoder.decode(latents).shape == (3, 1, 48, 32)
+
+
+def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the TextEncoding of Zed names no language model.*4\. Encoders"):
+        TextEncoding(models=(), reader="Zed", remedy="")
+    family = VaeFamily(published={}, kind="AutoencoderKLLTXVideo", label="the VAE of Zed", is_video=True)
+    with pytest.raises(UserError, match=r"the VAE of Zed decodes with a noise level .*timestep_conditioning"):
+        family.build({"timestep_conditioning": True})
+    assert family.build({"timestep_conditioning": False}) is not None
+    with pytest.raises(UserError, match=r"write_vae knows small sizes of .*give it sizes of AutoencoderKLLTXVideo"):
+        write_vae(tmp_path, family)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vae_with_statistics_needs_no_recipe() -> None:
+    family = VaeFamily(published={}, statistics=lambda vae: (torch.zeros(1), torch.ones(1)), patch=2)
+    vae = SimpleNamespace(family=family, config={})
+    assert DiffusersVae.recipe.fget(vae) == "posterior mode, normalised by channel, 2x2 patches as channel, row, column, {}"
+
+
+@dataclass(frozen=True)
+class _Published:
+    width: int = 4
+    axes: tuple[int, ...] = (2, 2)
+
+
+def test_a_demo_transformer_is_written_in_the_published_names(tmp_path: Path) -> None:
+    """And none is written that the family would read otherwise."""
+    read = lambda config, index: _Published(config["hidden_size"], tuple(config["axes"]))
+    build = lambda arch, precision: nn.ModuleDict({"embed": nn.Linear(arch.width, arch.width)})
+    spec = altered(TOY, infer_arch=read, build=build)
+    with pytest.raises(UserError, match=r"reads 'hidden_size' of a transformer's config\.json.*`config`"):
+        write_transformer(tmp_path, spec, _Published())
+    with pytest.raises(UserError, match=r"reads another architecture"):
+        write_transformer(tmp_path, spec, _Published(), {"hidden_size": 8, "axes": [2, 2]})
+    assert not list(tmp_path.iterdir())
+    names = replace(TOY.architecture.names, from_native={"official": lambda name: (TensorSlice(name),)})
+    config = {"hidden_size": 4, "axes": [2, 2]}
+    write_transformer(tmp_path, altered(spec, names=names), _Published(), config)
+    assert json.loads((tmp_path / "transformer" / "config.json").read_text()) == config
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +17,7 @@ from ditkit_core.testing.filled_in import marks, next_step
 from new_model import KINDS, PARAMETERS, main, ruff_options, write_package
 from workspace import ROOT
 
+UV = shutil.which("uv")
 CHECKS = (
     "(TestZed or TestRedFox) and (test_it_builds_on_meta or test_carries or test_every_parameter or test_names_go or test_an_item_that or test_the_stream)"
     " or test_parameters or test_what_is_to_be"
@@ -61,7 +64,11 @@ def test_what_is_written_is_checked_as_our_own_code_is(package: tuple[str, Path]
     for file in folder.rglob("*.py"):
         ast.parse(file.read_text(encoding="utf-8"))
     text = (folder / "pyproject.toml").read_text(encoding="utf-8")
-    assert "ditkit-core[testing]~=" in text and "workspace" not in text
+    project = tomllib.loads(text)
+    assert "ditkit-core[testing]" in project["dependency-groups"]["dev"] and "workspace" not in text
+    assert not any("testing" in requirement for requirement in project["project"]["dependencies"])
+    core = project["tool"]["uv"]["sources"]["ditkit-core"]
+    assert core["editable"] and (folder / core["path"]).resolve() == ROOT / "shared"
 
 
 def test_a_few_checks_pass_as_written(tmp_path: Path) -> None:
@@ -113,6 +120,31 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path, capsys: pytest.Capture
     assert main(["zed", "--kind", "image", "--standalone", str(tmp_path)]) == 1
     assert "exists; choose another name" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(UV is None, reason="needs uv")
+def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> None:
+    """From wheels that are built here, next to the libraries of this environment; the metadata names no path."""
+    folder, wheels, installed = (tmp_path / name for name in ("zed", "wheels", "installed"))
+    write_package("zed", "image", folder)
+    build = (UV, "build", "--offline", "--wheel", "--out-dir", wheels)
+    install = (UV, "pip", "install", "--offline", "--no-deps", "--target", installed)
+    for command, place in (((*build, "--package", "ditkit-core"), ROOT), (build, folder)):
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    done = subprocess.run((*install, *wheels.glob("*.whl")), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (metadata,) = installed.glob("ditkit_zed-*.dist-info/METADATA")
+    required = re.findall(r"^Requires-Dist: (.+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "ditkit-core~=0.1.0" in required and not [line for line in required if "@" in line or "/" in line]
+    program = "import ditkit_core, ditkit_zed.cli as cli; print(ditkit_core.__file__, cli.__file__); cli.train()"
+    variables = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        (sys.executable, "-c", program, "--help"), cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(installed)) == 2 and "zed-train" in done.stdout
 
 
 @pytest.mark.slow

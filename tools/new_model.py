@@ -9,6 +9,7 @@ docs/adding_a_model.md explains the steps, and the package's tests say which is 
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -103,7 +104,7 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     shutil.copy(ROOT / "LICENSE", written / "LICENSE")
     (written / "src" / f"ditkit_{module}" / "py.typed").touch()
     if standalone is not None:
-        _stand_alone(written, name)
+        _stand_alone(folder, written)
     _format(written, name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
@@ -139,20 +140,26 @@ def _format(folder: Path, name: str) -> None:
         subprocess.run([sys.executable, "-m", "ruff", *command, *ruff_options(name), "."], cwd=folder, check=True)
 
 
-def _stand_alone(folder: Path, name: str) -> None:
-    """Make a project of a package: it asks for the released core with its tests, and has their settings."""
-    project = folder / "pyproject.toml"
-    text = project.read_text(encoding="utf-8").replace('"ditkit-core~=', '"ditkit-core[testing]~=')
+def _stand_alone(folder: Path, written: Path) -> None:
+    """Make a project of a package that is `written` and will be in `folder`: the core is this clone's, until one is released."""
+    project = written / "pyproject.toml"
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     markers = re.search(r"markers = \[.*?\n\]", settings, re.DOTALL)
     assert markers is not None
-    text += (
-        '\n[dependency-groups]\ndev = ["pytest-timeout>=2.3", "pytest-xdist>=3.6"]\n\n[tool.pytest.ini_options]\n'
+    try:
+        core = os.path.relpath(ROOT / "shared", folder)
+    except ValueError:  # another drive of Windows
+        core = str(ROOT / "shared")
+    text = project.read_text(encoding="utf-8") + (
+        '\n[dependency-groups]\n'
+        'dev = ["ditkit-core[testing]", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]\n\n'
+        "[tool.uv.sources]\n# The clone that wrote this package. Remove it once ditkit-core is on the index that you use.\n"
+        f'ditkit-core = {{ path = "{Path(core).as_posix()}", editable = true }}\n\n[tool.pytest.ini_options]\n'
         'addopts = ["--import-mode=importlib", "--strict-markers", "-m=not slow and not exhaustive and not gpu"]\n'
         f'testpaths = ["tests"]\ntimeout = 300\n{markers[0]}\n'
     )
     project.write_text(text, encoding="utf-8", newline="\n")
-    (folder / ".gitignore").write_text(".venv/\n__pycache__/\nruns/\ndist/\n", encoding="utf-8", newline="\n")
+    (written / ".gitignore").write_text(".venv/\n__pycache__/\nruns/\ndist/\n", encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

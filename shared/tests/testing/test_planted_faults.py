@@ -11,12 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.errors import UserError
 from ditkit_core.models.spec import PrecisionSpec
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.attention.attention import attend
+from ditkit_core.planner.profiler import profile
 from ditkit_core.testing import toy
 from ditkit_core.testing.conformance import Conformance
-from ditkit_core.testing.lessons import FAILURES, GUIDE, LESSONS, lesson_of
+from ditkit_core.testing.lessons import FAILURES, GUIDE, LESSONS, lesson_of, teaching
+from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, ToyEmbed, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import Items
@@ -158,6 +162,15 @@ class ListEmbed(ToyEmbed):
         return carry._replace(sizes=tuple(torch.tensor(size) for size in carry.sizes))
 
 
+class LiteralEmbed(ToyEmbed):
+    """A list of numbers is copied from the host in each forward."""
+
+    def forward(self, inputs: ToyInputs) -> ToyCarry:
+        carry = super().forward(inputs)
+        factors = torch.tensor([1.0] * ARCH.dim, device=carry.tokens.device)
+        return carry._replace(tokens=carry.tokens * factors)
+
+
 def with_buffer(model: Any) -> None:
     model.head.register_buffer("table", torch.ones(3))
 
@@ -210,6 +223,9 @@ FAULTS = {
     "a tensor made on the default device": fault(
         ("test_training_on_another_device_changes_no_number", ("full", "none")), model_of(block_with(without_device))
     ),
+    "a literal": fault(
+        ("test_training_on_another_device_changes_no_number", ("full", "none")), model_of(embed=LiteralEmbed)
+    ),
     "a stream that a block casts": fault(
         "test_the_stream_has_the_dtype_of_its_place", model_of(block_with(narrow_stream))
     ),
@@ -246,6 +262,9 @@ FAULTS = {
         ("test_what_a_full_recompute_leaves_out", ("lora",)), TOY, last_layers=("query",)
     ),
 }
+
+
+DEVICES = "test_training_on_another_device_changes_no_number"
 
 
 def checks_of(planted: Fault) -> Any:
@@ -291,6 +310,19 @@ def test_layers_whose_result_nothing_reads_are_named(check: str, arguments: tupl
     getattr(type("Named", (Sound,), sound | idle)(), check)(*arguments)
     with pytest.raises(FAILURES, match=r"unread"):
         getattr(type("Nameless", (Sound,), sound)(), check)(*arguments)
+
+
+def test_a_literal_has_its_lesson_in_any_check_and_a_plan_names_its_line() -> None:
+    spec = model_of(embed=LiteralEmbed)
+    with pytest.raises(UserError) as raised:
+        profile(step_of(spec, ARCH, (1, 32, 32), AdapterConfig(rank=2)))
+    line = LiteralEmbed.forward.__code__.co_firstlineno + 3
+    assert str(raised.value).startswith(f"{__file__}:{line}: a tensor is on the host; `torch.tensor([...]")
+    assert "\n" not in str(raised.value)
+    check = teaching("PolicyChecks", lambda: profile(step_of(spec, ARCH, (1, 32, 32), AdapterConfig(rank=2))))
+    with pytest.raises(UserError) as taught:
+        check()
+    assert "torch.tensor([...]" in taught.value.__notes__[0] and lesson_of("PolicyChecks", "") is not LESSONS[DEVICES]
 
 
 def test_lessons_are_of_checks_that_are_there_and_headings_of_the_guide() -> None:

@@ -1,7 +1,7 @@
 """Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 with its tokenizer, a tiny VAE, a random transformer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,8 @@ from ditkit_core.data.media.synthetic import (
     write_frames,
     write_text_encoder,
 )
+from ditkit_core.errors import UserError
+from ditkit_core.families.spec import GUIDE
 from ditkit_core.families.vae import VaeFamily
 from ditkit_core.io.files import write_text
 from ditkit_core.models.precision import Precision
@@ -98,21 +100,63 @@ def word_tokenizer(captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, 
     return tokenizer
 
 
-def write_vae(folder: Path, family: VaeFamily) -> None:
-    """Write `vae/` of a family's class with random weights: 16 latent channels at an eighth of the size, of images as FLUX.1's, or of clips as Wan's."""
-    if family.is_video:
-        settings: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
-    else:
-        settings = {
-            "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 16,
-            "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
-            "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
-        }  # fmt: skip
+def write_vae(folder: Path, family: VaeFamily, sizes: Mapping[str, Any] | None = None) -> None:
+    """Write `vae/` of a family's class with random weights.
+
+    Args:
+        folder: The checkpoint.
+        family: Names the class.
+        sizes: Arguments of the class. None: known for the classes of `_VAE_SIZES`, with 16 latent channels at an eighth of the size.
+
+    Raises:
+        UserError: If the class is another one, and `sizes` are missing.
+    """
+    if sizes is None and family.kind not in _VAE_SIZES:
+        raise UserError(
+            f"write_vae knows small sizes of {', '.join(_VAE_SIZES)}: give it sizes of {family.kind}, arguments of "
+            f"that class in diffusers ({GUIDE}, 8. Demo, run files and README)"
+        )
+    settings = _VAE_SIZES[family.kind] if sizes is None else sizes
     random_model("vae", resolve_name(f"diffusers:{family.kind}"), **settings).save_pretrained(folder / "vae")
 
 
-def write_transformer(folder: Path, spec: ModelSpec, arch: Any) -> None:
-    """Write `transformer/` of a family whose official names are one for each parameter: random weights, and the architecture as config.json."""
+_VAE_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "AutoencoderKL": {
+        "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 16,
+        "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
+        "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    },
+    **dict.fromkeys(
+        ("AutoencoderKLWan", "AutoencoderKLQwenImage"),
+        {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16},
+    ),
+}  # fmt: skip
+
+
+def write_transformer(folder: Path, spec: ModelSpec, arch: Any, config: Mapping[str, Any] | None = None) -> None:
+    """Write `transformer/` of a family whose official names are one for each parameter, with random weights.
+
+    Args:
+        folder: The checkpoint.
+        spec: The family.
+        arch: Sizes.
+        config: Its config.json, in the names that the published file has. None: the fields of `arch`.
+
+    Raises:
+        UserError: If `infer_arch` of the family reads another architecture from this config.json, or none.
+    """
+    config = asdict(arch) if config is None else config
+    try:
+        read = (
+            spec.architecture.infer_arch(json.loads(json.dumps(config)), {}) if spec.architecture.infer_arch else arch
+        )
+    except KeyError as error:
+        raise UserError(
+            f"{spec.name} reads {error} of a transformer's config.json, and write_transformer is about to write none: "
+            f"give it `config` in the published names ({GUIDE}, 8. Demo, run files and README)"
+        ) from error
+    if read != arch:
+        raise UserError(f"{spec.name} reads another architecture from the demo's config.json: {read} instead of {arch}")
     model = random_model(spec.name, spec.architecture.build, arch, Precision(matmul=torch.float32))
     official = spec.architecture.names.from_native["official"]
     state = {}
@@ -122,4 +166,4 @@ def write_transformer(folder: Path, spec: ModelSpec, arch: Any) -> None:
         state[part.name] = tensor.contiguous()
     (folder / "transformer").mkdir(parents=True)
     save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-    write_text(folder / "transformer" / "config.json", json.dumps(asdict(arch), indent=2) + "\n")
+    write_text(folder / "transformer" / "config.json", json.dumps(config, indent=2) + "\n")

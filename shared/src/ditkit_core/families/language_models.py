@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ditkit_core.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextFamily:
@@ -63,6 +65,14 @@ class TextEncoding:
     keeps_padding: bool = False
     """Whether features of padding belong to the result, because the transformer attends to them. Otherwise a caption has a row for each of its
     tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise UserError(
+                f"the TextEncoding of {self.reader} names no language model: `models` are causal ones, such as QWEN3; "
+                "an encoder of another kind (T5 and its kin) is written in the package (docs/adding_a_model.md, "
+                "4. Encoders)"
+            )
 
 
 _QWEN3 = {

@@ -133,6 +133,12 @@ class VaeFamily:
     def build(self, config: Mapping[str, Any]) -> Any:
         """The VAE of a configuration, on the default device."""
         vae = resolve_name(f"diffusers:{self.kind}").from_config(dict(config))
+        if vae.config.get("timestep_conditioning"):
+            raise UserError(
+                f"{self.label} decodes with a noise level and noise (timestep_conditioning in its config.json), which "
+                "VaeFamily does not: take a VAE without, or write an encoder and a sampler in the package "
+                "(docs/adding_a_model.md, 4. Encoders)"
+            )
         self.prepare(vae)
         return vae
 
@@ -223,7 +229,8 @@ class DiffusersVae(FrozenVae):
         family, config = self.family, {**self.family.published, **self.config}
         shift, scale = config.get("shift_factor"), config.get("scaling_factor")
         patches = f", {family.patch}x{family.patch} patches as channel, row, column" if family.patch > 1 else ""
-        return family.recipe or f"posterior mode, minus {shift}, times {scale}{patches}, {{}}"
+        scaled = f"minus {shift}, times {scale}" if family.statistics is None else "normalised by channel"
+        return family.recipe or f"posterior mode, {scaled}{patches}, {{}}"
 
     @property
     def channels(self) -> int:

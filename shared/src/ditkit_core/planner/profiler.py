@@ -4,11 +4,13 @@ A step's memory is affine in the number of blocks, so two or three of each kind 
 a model of any size.
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
@@ -124,9 +127,31 @@ def measure(
     """
     with fake_tensors(job.kind) as meter:
         measuring = _Measuring(job, model, meter, stage_devices)
-        with suppress(_ForwardDone):
-            measuring.run(updates=updates, backward=backward)
+        try:
+            with suppress(_ForwardDone):
+                measuring.run(updates=updates, backward=backward)
+        except RuntimeError as error:
+            if not mixes_devices(error):
+                raise
+            raise UserError(
+                f"{_line_of_model(error)}: a tensor is on the host; `torch.tensor([...], device=...)` copies one in "
+                "each forward, which cannot be replayed: make it with torch.full, arange or linspace, with device="
+            ) from error
         return measuring.measured
+
+
+def mixes_devices(error: BaseException | None) -> bool:
+    """Whether an operation was given tensors of several devices, in the words of torch and of its fake tensors."""
+    words = ("on the same device", "two different devices")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in words)
+
+
+def _line_of_model(error: RuntimeError) -> str:
+    """File and line of the operation that failed: the last ones outside of torch and of what counts operations."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__torch_dispatch__"]
+    libraries = str(Path(torch.__file__).parent)
+    frame = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 class _ForwardDone(Exception):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ditkit_core.errors import UserError
+from ditkit_core.planner.profiler import mixes_devices
 
 GUIDE = "docs/adding_a_model.md"
 
@@ -37,6 +38,12 @@ _CARRY = Lesson(
 _REPEATED = Lesson(
     "a block that runs twice on one carry gives the same bits twice",
     "an in-place change of the carry (`x += y`), state that a forward leaves behind, or random numbers of a generator of its own",
+    _TRANSFORMER,
+)
+_DEVICES = Lesson(
+    "everything that a forward makes is made on the device of its inputs",
+    "a list of numbers in `torch.tensor([...], device=...)`, which copies from the host in each forward and cannot be replayed (torch.full, arange, "
+    "linspace, or the numbers themselves), or `torch.arange(n)` without `device=`",
     _TRANSFORMER,
 )
 _DTYPES = Lesson(
@@ -88,11 +95,7 @@ LESSONS = {
         "a tensor that the block saves by itself, or that an attribute keeps alive",
         _TRANSFORMER,
     ),
-    "test_training_on_another_device_changes_no_number": Lesson(
-        "everything that a forward makes is on the device of its inputs",
-        "`torch.arange(n)` or `torch.zeros(n)` without `device=`",
-        _TRANSFORMER,
-    ),
+    "test_training_on_another_device_changes_no_number": _DEVICES,
     "test_a_sample_in_a_ragged_batch_equals_itself_alone": Lesson(
         "a sample in a batch of several sizes gets what it gets alone, forward and backward",
         "padding that takes part in attention (`padding_mask`, also of captions), a mask that is off by one, a path without gradient (`detach`), "
@@ -163,7 +166,8 @@ def teaching(owner: str, check: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return check(*arguments, **options)
         except FAILURES as error:
-            error.add_note(str(lesson))
+            is_mixed = mixes_devices(error) or mixes_devices(error.__cause__)
+            error.add_note(str(_DEVICES if is_mixed else lesson))
             raise
 
     return run
