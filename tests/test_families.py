@@ -391,7 +391,10 @@ def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> No
 def test_a_vae_with_statistics_needs_no_recipe() -> None:
     family = VaeFamily(published={}, statistics=lambda vae: (torch.zeros(1), torch.ones(1)), patch=2)
     vae = SimpleNamespace(family=family, config={})
-    assert DiffusersVae.recipe.fget(vae) == "posterior mode, normalised by channel, 2x2 patches as channel, row, column, {}"
+    assert (
+        DiffusersVae.recipe.fget(vae)
+        == "posterior mode, normalised by channel, 2x2 patches as channel, row, column, {}"
+    )
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,18 @@ def test_a_few_checks_pass_as_written(tmp_path: Path) -> None:
         assert f"next: step 1 of the guide, src/ditkit_{module}/presets.py:3" in printed
 
 
+def test_the_comparison_with_diffusers_has_inputs_that_the_model_takes(package: tuple[str, Path]) -> None:
+    _, folder = package
+    program = (
+        "import torch; from ditkit_zed.spec import ZED; from ditkit_zed.verify import DIFFUSERS;"
+        "from ditkit_core.models.precision import Precision;"
+        "arch = ZED.architecture.presets['two-blocks']; model = ZED.architecture.build(arch, Precision(matmul=torch.float32));"
+        "inputs = DIFFUSERS.inputs(model); (velocity,) = model(inputs);"
+        "print(velocity.shape == inputs.latents[0].shape, DIFFUSERS.config(arch)['num_layers'] == arch.layers)"
+    )
+    assert run(folder, "-c", program) == "True True\n"
+
+
 def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]) -> None:
     _, folder = package
     marked = marks(folder)
@@ -141,7 +153,12 @@ def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> Non
     program = "import ditkit_core, ditkit_zed.cli as cli; print(ditkit_core.__file__, cli.__file__); cli.train()"
     variables = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(
-        (sys.executable, "-c", program, "--help"), cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        (sys.executable, "-c", program, "--help"),
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(installed)) == 2 and "zed-train" in done.stdout

@@ -151,7 +151,7 @@ def _stand_alone(folder: Path, written: Path) -> None:
     except ValueError:  # another drive of Windows
         core = str(ROOT / "shared")
     text = project.read_text(encoding="utf-8") + (
-        '\n[dependency-groups]\n'
+        "\n[dependency-groups]\n"
         'dev = ["ditkit-core[testing]", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]\n\n'
         "[tool.uv.sources]\n# The clone that wrote this package. Remove it once ditkit-core is on the index that you use.\n"
         f'ditkit-core = {{ path = "{Path(core).as_posix()}", editable = true }}\n\n[tool.pytest.ini_options]\n'

@@ -1,6 +1,7 @@
 """Z-Image against every suite of the core, the recording of its official code, and diffusers: outputs, every gradient, samples, adapters."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import Precision
+from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import timestep_features
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import compose
+from ditkit_core.planner.profiler import profile
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
@@ -45,6 +49,7 @@ from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.plans import divided, step_of
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
@@ -122,6 +127,27 @@ class TestPlan(FullSizePlanConformance):
     preset = "base"
     size = (1, 1024, 1024)
     cut = 18
+
+
+@pytest.mark.slow
+def test_planned_memory_is_what_the_readme_says():
+    """Each row of the table has the settings of the rows above it."""
+    arch, attention = PRESETS["base"], ZIMAGE.adapters.targets["attention"]
+    fast = PrecisionConfig(preset="fast").precision(torch.bfloat16, {})
+    layers = [next(iter(ZIMAGE.adapters.targets.values()))] * 2 + [attention] * 2
+    planned = []
+    for targets, precision, rows in zip(
+        layers, (Precision(matmul=torch.bfloat16), fast, fast, fast), (512,) * 3 + (64,), strict=True
+    ):
+        job = step_of(ZIMAGE, arch, (1, 1024, 1024), AdapterConfig(rank=16, targets=targets))
+        item = {name: x[:rows] if name.startswith("text") else x for name, x in job.batch[0].items()}
+        job = replace(job, batch=[item]).with_execution(checkpointing="full", kernels="triton", precision=precision)
+        stages = profile(job)
+        budget = parse_gpus("h100")[0].budget
+        (plan,) = compose(stages, divided(len(stages.blocks), ()), (budget,), replace(job.work, cuda_graphs="off"))
+        planned.append(f"{plan.peak / 2**30:.1f}")
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert planned == re.findall(r"^\| [^|]+ \| ([\d.]+) \| ", page, re.MULTILINE)[-4:]
 
 
 class TestSplit(FullSizeSplitConformance):

@@ -120,16 +120,15 @@ def write_vae(folder: Path, family: VaeFamily, sizes: Mapping[str, Any] | None =
     random_model("vae", resolve_name(f"diffusers:{family.kind}"), **settings).save_pretrained(folder / "vae")
 
 
+_VIDEO_SIZES: Mapping[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
 _VAE_SIZES: Mapping[str, Mapping[str, Any]] = {
     "AutoencoderKL": {
         "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 16,
         "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
         "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     },
-    **dict.fromkeys(
-        ("AutoencoderKLWan", "AutoencoderKLQwenImage"),
-        {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16},
-    ),
+    "AutoencoderKLWan": _VIDEO_SIZES,
+    "AutoencoderKLQwenImage": _VIDEO_SIZES,
 }  # fmt: skip
 
 
