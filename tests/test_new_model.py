@@ -67,6 +67,8 @@ def test_what_is_written_is_checked_as_our_own_code_is(package: tuple[str, Path]
     project = tomllib.loads(text)
     assert "ditkit-core[testing]" in project["dependency-groups"]["dev"] and "workspace" not in text
     assert not any("testing" in requirement for requirement in project["project"]["dependencies"])
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    assert project["tool"]["uv"]["dependency-metadata"] == ours["dependency-metadata"]
     core = project["tool"]["uv"]["sources"]["ditkit-core"]
     assert core["editable"] and (folder / core["path"]).resolve() == ROOT / "shared"
 

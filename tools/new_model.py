@@ -145,7 +145,10 @@ def _stand_alone(folder: Path, written: Path) -> None:
     project = written / "pyproject.toml"
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     markers = re.search(r"markers = \[.*?\n\]", settings, re.DOTALL)
-    assert markers is not None
+    metadata = re.search(
+        r"^# flash-attn.*?(?=^\n|\Z)", settings, re.DOTALL | re.MULTILINE
+    )  # of a library that has no wheel
+    assert markers is not None and metadata is not None
     try:
         core = os.path.relpath(ROOT / "shared", folder)
     except ValueError:  # another drive of Windows
@@ -154,7 +157,7 @@ def _stand_alone(folder: Path, written: Path) -> None:
         "\n[dependency-groups]\n"
         'dev = ["ditkit-core[testing]", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]\n\n'
         "[tool.uv.sources]\n# The clone that wrote this package. Remove it once ditkit-core is on the index that you use.\n"
-        f'ditkit-core = {{ path = "{Path(core).as_posix()}", editable = true }}\n\n[tool.pytest.ini_options]\n'
+        f'ditkit-core = {{ path = "{Path(core).as_posix()}", editable = true }}\n\n{metadata[0]}\n[tool.pytest.ini_options]\n'
         'addopts = ["--import-mode=importlib", "--strict-markers", "-m=not slow and not exhaustive and not gpu"]\n'
         f'testpaths = ["tests"]\ntimeout = 300\n{markers[0]}\n'
     )
