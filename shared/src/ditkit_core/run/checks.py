@@ -190,7 +190,6 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     for advice in (optim.advice, run.config.adapter.advice) if here else ():
         if advice:
             warn(advice)
-        warn(advice)
     for line in without_effect(run.request.config, run.devices, trains_bf16=run.trains_bf16) if here else ():
         warn(line)
 
