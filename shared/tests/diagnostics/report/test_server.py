@@ -93,6 +93,17 @@ def test_nothing_but_the_page_and_samples_is_sent(tmp_path: Path) -> None:
         assert status == 404 and b"<script>" not in text
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "%ff" * 300, "%f0%9f%98%80" * 100], ids=len)
+def test_a_name_that_no_file_system_accepts_is_not_found(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    with serving(run) as server:
+        for path in (f"/samples/{name}.mp4", f"/{name}/samples/a.mp4", f"/{name}"):
+            assert answer(server, path)[0] == 404
+    assert capfd.readouterr().err == ""
+
+
 def test_another_site_cannot_read_the_page_through_a_name_of_its_own(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with serving(run) as server:

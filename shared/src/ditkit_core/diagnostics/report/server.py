@@ -164,7 +164,10 @@ class ReportServer(ThreadingMixIn, WSGIServer):
             raise MethodNotAllowed(["GET", "HEAD"])
         if request.path == "/":
             return Response(self.page(), content_type="text/html; charset=utf-8")
-        return send_file(self.sample(request.path), request.environ)
+        try:
+            return send_file(self.sample(request.path), request.environ)
+        except (OSError, ValueError) as error:  # a name that no file system accepts, or a sample that may not be read
+            raise NotFound from error
 
 
 def _is_odd(part: str) -> bool:
