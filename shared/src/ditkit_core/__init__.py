@@ -7,6 +7,7 @@ docs/library.md has programs. Names are imported when they are first used, becau
 
 from typing import TYPE_CHECKING
 
+from ditkit_core.io.hushed import hush_libraries
 from ditkit_core.io.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ditkit_core.training.optim.optimizers import OptimConfig
     from ditkit_core.training.trainer import Trainer, TrainerConfig
 
+hush_libraries()  # before any module imports the libraries
 __version__ = "0.1.0"
 __all__ = [
     "BlockEngine",

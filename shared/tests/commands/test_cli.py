@@ -20,7 +20,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.commands import cli, stage
 from ditkit_core.commands.options import OPTIONS, STAGES, ExportOptions, SampleOptions, TrainOptions, command_line
 from ditkit_core.errors import UserError
-from ditkit_core.io import console
+from ditkit_core.io import console, hushed
 from ditkit_core.io.run_dir import RunFolderConfig
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
@@ -434,7 +434,7 @@ def test_known_noise_of_libraries_is_hushed_and_nothing_else(
     logger = logging.getLogger(name)
     before = list(logger.filters)
     try:
-        console.hush_libraries()
+        hushed.hush_libraries()
         with caplog.at_level(logging.WARNING, logger=logger.name):
             logger.warning(noise)
             logger.warning("something else")

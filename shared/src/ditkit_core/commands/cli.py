@@ -26,7 +26,7 @@ from ditkit_core.distributed.launch import check_launch, launched
 from ditkit_core.distributed.torchrun import complain_once
 from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.allocator import allocator_settings
-from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
+from ditkit_core.io.console import prepare_streams, say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.io.trackers import check_installed
@@ -95,7 +95,6 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
         a plan that does not fit; 130 when interrupted. Other exceptions are bugs of ours and propagate.
     """
     prepare_streams()
-    hush_libraries()
     os.environ |= allocator_settings(os.environ)
     if launched() is not None:
         # torch would print a page of its frames whenever a connection breaks, which hides the line that says why.

@@ -2,14 +2,12 @@
 
 import errno
 import io
-import logging
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol, SupportsFloat, TextIO, cast
@@ -101,31 +99,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
-
-
-_HUSHED = {
-    # torchao registers two enums in a way that torch deprecates, at every import of peft or a transformers model.
-    "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
-    # diffusers looks for tensor classes that torchao has removed; our files do not need them.
-    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
-    # diffusers warns of a VAE's cast to bf16 even where it lists no module that should stay in fp32.
-    "diffusers.models.modeling_utils": "that should be kept in float32: []",
-}
-"""By logger, messages of libraries that users cannot do anything about."""
-
-
-def hush_libraries() -> None:
-    """Suppress these messages, but no others of the same loggers."""
-    for name, message in _HUSHED.items():
-        logging.getLogger(name).addFilter(_Hushed(message))
-
-
-@dataclass(frozen=True)
-class _Hushed(logging.Filter):
-    message: str
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.message not in record.getMessage()
 
 
 _muted = False

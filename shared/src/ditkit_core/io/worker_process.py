@@ -18,7 +18,7 @@ import torch
 
 from ditkit_core.errors import UserError, keys_shown, printable
 from ditkit_core.io.allocator import allocator_settings
-from ditkit_core.io.console import hush_libraries, prepare_streams, warn
+from ditkit_core.io.console import prepare_streams, warn
 
 GRACE_SECONDS = 20.0
 """Time for the worker to end by itself before it is killed."""
@@ -110,7 +110,6 @@ def work(act: Callable[[], None]) -> int:
         ended.
     """
     prepare_streams()
-    hush_libraries()
     if lower := getattr(os, "nice", None):  # not on Windows
         lower(_NICENESS)
     # A parent may have left SIGINT ignored, which children inherit; `_end_with_parent` needs it to interrupt.
