@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import norm_ratio
 from ditkit_core.config.layer_patterns import fits
+from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.factored import factored_linear_class, parts_of
-from ditkit_core.nn.lora import AdapterDropout, lora_linear_class
+from ditkit_core.nn.factored import parts_of
+from ditkit_core.nn.lora import AdapterDropout
 from ditkit_core.nn.quantized_linear import dense_weight
 from ditkit_core.weights.rows import RowReader, dense_rows
 
@@ -56,14 +57,15 @@ def inject(
         targets = tuple(target for target in targets if target in only)
     peft_config = _peft_config(config, targets)
     # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
+    peft, layers = _import_peft()
     with torch.device("meta"):
-        _import_peft().inject_adapter_in_model(peft_config, model)
+        peft.inject_adapter_in_model(peft_config, model)
     for name, layer in adapter_layers(model).items():
         # peft constructs its own classes here and offers no choice, as it does for LoRA layers.
         if config.dropout:
             layer.lora_dropout["default"] = AdapterDropout(config.dropout, name)
         if config.method != "lora":
-            layer.__class__ = factored_linear_class(config.method)
+            layer.__class__ = layers.FACTORED[config.method]
         if config.method == "loha":
             # peft goes by the shape of the weight, which in a quantized layer is the shape of the packed codes.
             with torch.device("meta"):
@@ -73,7 +75,7 @@ def inject(
 
 def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
     """peft's configuration of adapters for these modules."""
-    peft, alpha = _import_peft(), config.alpha or config.rank
+    (peft, layers), alpha = _import_peft(), config.alpha or config.rank
     ranks = {target: config.rank_of(target) for target in targets}
     alphas = {target: config.alpha_of(target) for target in targets}
     common: dict[str, Any] = {
@@ -100,7 +102,7 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
         init_lora_weights=False,
         **common,
     )
-    lora._register_custom_module({nn.Linear: lora_linear_class()})
+    lora._register_custom_module({nn.Linear: layers.LoraLinear})
     return lora
 
 
@@ -122,9 +124,11 @@ def chosen_of(
         endings = named_sets.get(target, (target,))
         fitting = {name for name in linears if any(fits(name, ending) for ending in endings)}
         if not fitting:
+            near = nearest_word(target, named_sets)
+            meant = f"did you mean {near!r}? " if near else ""
             kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in linears})
             raise UserError(
-                f"{argument('adapter.targets')}: {target!r} fits no layer of this model; its Linear layers are {', '.join(kinds)}; "
+                f"{argument('adapter.targets')}: {target!r} fits no layer of this model; {meant}its Linear layers are {', '.join(kinds)}; "
                 f"named sets are {', '.join(map(repr, named_sets))}"
             )
         chosen |= fitting
@@ -253,11 +257,14 @@ def canonical_name(name: str) -> str:
     return _PEFT_NAMES.sub(lambda match: match["part"] or "", name)
 
 
-def _import_peft():  # type: ignore[no-untyped-def]
+def _import_peft() -> tuple[Any, Any]:
+    """The modules `peft` and `nn/peft_layers.py`."""
     with warnings.catch_warnings():
         # torchao, which peft imports, has an invalid escape sequence, about which Python warns when it compiles the file.
         warnings.filterwarnings("ignore", "invalid escape sequence", DeprecationWarning)
         warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
         warnings.filterwarnings("ignore", '"\\\\.*" is an invalid escape sequence', SyntaxWarning)
         import peft
-    return peft
+
+        from ditkit_core.nn import peft_layers
+    return peft, peft_layers

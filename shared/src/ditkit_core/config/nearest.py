@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ditkit_core.errors import UserError
+
 _CLOSE = 0.65
 """Least likeness of a suggested key: `rnak` has 0.75 with `rank`."""
 _CLOSE_NAME = 0.7
@@ -44,6 +46,16 @@ def nearest_word(word: str, words: Iterable[str], at_least: float = _CLOSE) -> s
     scored = [(_likeness(plain, _plain(candidate)), candidate) for candidate in words]
     likeness, nearest = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
     return nearest if likeness >= at_least else ""
+
+
+def check_arguments(function: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that a function of the library does not have."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            near = nearest_word(name, known)
+            remedy = f"did you mean {near}?" if near else f"choose among {', '.join(known)}"
+            raise UserError(f"{function} has no argument {name!r}; {remedy}")
 
 
 def _plain(word: str) -> str:

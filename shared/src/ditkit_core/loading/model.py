@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -128,6 +129,51 @@ class Model:
         """The trained parameters by canonical name, without a gradient; they share the model's memory."""
         named = self.trainable if self.shards is None else self.shards.trained
         return {name: parameter.detach() for name, parameter in named.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Read what `state_dict` returned, in place: an optimizer's parameters stay those that it has.
+
+        Raises:
+            UserError: If the names or shapes are not those of the trained parameters; then nothing has changed.
+        """
+        if self.streamer is not None and not self.adapts:
+            self._check_undivided("load_state_dict(state)", "swap_blocks")
+        named = self.trainable if self.shards is None else self.shards.trained
+        if differing := sorted(named.keys() ^ state.keys()):
+            lacks = "lacks" if differing[0] in named else "has, and the model does not train,"
+            raise UserError(
+                f"the state {lacks} {differing[0]} ({len(differing)} such names); load the model with the same adapter"
+            )
+        for name, parameter in named.items():
+            if state[name].shape != parameter.shape:
+                shapes = f"{[*state[name].shape]} in the state and {[*parameter.shape]} in the model"
+                raise UserError(f"{name} is {shapes}; load the model with the same adapter")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(state[name])
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where the attributes of a torch module are: libraries such as peft ask for them."""
+            # A handle, so that no library wraps it or moves its blocks: the engine would run something else.
+            there = " (it is one of model.module)" if hasattr(nn.Module, name) else ""
+            raise AttributeError(
+                f"Model has no attribute {name!r}{there}: it is no torch.nn.Module, its `module` is; "
+                "adapters are added by load(…, LoraConfig(…))",
+                name=name,
+                obj=self,
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(**{part.name: deepcopy(getattr(self, part.name), memo) for part in fields(self)})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickling: a family's functions and files that are open have no form in a file."""
+        raise UserError(
+            "a Model cannot be pickled, and so not be sent to another process: call load there, save_adapter for its "
+            "adapter, or torch.save(model.module) for its weights"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,6 @@ The arithmetic is peft's: the change in the factors' dtype (fp32), one rounding 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.nn.context import device_kind
-from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
+from ditkit_core.nn.lora import AT_ONCE
 
 PARTS = {
     "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
@@ -226,28 +225,6 @@ def _spans(one: Tensor, other: Tensor) -> Iterator[slice]:
     """Spans of rows of two matrices; only one span is in the factors' wider dtype at once."""
     step = max(1, AT_ONCE[device_kind(one)] // max(one.shape[1], other.shape[1]))
     return (slice(start, start + step) for start in range(0, len(one), step))
-
-
-@cache
-def factored_linear_class(method: str) -> type:
-    """peft's LoKr or LoHa of a Linear layer with this product; made on first use, because importing peft costs seconds."""
-    from peft.tuners.loha.layer import Linear as LoHa
-    from peft.tuners.lokr.layer import Linear as LoKr
-
-    parent: Any = {"lokr": LoKr, "loha": LoHa}[method]
-
-    class FactoredLinear(KeepsOnlyItsInput, parent):  # type: ignore[misc]
-        """Uses our product for the one adapter that there is, and leaves merged and disabled layers to peft."""
-
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args or kwargs or self.disable_adapters or self.merged or list(self.active_adapters) != ["default"]:
-                result: Tensor = super().forward(x, *args, **kwargs)
-                return result
-            tensors = parts_of(self, method)
-            factors = Factors(tuple(tensors), self.scaling["default"])
-            return changed(x, list(tensors.values()), factors, self.out_features, self.base_layer)
-
-    return FactoredLinear
 
 
 def parts_of(layer: Any, method: str) -> dict[str, nn.Parameter]:

@@ -13,7 +13,6 @@ a sum, so fp16 runs take the other path.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -299,48 +298,3 @@ def without_adapters(model: Any) -> AbstractContextManager[None]:
     """
     layers = (module for module in model.modules() if getattr(module, "_disable_adapters", None) is False)
     return switched(layers, "_disable_adapters", True)
-
-
-@cache
-def lora_linear_class() -> type:
-    """peft's Linear adapter with this product; made on first use, because importing peft costs seconds."""
-    from peft.tuners.lora import Linear
-
-    class LoraLinear(PlainLora, Linear):
-        """Uses our product for one active, unmerged, plain LoRA and leaves every other case to peft."""
-
-        def _alone(self) -> str | None:
-            """The name of the only active adapter, if it is unmerged and without a variant."""
-            if self.disable_adapters or self.merged_adapters:
-                return None
-            factors: Any = self._modules["lora_A"]
-            names = [name for name in self.active_adapters if name in factors]
-            return names[0] if len(names) == 1 and names[0] not in self.lora_variant else None
-
-        def is_plain(self) -> bool:
-            if (name := self._alone()) is None:
-                return False
-            dropout = self.lora_dropout[name]
-            return not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
-
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            factors: Any = self._modules["lora_A"]
-            if ASSISTANT not in factors:
-                return self._adapted(x, *args, **kwargs)
-            assert not args and not kwargs
-            down: Any = self.lora_A[ASSISTANT]
-            up: Any = self.lora_B[ASSISTANT]
-            return low_rank_sum(x, down.weight, up.weight, 1.0, self._adapted)
-
-        def _adapted(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            name = self._alone()
-            if args or kwargs or name is None:
-                result: Tensor = super().forward(x, *args, **kwargs)
-                return result
-            modules: Any = self._modules
-            down, up = modules["lora_A"][name].weight, modules["lora_B"][name].weight
-            base, dropout = modules["base_layer"], modules["lora_dropout"][name]
-            adapted = x if type(dropout) is nn.Identity else dropout(x)
-            return low_rank_sum(adapted, down, up, self.scaling[name], base if adapted is x else lambda _: base(x))
-
-    return LoraLinear

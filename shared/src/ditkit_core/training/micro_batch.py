@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.engine.generator_state import GeneratorHook
+from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import autocast_disabled
@@ -76,7 +77,15 @@ def flow_loss(
         items: Training items, such as `EncodedSample.load` returns.
         flow: Distribution, shift and weighting of noise levels; None for the model's own.
         generator: Samples noise levels and noise, on the CPU; None for torch's own.
+
+    Raises:
+        UserError: If `items` is a mapping, such as torch's default collate returns.
     """
+    if isinstance(items, Mapping):
+        raise UserError(
+            "items is one mapping, as torch's default collate makes of a batch, and samples differ in size; write "
+            "DataLoader(…, collate_fn=list), or [item] for one item"
+        )
     flow, spec = flow or FlowConfig(), model.spec
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in items]
     uniform = torch.rand(len(items), dtype=torch.float64, generator=generator)
