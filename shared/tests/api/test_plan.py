@@ -44,3 +44,19 @@ def test_a_budget_of_checkpointing_is_resolved_for_the_blocks(tmp_path: Path) ->
     save_file({official_name(name): tensor.contiguous() for name, tensor in state.items()}, file)
     model = load(SPEC, file, LORA, dtype="fp32", devices=("cpu",), checkpointing="budget")
     assert model.engine.schedule.budget is None
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ((21, 61, 104), "height = 61 is not a multiple of 4; set 60 or 64"),
+        ((21, 60, 2), "width = 2 is not a multiple of 4"),
+        ((20, 64, 64), "frames = 20 is not 1 \\+ k \\* 4; set 17 or 21"),
+        ((64, 64), "must be three whole numbers above 0"),
+        ((0, 64, 64), "must be three whole numbers above 0"),
+        ((5, 64.0, 64), "must be three whole numbers above 0"),
+    ],
+)
+def test_a_size_that_no_sample_has_is_one_line(size: tuple[int, int, int], said: str) -> None:
+    with pytest.raises(UserError, match=f"^size = .*{said}"):
+        plan(SPEC, "tiny", "24GiB", LORA, size=size)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
+from ditkit_core.config.nearest import check_arguments, nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.execution import BaseExecution
 from ditkit_core.models.adapter_formats import set_forms
@@ -203,10 +204,14 @@ class LoraConfig(AdapterConfig):
         Raises:
             UserError: If a value is impossible, or there by both names.
         """
+        check_arguments("LoraConfig", settings, (*_PEFT_NAMES, *(field.name for field in fields(AdapterConfig))))
         targets = None
         if target_modules is not None:
             targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
-            targets = ("*",) if targets == ("all-linear",) else targets
+            for target in targets:
+                if target != ALL_LINEAR and nearest_word(target, (ALL_LINEAR,), 0.85):
+                    raise UserError(f"target_modules has {target!r}; did you mean {ALL_LINEAR}?")
+            targets = ("*",) if targets == (ALL_LINEAR,) else targets
         named = {"r": r, "lora_alpha": lora_alpha, "target_modules": targets, "lora_dropout": lora_dropout}
         for theirs, value in named.items():
             if value is not None:
@@ -236,6 +241,8 @@ class LoraConfig(AdapterConfig):
         return self.dropout
 
 
+ALL_LINEAR = "all-linear"
+"""peft's word for every Linear layer."""
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lora_dropout": "dropout"}
 
 

@@ -1,5 +1,6 @@
 """Encodes a folder of media and captions for any Python program: `encode`."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.api.dataset import completed, read_dataset
 from ditkit_core.api.load import ModelSource, paths_of
+from ditkit_core.config.nearest import check_arguments
 from ditkit_core.data.config import DataConfig
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.config import EncodeConfig
@@ -53,6 +55,7 @@ def encode(
     Raises:
         UserError: If the folder, a file in it or a component of the model cannot be used.
     """
+    check_arguments("encode", data, (field.name for field in fields(DataConfig) if field.name != "folder"))
     paths, encoding = paths_of(path), encoding or EncodeConfig()
     arch = arch_here(spec, paths, fetch=True)[1]
     spec = spec.for_arch(arch)

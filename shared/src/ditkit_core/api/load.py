@@ -1,7 +1,7 @@
 """Loads a model of a family for any Python program: `load`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.config.nearest import check_arguments
 from ditkit_core.distributed.ranks import Ranks, RanksConfig, world
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError, argument
@@ -63,7 +64,7 @@ def load(
     Raises:
         UserError: If a file is missing, damaged or does not fit, or a setting does not fit the model or this machine.
     """
-    paths, execution = paths_of(path), execution_from(execution, how)
+    paths, execution = paths_of(path), execution_from("load", execution, how)
     arch = arch_here(spec, paths, fetch=True)[1]
     files = tuple(str(file) for file in merge)
     is_second = component == "transformer_2"
@@ -104,14 +105,18 @@ def paths_of(path: ModelSource) -> ModelPaths:
     return ModelPaths(base=str(path))
 
 
-def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execution:
-    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights."""
-    fields = {name: value for name, value in how.items() if name not in ("dtype", "shard")}
+def execution_from(function: str, execution: Execution | None, how: Mapping[str, Any]) -> Execution:
+    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights.
+
+    `function` is the one that got them as keyword arguments, for errors.
+    """
+    check_arguments(function, how, (*(field.name for field in fields(Execution)), "dtype", "shard"))
+    changes = {name: value for name, value in how.items() if name not in ("dtype", "shard")}
     if "dtype" in how:
-        fields["precision"] = Precision(matmul=parse_dtype(how["dtype"]))
+        changes["precision"] = Precision(matmul=parse_dtype(how["dtype"]))
     if "shard" in how:
-        fields["ranks"] = RanksConfig(shard=how["shard"])
-    return replace(execution or Execution(), **fields)
+        changes["ranks"] = RanksConfig(shard=how["shard"])
+    return replace(execution or Execution(), **changes)
 
 
 def _place(unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:

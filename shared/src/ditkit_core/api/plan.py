@@ -5,6 +5,7 @@ from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.api.load import ModelSource, empty_batch, execution_from, paths_of
+from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
@@ -49,6 +50,8 @@ def plan(
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"{name} = {count} must be at least 1")
+    if size is not None:
+        _check_size(spec, size)
     arch = spec.architecture.presets.get(path) if isinstance(path, str) else None
     if arch is None:
         arch = arch_here(spec, paths_of(path), fetch=True)[1]
@@ -56,7 +59,7 @@ def plan(
     step = plan_batch(
         spec,
         arch,
-        execution_from(execution, how),
+        execution_from("plan", execution, how),
         empty_batch(spec, arch, size, counts["batch_size"]),
         gpus,
         adapter=adapter or AdapterConfig(),
@@ -65,3 +68,16 @@ def plan(
     if not fit or step.fits:
         return step
     return plan_step(replace(step.job, execution=fitted(step)), step.targets)
+
+
+def _check_size(spec: ModelSpec, size: tuple[int, int, int]) -> None:
+    """Refuse a size that no sample of the model has, before torch fails on its latents."""
+    where = f"size = {size!r}, the frames, height and width of a sample in pixels"
+    if len(size) != 3 or not all(isinstance(count, int) and count > 0 for count in size):
+        raise UserError(f"{where}, must be three whole numbers above 0")
+    frames, height, width = size
+    try:
+        config = DataConfig(folder=".", frames=frames, height=height, width=width)
+        config.check_steps(spec.data.frame_step, spec.data.size_step)
+    except UserError as error:
+        raise error.at(where) from error

@@ -1,6 +1,7 @@
 """Generates images and clips with a loaded model for any Python program: `sample`."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from logging import getLogger
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.api.prompts import PromptEncoder
+from ditkit_core.config.nearest import check_arguments
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.errors import UserError
@@ -39,6 +41,7 @@ def sample(model: Model, prompts: str | Sequence[str], **settings: Any) -> list[
     Raises:
         UserError: If the model cannot sample with these settings, or a component cannot be used.
     """
+    check_arguments("sample", settings, (field.name for field in fields(SampleConfig) if field.name != "prompts"))
     spec, origin = model.spec, model.origin
     if spec.architecture.experts(origin.arch):
         raise UserError(f"{spec.name} {origin.preset} samples with two transformers; use the sample command")
