@@ -28,14 +28,18 @@ from ditkit_core.families.spec import GUIDE, STEPS, family_spec
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, SampleDefaults
+from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, ModelSpec, SampleDefaults
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
+from ditkit_flux2 import FLUX2
+from ditkit_wan import WAN
+from ditkit_zimage import ZIMAGE
 
 CPU = torch.device("cpu")
 WIDTHS = [32, 32, 32, 64]
@@ -436,3 +440,19 @@ def test_a_missing_piece_is_named_with_its_file_and_the_step_of_the_guide(argume
 def test_headings_that_a_missing_piece_names_are_those_of_the_guide() -> None:
     page = (Path(__file__).parents[1] / GUIDE).read_text(encoding="utf-8")
     assert all(f"\n## {heading}\n" in page for _, heading in STEPS.values())
+
+
+@pytest.mark.parametrize("spec", [WAN, FLUX2, ZIMAGE], ids=lambda spec: spec.name)
+def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec: ModelSpec) -> None:
+    def answer(hub_id: str) -> str:
+        with pytest.raises(UserError) as error:
+            arch_here(spec, ModelPaths(base=hub_id))
+        return str(error.value)
+
+    assert f"by its name it is FLUX.1, and no model of {spec.name}" in answer("black-forest-labs/FLUX.1-dev")
+    assert "by its name it is LTX-Video" in answer("Lightricks/LTX-Video")
+    for other in (family for family in (WAN, FLUX2, ZIMAGE) if family is not spec):
+        wrong = f"{next(iter(other.architecture.hub_presets))}-x"
+        assert f"use the {other.name} commands" in answer(wrong), wrong
+    for hub_id in spec.architecture.hub_presets:
+        assert "did you mean" in answer(f"{hub_id}s"), hub_id

@@ -1,6 +1,7 @@
 """Parts of a model: found here, fetched from the hub, or refused in one line."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -307,3 +308,42 @@ def test_a_path_that_no_system_has_is_one_line(value: str) -> None:
     for model in (ModelPaths(base=value), ModelPaths(vae=value)):
         with pytest.raises(UserError, match=r"model\.|no preset|cannot be read"):
             model.locate("vae")
+
+
+def cached(folder: Path, *hashes: str) -> Path:
+    """A repository in the hub's cache, with snapshots that have a transformer and a VAE."""
+    repository = folder / "hub" / "models--owner--name"
+    for name in hashes:
+        for part in ("transformer", "vae"):
+            (repository / "snapshots" / name / part).mkdir(parents=True)
+    return repository
+
+
+@pytest.mark.parametrize("inner", ["", "snapshots", "snapshots/b"])
+def test_a_repository_in_the_hub_s_cache_is_its_snapshot(tmp_path: Path, inner: str) -> None:
+    one = cached(tmp_path / "one", "b")
+    two = cached(tmp_path / "two", "a", "b", "c")
+    (two / "refs").mkdir()
+    (two / "refs" / "main").write_text("b")
+    for repository in (one, two):
+        paths = ModelPaths(base=str(repository / inner))
+        assert paths.locate("vae") == paths.here("vae") == repository / "snapshots" / "b" / "vae"
+        assert not paths.is_elsewhere("vae")
+
+
+def test_what_is_no_base_is_said_with_what_to_name(tmp_path: Path) -> None:
+    several, (file, folder) = cached(tmp_path, "a", "b"), (tmp_path / "wan.safetensors", tmp_path / "wan")
+    file.write_bytes(b"x")
+    folder.mkdir()
+    (folder / "wan.safetensors").write_bytes(b"x")
+    for base, said in (
+        (several, "without one snapshot to take; name a folder in its snapshots"),
+        (several / "snapshots", "without one snapshot to take"),
+        (tmp_path / "hub", "is the hub's cache; name one of its folders models--"),
+        (file, "is one file, .* such as model.{}, and set model.base"),
+        (folder, "is a folder of weights, .* such as model.{}, and set model.base"),
+    ):
+        with pytest.raises(UserError, match=said.format("vae")):
+            ModelPaths(base=str(base)).locate("vae")
+        with pytest.raises(UserError, match=said.format("transformer")):
+            arch_here(TOY, ModelPaths(base=str(base)))

@@ -11,7 +11,7 @@ from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.other_models import looks_like, wrong_config
+from ditkit_core.models.other_models import looks_like, other_by_id, wrong_config
 from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id, repository_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
@@ -96,6 +96,8 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
         return preset, spec.architecture.presets[preset]
     near = nearest_word(named, published, 0.8) if is_hub_id(named) else ""
     meant = f"; did you mean {near}?" if near and near != named else ""
+    if is_hub_id(named):  # first: FLUX.1's ids are like FLUX.2's
+        meant = other_by_id(named, spec.name, spec.architecture.names.others) or meant
     try:
         path = path or (components.fetched_description("transformer") if fetch else None)
     except UserError as error:

@@ -138,6 +138,16 @@ def looks_like(
     return ("", "") if other is None else (f" (its names look like those of {other.name})", other.remedy)
 
 
+def other_by_id(hub_id: str, family: str, others: Iterable[OtherModel]) -> str:
+    """The other model that a hub id names, as a remark for a message, with the remedy; empty if it names none."""
+    name = hub_id.partition("/")[2].lower()  # repositories are called as headers call their models
+    for model in others:
+        if model.header and re.search(model.header, name):
+            remedy = model.remedy or f"name a model of {family}"
+            return f"; by its name it is {model.name}, and no model of {family}: {remedy}"
+    return ""
+
+
 def wrong_config(config: Mapping[str, Any], error: Exception, family: str, others: Iterable[OtherModel]) -> str:
     """What a config.json describes that is not a family's model, as the end of a sentence; with the remedy if that is another family's.
 

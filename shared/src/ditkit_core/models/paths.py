@@ -63,6 +63,45 @@ def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserErro
     )
 
 
+_CACHED = "models--"
+"""Beginning of the name of a repository's folder in the hub's cache: models--owner--name."""
+
+
+def model_path(value: str) -> Path:
+    """The path of a model's files; of a repository's folder in the hub's cache, the snapshot that it has, or that `main` is."""
+    path = local_path(value)
+    with readable(path):
+        folder = path if path.name == "snapshots" else path / "snapshots"
+        if not folder.parent.name.startswith(_CACHED) or not folder.is_dir():
+            return path
+        snapshots = [entry for entry in folder.iterdir() if entry.is_dir()]
+        main = folder.parent / "refs" / "main"
+        if len(snapshots) > 1 and main.is_file():
+            snapshots = [entry for entry in snapshots if entry.name == main.read_text("utf-8", "replace").strip()]
+    return snapshots[0] if len(snapshots) == 1 else path
+
+
+def _without(part: str, key: str, value: str) -> str:
+    """What a path that lacks a part of a model is instead, and what to name; empty if nothing is known of it."""
+    path = model_path(value)
+    with readable(path):
+        if (path / "snapshots").is_dir() or path.name == "snapshots":
+            return f"{key} = {value!r} is a repository in the hub's cache without one snapshot to take; name a folder in its snapshots"
+        if path.is_dir() and any(path.glob(f"{_CACHED}*")):
+            return (
+                f"{key} = {value!r} is the hub's cache; name one of its folders {_CACHED}…, or the hub id (owner/name)"
+            )
+        is_file, weights = path.is_file(), path.is_dir() and any(path.glob("*.safetensors"))
+    if not (is_file or weights):
+        return ""
+    one = "one file" if is_file else "a folder of weights"
+    named = "transformer" if part in ("transformer", "transformer_2") else part
+    return (
+        f"{key} = {value!r} is {one}, and no folder with all parts of a model; name what it is, such as "
+        f"{argument(f'model.{named}')}, and set {argument('model.base')} to a hub id or folder with the other parts"
+    )
+
+
 def check_preset(preset: str, presets: Iterable[str]) -> None:
     """Refuse an unknown `model.preset`."""
     if preset and preset not in (names := tuple(presets)):
@@ -117,7 +156,7 @@ class ModelPaths:
         own_path = self._own_path(part)
         if not (own_path or self.base):
             return None
-        path = local_path(own_path) if own_path else local_path(self.base) / part
+        path = model_path(own_path) if own_path else model_path(self.base) / part
         with readable(path):
             return path if path.exists() else None
 
@@ -162,9 +201,15 @@ class ModelPaths:
         return folder if (folder / "config.json").is_file() else None
 
     def not_described(self) -> str:
-        """The beginning of an error: no file that is here describes the transformer."""
+        """The beginning of an error: no file that is here describes the transformer.
+
+        Raises:
+            UserError: If the base is something else than the folder of a model.
+        """
         key, value = ("transformer", self.transformer) if self.transformer else ("base", self.base)
         if value and local_path(value).exists():
+            if key == "base" and (instead := _without("transformer", argument("model.base"), value)):
+                raise UserError(instead)
             lacks = f"contains no transformer to say which architecture it is; set {argument('model.transformer')} to its file, and if need be"
         elif value and not is_hub_id(value):
             remedy = path_remedy(value)
@@ -212,7 +257,7 @@ class ModelPaths:
             raise UserError(
                 f"the model has no {part}: {remedy} to its file or folder, or {argument('model.base')} to a folder in diffusers layout"
             )
-        path = local_path(value)
+        path = model_path(value)
         with readable(path):
             is_local = path.exists()
         if is_local:
@@ -223,7 +268,8 @@ class ModelPaths:
             raise not_there(key, value)
         with readable(path):
             if not path.exists():
-                raise UserError(f"{key} = {value!r} contains no {part}; {remedy} to its file or folder")
+                instead = "" if own_path else _without(part, key, value)
+                raise UserError(instead or f"{key} = {value!r} contains no {part}; {remedy} to its file or folder")
             refuse_pickles(path, safe_names)
         return path
 
