@@ -301,9 +301,12 @@ def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, 
     assert rate.startswith("rtx4090: matmuls at up to ") and "of 165.2 TFLOP/s in bf16" in rate
     assert "an H100 reached" in source
     assert found["seconds_per_step"] >= found["flops_per_step"] / 165.2e12
-    assert (
-        "the time is an estimate: rtx4090: matmuls at up to " in plan(tmp_path, capsys, "--gpus", "rtx4090", *SIZE)[1]
-    )
+    long = ("the time is an estimate: rtx4090: matmuls at up to ", "total: what torch reports, for a size")
+    short = "the time is an estimate, and reserve and workspace are assumed; --why says from what"
+    why, plain = (plan(tmp_path, capsys, *more, "--gpus", "rtx4090", *SIZE)[1] for more in (["--why"], []))
+    assert all(line in why and line not in plain for line in long)
+    assert short in plain and short not in why
+    assert max(map(len, plain.splitlines())) <= 120
 
 
 def test_a_gpu_without_bf16_is_a_note(tmp_path, capsys):

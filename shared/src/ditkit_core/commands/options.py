@@ -76,6 +76,8 @@ class TrainOptions:
     fit: bool = False
     """Choose checkpointing, split points, swapped blocks and quantization for the devices (where nothing else fits, also how a full
     fine-tune updates its weights), print the whole configuration and exit."""
+    why: bool = option(False, needs="plan: says what a plan assumes; add --plan")
+    """Also print what the times and sizes of a plan are assumed from: rates of the GPUs, the reserve, the workspace."""
     gpus: str = option("", needs="plan fit: names GPUs to plan for; add --plan or --fit, or set train.devices to train")
     """GPUs to plan for instead of those of this machine: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`. A size is that with which a GPU is sold."""
     host: str = option("", needs="plan fit: limits host memory in a plan; add --plan or --fit")

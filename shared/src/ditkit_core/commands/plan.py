@@ -32,7 +32,7 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:
         searched = report.is_cuda and not report.step.fits
-        print_plan(report, fit_command(f"{spec.name}-train", TYPED.get()) if searched else "")
+        print_plan(report, fit_command(f"{spec.name}-train", TYPED.get()) if searched else "", why=options.why)
     return 0 if report.fits else DOES_NOT_FIT
 
 

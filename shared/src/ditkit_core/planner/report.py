@@ -147,8 +147,8 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
     _show_devices(report, rows)
 
 
-def print_plan(report: PlanReport, remedy: str = "") -> None:
-    """Print the plan; `remedy` is a command that may find settings with which the training fits."""
+def print_plan(report: PlanReport, remedy: str = "", *, why: bool = False) -> None:
+    """Print the plan; `remedy` is a command that may find settings with which the training fits, `why` adds what it assumes."""
     _headline(report)
     _show_devices(report, _rows(report))
     if report.auxiliary:
@@ -168,7 +168,7 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
             rows.append(["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)])
         Table(head=head, rows=rows, num_left=1).show()
         say("")
-    *lines, last = _lines(report)
+    *lines, last = _lines(report, why=why)
     for line in lines:
         say(line)
     say(f"{last}; try: {remedy}" if remedy else last)
@@ -231,7 +231,7 @@ def _rows(report: PlanReport) -> list[list[str]]:
     return rows
 
 
-def _lines(report: PlanReport) -> Iterator[str]:
+def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
     step, ranks = report.step, report.ranks
     if ranks is not None:
         yield from _lines_of_ranks(report, ranks)
@@ -254,11 +254,15 @@ def _lines(report: PlanReport) -> Iterator[str]:
         if report.hours:
             duration = f"{report.hours:.1f} h" if report.hours >= 1 else f"{60 * report.hours:.0f} min"
             yield f"time: about {duration} for {report.num_steps:,} steps; encoding, validation, samples and saves come on top"
-        yield from (f"the time is an estimate: {rate}" for rate in step.rates)
+        if why:
+            yield from (f"the time is an estimate: {rate}" for rate in step.rates)
     if step.orders is not None:
         yield str(step.orders)
     yield from report.notes
-    if report.is_cuda:
+    if report.is_cuda and not why:
+        estimate = "the time is an estimate, and " if step.seconds is not None else ""
+        yield f"{estimate}reserve and workspace are assumed; --why says from what"
+    if report.is_cuda and why:
         yield (
             "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; reserve: the CUDA context (0.6 GiB) and gaps "
             "between the allocator's blocks (2 %), both assumed, and train.reserve; "
