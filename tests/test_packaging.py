@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,19 @@ def test_every_model_package_asks_for_the_core_of_its_release():
     major, minor, _ = CORE.project["version"].split(".")
     for member in MODELS:
         assert f"ditkit-core~={major}.{minor}.0" in member.project["dependencies"]
+
+
+def test_the_folders_that_the_page_gives_to_pip_cover_each_other():
+    """pip knows no workspace: a member that one of them asks for has to be named too."""
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    (first, second) = re.search(r"^pip install (\S+) (\S+)", page, re.MULTILINE).groups()
+    alternatives = re.search(r"^pip install .*# or (.*)$", page, re.MULTILINE)[1].split(", ")
+    for folder in (second, *alternatives):
+        projects = [read_toml(ROOT / name / "pyproject.toml")["project"] for name in (first, folder)]
+        named = {project["name"] for project in projects}
+        asked = {re.match(r"[\w-]+", line)[0] for project in projects for line in project["dependencies"]}
+        assert {name for name in asked if name.startswith("ditkit-")} <= named, folder
+    assert {second, *alternatives} == {f"./{member.folder.relative_to(ROOT)}" for member in MODELS}
 
 
 def test_the_root_lists_no_model_package():
