@@ -249,6 +249,8 @@ FORMS = (
     rf"uv tool install 'git\+URL#subdirectory=packages/(?:{NAMES})'",
     r"uv pip install (?:pillow-heif|wheels/\*\.whl|'wheels/\*\.whl')",
     r"uv build --wheel --package ditkit-\w+ -o wheels",
+    r"pip install (?:\./shared )?\./packages/\w+",
+    r"uvx --from \./packages/\w+ \w+-train --help",
     r"pip install uv",
     r"rsync -a (?:--[\w=]+ )*(?:state -e 'ssh -p PORT' )?[\w./:@ ]+",
     r"docker build -t ditkit \.",

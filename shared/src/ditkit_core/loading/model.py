@@ -157,7 +157,7 @@ class Model:
         def __getattr__(self, name: str) -> Any:
             """Say where the attributes of a torch module are: libraries such as peft ask for them."""
             # A handle, so that no library wraps it or moves its blocks: the engine would run something else.
-            there = " (it is one of model.module)" if hasattr(nn.Module, name) else ""
+            there = " (it is one of model.module)" if name in dir(nn.Module) else ""
             raise AttributeError(
                 f"Model has no attribute {name!r}{there}: it is no torch.nn.Module, its `module` is; "
                 "adapters are added by load(…, LoraConfig(…))",
