@@ -24,7 +24,7 @@ SPEC = altered(TOY, presets={"tiny": ToyArch()})
             "load has no argument 'checkpoint'; did you mean checkpointing?",
         ),
         (lambda: plan(SPEC, "tiny", "24GiB", checkpointt="full"), "plan has no argument 'checkpointt'; did you mean"),
-        (lambda: plan(SPEC, "tiny", "24GiB", zzz=1), "plan has no argument 'zzz'; choose among devices, split_points"),
+        (lambda: plan(SPEC, "tiny", "24GiB", zzz=1), "plan has no argument 'zzz'; choose among quantize, compute"),
         (
             lambda: encode(SPEC, "none", "data", "cache", heigth=64),
             "encode has no argument 'heigth'; did you mean height?",

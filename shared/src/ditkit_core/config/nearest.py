@@ -48,13 +48,13 @@ def nearest_word(word: str, words: Iterable[str], at_least: float = _CLOSE) -> s
     return nearest if likeness >= at_least else ""
 
 
-def check_arguments(function: str, names: Iterable[str], known: Iterable[str]) -> None:
+def check_arguments(function: str, names: Iterable[str], candidates: Iterable[str]) -> None:
     """Refuse keyword arguments that a function of the library does not have."""
-    known = tuple(known)
+    candidates = tuple(candidates)
     for name in names:
-        if name not in known:
-            near = nearest_word(name, known)
-            remedy = f"did you mean {near}?" if near else f"choose among {', '.join(known)}"
+        if name not in candidates:
+            near = nearest_word(name, candidates)
+            remedy = f"did you mean {near}?" if near else f"choose among {', '.join(candidates)}"
             raise UserError(f"{function} has no argument {name!r}; {remedy}")
 
 

@@ -134,7 +134,7 @@ class Model:
         """Read what `state_dict` returned, in place: an optimizer's parameters stay those that it has.
 
         Raises:
-            UserError: If the names or shapes are not those of the trained parameters; then nothing has changed.
+            UserError: If names or shapes differ from the trained parameters; then nothing has changed.
         """
         if self.streamer is not None and not self.adapts:
             self._check_undivided("load_state_dict(state)", "swap_blocks")
