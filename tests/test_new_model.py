@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.diagnostics.report.overview import RANDOM_SAMPLES
 from ditkit_core.errors import UserError
 from ditkit_core.testing.filled_in import marks, next_step
 from new_model import KINDS, PARAMETERS, main, ruff_options, write_package
@@ -175,6 +176,7 @@ def test_a_package_trains_resumes_exports_samples_and_passes_every_default_check
     arguments = ["-m", "ditkit_zed.train", "--demo", "--run.folder", str(run_folder)]
     printed = run(folder, *arguments, seconds=600)
     assert "validation loss fell" in printed
+    assert all(RANDOM_SAMPLES in text for text in (printed, (run_folder / "report.html").read_text(encoding="utf-8")))
     assert (run_folder / "exports" / "run.safetensors").exists()
     assert list((run_folder / "samples").glob(f"*.{KINDS[kind]['SUFFIX']}"))
     run(folder, *arguments, "--train.steps", "62", seconds=600)

@@ -156,7 +156,11 @@ WAN = ModelSpec(
         verify=lazy("ditkit_wan.verify:DIFFUSERS.verify"),
         verify_whole=lazy("ditkit_wan.verify:DIFFUSERS.verify_whole"),
     ),
-    demo=DemoSpec(write=lazy("ditkit_wan.demo.write:write_demo"), config=Path(__file__).parent / "demo" / "demo.toml"),
+    demo=DemoSpec(
+        write=lazy("ditkit_wan.demo.write:write_demo"),
+        config=Path(__file__).parent / "demo" / "demo.toml",
+        trained_base=True,
+    ),
     import_path=f"{__name__}:WAN",
     variant=_variant,
 )

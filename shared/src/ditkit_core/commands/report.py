@@ -20,8 +20,8 @@ from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.config.command_words import command_words, is_address
 from ditkit_core.config.resume import ConfigChange
-from ditkit_core.diagnostics.report.data import read_metrics, read_sections
-from ditkit_core.diagnostics.report.overview import section_verdict
+from ditkit_core.diagnostics.report.data import RANDOM_BASE, read_metrics, read_sections
+from ditkit_core.diagnostics.report.overview import LOOK, RANDOM_SAMPLES, section_verdict
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
 from ditkit_core.distributed.launch import launched
@@ -105,7 +105,11 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
         return
     values = f"{format_number(before)} before training, {format_number(after)} after"
     clips = len(listed) if isinstance(listed := json_part(folder.about, "data").get("held_out"), list) else 0
-    yield f"{judge_change(before, after, result.held_out_interval, clips).words}: {values}"
+    verdict = judge_change(before, after, result.held_out_interval, clips)
+    yield f"{verdict.words}: {values}"
+    if verdict.kind == "fell":
+        random = json_part(folder.about, "model").get(RANDOM_BASE)
+        yield f"it learns. {RANDOM_SAMPLES if random else LOOK}"
     # The best save by validation loss, which is often not the last one: adapters overfit.
     best_save = best(folder.state)
     if best_save is None:

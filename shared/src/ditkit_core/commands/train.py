@@ -17,6 +17,7 @@ from ditkit_core.commands.report import held_out_lines, say_results
 from ditkit_core.commands.train_job import prepare_jobs, train_job
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.report.live_page import LivePage
+from ditkit_core.diagnostics.report.overview import RANDOM_SAMPLES
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.distributed.shared_folders import open_run
 from ditkit_core.distributed.torchrun import current_ranks
@@ -59,6 +60,8 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 ranks.on_first(lambda: spec.demo.write(folder.inputs))
                 # Again: the architecture is read from the checkpoint, which did not exist before.
                 jobs = jobs_of(create_run(spec, config), options.init_from)
+                if jobs.run.has_random_base:
+                    say(RANDOM_SAMPLES)
             _train(jobs, folder, changes)
         if ranks.is_first:
             say_results(jobs, folder)

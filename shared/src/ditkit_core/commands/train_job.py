@@ -112,7 +112,10 @@ def train_job(
             folder,
             environment=describe_environment(run.devices, run.described_precision),
             data=data_summary(run.data.dataset, {sample.id for sample in data.samples}, held_out),
-            model=model_summary(run.spec.name, prepared) | run.sample_adapters.recorded_digests(folder, warn),
+            model={
+                **model_summary(run.spec.name, prepared, random_base=jobs.run.has_random_base),
+                **run.sample_adapters.recorded_digests(folder, warn),
+            },
         )
     validator = validator_of(config, samples)
     model = replace(prepared, engine=engine_for(prepared, run.execution, placement.checkpointing, ranks))

@@ -162,6 +162,7 @@ def family_spec(
         return encoder, text_model(text, rows_and_columns(arch)[1], components), decoder
 
     package = import_path.partition(".")[0]
+    demo = package_folder(package) / "demo"
     if verifier and adapters.verify is None:
         adapters = replace(adapters, verify=lazy(f"{verifier}.verify"), verify_whole=lazy(f"{verifier}.verify_whole"))
     return ModelSpec(
@@ -192,7 +193,9 @@ def family_spec(
         ),
         adapters=adapters,
         demo=DemoSpec(
-            write=lazy(f"{package}.demo.write:write_demo"), config=package_folder(package) / "demo" / "demo.toml"
+            write=lazy(f"{package}.demo.write:write_demo"),
+            config=demo / "demo.toml",
+            trained_base=(demo / "base").is_dir(),
         ),
         import_path=import_path,
     )

@@ -260,6 +260,9 @@ class DemoSpec:
     config: Path
     """The run file of the demo; relative paths in it are relative to the demo's folder."""
 
+    trained_base: bool
+    """Whether the checkpoint that it writes was trained. Samples of random weights are noise before training and after it, and a run says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:

@@ -75,6 +75,11 @@ class RunConfig:
         """The run's folder, with `~` replaced."""
         return RunFolder(local_path(self.run.folder))
 
+    @property
+    def is_on_demo_base(self) -> bool:
+        """Whether the base is the checkpoint that a demo writes into the run's folder."""
+        return self.run_folder.inputs in local_path(self.model.base).parents
+
     def with_execution(self, execution: Execution) -> "RunConfig":
         """The configuration of a run that runs so; precision and ranks stay as they are."""
         return replace(self, train=execution.within(self.train), base=execution.within(self.base))

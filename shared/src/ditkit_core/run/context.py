@@ -64,6 +64,11 @@ class RunContext:
         """The component that the run trains."""
         return "transformer" if self.expert is None else self.expert.part
 
+    @property
+    def has_random_base(self) -> bool:
+        """Whether the base is the demo's, and its weights were never trained."""
+        return self.config.is_on_demo_base and not self.spec.demo.trained_base
+
     @cached_property
     def stored_formats(self) -> Mapping[str, str]:
         """Format in which the blocks' matrices of a local file are held, by layer; none for those that are dense, or if the file is not local."""

@@ -332,7 +332,7 @@ TOY = ModelSpec(
     adapters=AdapterSpec(
         targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")}
     ),
-    demo=DemoSpec(write=lambda folder: None, config=Path("demo.toml")),
+    demo=DemoSpec(write=lambda folder: None, config=Path("demo.toml"), trained_base=False),
     import_path="ditkit_core.testing.toy:TOY",
 )
 

@@ -2,7 +2,7 @@
 
 from ditkit_core.diagnostics.rendering import macros
 from ditkit_core.diagnostics.report.data import Section, Series
-from ditkit_core.diagnostics.report.overview import overview, section_verdict
+from ditkit_core.diagnostics.report.overview import LOOK, RANDOM_SAMPLES, overview, section_verdict
 
 
 def shown(section: Section) -> str:
@@ -47,7 +47,18 @@ def test_the_page_says_images_where_there_are_no_clips() -> None:
     for frames, noun in ((1, "images"), (17, "clips")):
         shapes = [{"frames": frames, "height": 8, "width": 8}]
         page = shown(Section(name="", series=series, data={"shapes": shapes}))
-        assert f"It works: loss on unseen {noun} fell by 50 %." in page
+        assert f"It learns: loss on unseen {noun} fell by 50 %." in page
+
+
+def test_a_loss_that_fell_is_no_proof_and_noise_is_called_noise() -> None:
+    series = {"held_out": Series(steps=[0, 5], values=[2.0, 1.0])}
+    interval = {"held_out_low": Series(steps=[5], values=[0.8]), "held_out_high": Series(steps=[5], values=[1.2])}
+    for model, parts in (({}, {LOOK}), ({"random_base": True}, {RANDOM_SAMPLES})):
+        page = shown(Section(name="", series=series | interval, model=model))
+        assert "It learns: " in page and "orks" not in page
+        assert {line for line in (LOOK, RANDOM_SAMPLES) if line in page} == parts
+        early = shown(Section(name="", series=series, model=model))
+        assert LOOK not in early and (RANDOM_SAMPLES in early) == bool(model)
 
 
 def test_adapters_of_the_base_and_of_samples_matched_steps_and_mirrors_are_named() -> None:

@@ -33,7 +33,7 @@ CONSTANT = {"peak_memory_bytes", "activation_max_block", "nonfinite", "grad_unde
 def test_the_verdict_what_was_trained_and_the_samples_come_first(tmp_path: Path) -> None:
     page = read(write_run(tmp_path / "mine"))
     wanted = [
-        "It works: loss on unseen clips fell by ",
+        "It learns: loss on unseen clips fell by ",
         "This is more than chance (95 % confidence ",
         "before training, ",
         "toy tiny",
@@ -151,7 +151,7 @@ def test_runs_of_several_experts_are_sections_of_one_page(tmp_path: Path) -> Non
     assert [section["name"] for section in page.numbers] == ["high_noise", "low_noise", ""]
     assert len(page.all("video")) == 7 and "sampled with both" in page.shown
     assert {link["href"].split("/")[0] for link in page.all("a")} == {"high_noise", "low_noise", "samples"}
-    assert page.shown.count("It works: loss on unseen clips fell by") == 2
+    assert page.shown.count("It learns: loss on unseen clips fell by") == 2
     assert {svg["data-section"] for svg in page.all("svg")} == {"0", "1"}
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))

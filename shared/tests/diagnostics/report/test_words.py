@@ -46,7 +46,7 @@ def test_the_verdict_says_how_much_and_whether_by_chance(
 
 def test_a_headline_says_first_what_it_means_and_then_what_to_do() -> None:
     fell, rose = judge_change(2.0, 0.64, (0.5, 0.78)), judge_change(2.0, 3.0, (2.5, 3.5), noun="image")
-    assert fell.headline == "it works: loss on unseen clips fell by 68 %" and not fell.advice
+    assert fell.headline == "it learns: loss on unseen clips fell by 68 %" and not fell.advice
     assert fell.certainty == "This is more than chance (95 % confidence 61–75 %)."
     assert rose.headline == "it got worse: loss on unseen images rose by 50 %" and "overfits" in rose.advice
     chance = judge_change(2.0, 1.5, (0.9, 2.1), clips=8)

@@ -19,6 +19,8 @@ MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
 MOST_TIMES = 12
 """Largest number of steps whose samples a page shows, and of calls of the sample command."""
+RANDOM_BASE = "random_base"
+"""In the model's part of `about.json`: the base is a demo's that was never trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 import ditkit_core
 from ditkit_core.data.dataset import Dataset
+from ditkit_core.diagnostics.report.data import RANDOM_BASE
 from ditkit_core.io.files import dicts_of, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
@@ -40,10 +41,16 @@ def _device(device: torch.device) -> str:
     return f"{device} {properties.name} {properties.total_memory / 2**30:.1f} GiB"
 
 
-def model_summary(family: str, prepared: Model) -> dict[str, Any]:
-    """Summarize what is trained: `family` is the name of the model's family."""
+def model_summary(family: str, prepared: Model, *, random_base: bool) -> dict[str, Any]:
+    """Summarize what is trained.
+
+    Args:
+        family: Name of the model's family.
+        random_base: Whether the base is a demo's that was never trained, so that samples show nothing.
+    """
     trained = sum(parameter.numel() for parameter in prepared.module.parameters() if parameter.requires_grad)
-    return {"family": family, "preset": prepared.origin.preset, "trained_parameters": trained}
+    summary = {"family": family, "preset": prepared.origin.preset, "trained_parameters": trained}
+    return summary | {RANDOM_BASE: True} if random_base else summary
 
 
 def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The top of a run's page: whether training helped, what was trained, and on what."""
+"""The top of a run's page: whether training lowered the loss, what was trained, and on what."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.report.data import Section
+from ditkit_core.diagnostics.report.data import RANDOM_BASE, Section
 from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change, plural
 from ditkit_core.io.files import dicts_of
 
@@ -22,6 +22,8 @@ def overview(section: Section) -> dict[str, Any]:
         "Device": _device(section),
         **({"Exports": _exports(section.verified)} if section.verified else {}),
     }
+    if section.model.get(RANDOM_BASE):
+        details = [*details, RANDOM_SAMPLES]
     headline = verdict.headline[0].upper() + verdict.headline[1:] + "."
     return {
         "name": section.name,
@@ -39,7 +41,7 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     if measured is None:
         words = "validation loss was not measured"
         why = "No clips are held out (held_out.clips = 0), and the training loss alone does not show whether a run gets better."
-        return Verdict(words, "unclear", f"nothing tells whether it works: {words}"), [f"{why} {_COMPARE}"]
+        return Verdict(words, "unclear", f"nothing tells whether it learns: {words}"), [f"{why} {_COMPARE}"]
     first, last = measured.values[0], measured.last
     if len(measured.steps) == 1 or measured.steps[0] or not first:
         words = f"validation loss is {format_number(last)} at step {measured.steps[-1]}"
@@ -57,13 +59,15 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
         details += f"; lowest at step {measured.steps[lowest]}: {format_number(measured.values[lowest])}"
     noun = "clip" if _of_clips(section) else "image"
     verdict = judge_change(first, last, interval, len(section.held_out), noun)
-    advice = verdict.advice
+    advice = LOOK if verdict.kind == "fell" and not section.model.get(RANDOM_BASE) else verdict.advice
     if verdict.kind == "rose" and is_past and measured.steps[lowest]:
         advice += " The best save is exported by the export command with --step best."
     return verdict, [line for line in (f"{verdict.certainty} {details}.".strip(), advice) if line]
 
 
 _COMPARE = "Compare the samples, and hold out 4 to 8 clips in the next run."
+LOOK = "The loss does not tell what is learnt: compare samples from before training with those after it."
+RANDOM_SAMPLES = "The base has random weights, so samples are noise before training and after it."
 
 
 def _state(section: Section) -> str:

@@ -66,7 +66,7 @@ def judge_change(
     least, most = sorted(max(end / before, 0.0) - 1 for end in interval)
     if not least <= 0 <= most:
         confidence = "95 % confidence {}–{} %".format(*map(_percent, sorted((abs(least), abs(most)))))
-        headline = f"{'it works' if fell else 'it got worse'}: {unseen}"
+        headline = f"{'it learns' if fell else 'it got worse'}: {unseen}"
         advice = "" if fell else "The run overfits, or the learning rate is too high (optim.lr)."
         sure = f"This is more than chance ({confidence})."
         return Verdict(f"{change} ({confidence})", "fell" if fell else "rose", headline, sure, advice)
