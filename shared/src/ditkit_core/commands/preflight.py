@@ -43,6 +43,12 @@ def check_paths(
         raise UserError(
             f"--{verb} writes nothing, and the demo is not in {folder.inputs} yet; write it with --demo --check, or plan a run file"
         )
+    reads_base = command in ("train", "encode", "sample") and verb not in ("plan", "fit")
+    if reads_base and options.demo and config.model.preset and config.is_on_demo_base:
+        raise UserError(
+            f"--demo works on a tiny checkpoint of its own, which is no {config.model.preset}: leave out model.preset, "
+            "or name that model's weights with model.base"
+        )
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb or options.demo:
         return

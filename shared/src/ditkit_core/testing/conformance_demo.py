@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.demo import LEVERS, Demo, check_loss
 
@@ -58,6 +60,16 @@ class DemoConformance:
     ) -> None:
         assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
         assert list((tmp_path / "run" / "exports").iterdir())
+
+    def test_a_preset_of_a_model_that_the_demo_does_not_write_is_refused_before_anything_is_written(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for command, preset in product(("train", "encode", "sample"), self.spec.architecture.presets):
+            flags = ["--demo", "--run.folder", str(tmp_path / "run"), "--model.preset", preset]
+            assert cli.run(self.spec, command, flags) == 1
+            refused = capsys.readouterr().err
+            assert f"of its own, which is no {preset}: leave out" in refused and refused.count("\n") == 1
+        assert not (tmp_path / "run").exists()
 
     @pytest.mark.slow
     def test_the_demo_is_trained_under_masks(
