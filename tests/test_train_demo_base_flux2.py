@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from workspace import ROOT
 
@@ -13,7 +14,7 @@ from workspace import ROOT
 @torch.no_grad()
 def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
-    from train_demo_base_flux2 import PADDING_ROWS, ROWS, TEXT, demo, load_file, velocity
+    from train_demo_base_flux2 import PADDING_ROWS, ROWS, TEXT, demo, velocity
 
     model = demo.build_transformer()
     model.load_state_dict(load_file(demo.WEIGHTS / "transformer.safetensors"))

@@ -7,8 +7,7 @@ weights on another processor; that is why the weights are stored and not made by
 
 import argparse
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -17,76 +16,42 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ditkit_core.data.media.synthetic import COLOURS, SHAPES
+from ditkit_core.families.demo_places import KNOWN, LOOKS, PLACES, paint_shapes
 from ditkit_core.families.text import LanguageModelEncoder
-from ditkit_core.families.vae import patchify
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.training.flow_matching import shift_sigma
 from ditkit_flux2.demo import write as demo
-from ditkit_flux2.demo.media import KNOWN, PLACES, DemoImage, paint_shapes, render
+from ditkit_flux2.demo.media import edited
 from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.schedule import sigmas
-from measure_demo_flux2 import HEADINGS, Look, judge, row
+from place_bases import (
+    SEED,
+    SHARES,
+    SIZES,
+    describe,
+    drawn_captions,
+    drawn_levels,
+    encode_images,
+    kept,
+    known_looks,
+    measure_samples,
+    measure_vae,
+    optimise,
+    optimizers_of,
+    package,
+    pixels_of,
+)
+from place_judge import HEADINGS
 
-LOOKS = tuple(product(COLOURS, SHAPES))
-SIZES = ((64, 64), (48, 80), (80, 48))
-"""(height, width) of training images."""
-SHARES = (0.6, 0.2, 0.2)
 VAE_STEPS, VAE_BATCH, VAE_LR = 900, 8, 3e-3
-STEPS, BATCH, MUON_LR, ADAMW_LR = 800, 64, 4e-3, 2e-3
+STEPS, BATCH = 800, 64
 ROWS = 35
 """Rows of text, at most, that are no padding."""
 PADDING_ROWS = 13
 """Rows that stand for the padding in training. They are all alike, apart from their positions, which are spread and sampled anew each
 step; a bias on their keys makes up for their number. So a step takes a tenth of the time that it takes with all 512 rows."""
-_SEED = 0
-
-
-class Average:
-    """A running average of a module's weights."""
-
-    def __init__(self, model: nn.Module):
-        self._model, self._steps = model, 0
-        self.state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def update(self) -> None:
-        decay = min(0.995, self._steps / (self._steps + 10))
-        self._steps += 1
-        for name, value in self._model.state_dict().items():
-            if value.is_floating_point():
-                self.state[name].lerp_(value, 1 - decay)
-
-
-def optimise(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], losses: Iterator[Tensor], steps: int, name: str
-) -> dict[str, Tensor]:
-    """Train with a warm-up and half a cosine; returns the average of the weights, which gives less noise than the last ones."""
-    average, began = Average(model), time.monotonic()
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    for step, loss in zip(range(steps), losses, strict=False):
-        factor = min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for group, rate in zip((g for each in optimizers for g in each.param_groups), rates, strict=True):
-            group["lr"] = rate * factor
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        average.update()
-        if (step + 1) % 50 == 0:
-            minutes = (time.monotonic() - began) / 60
-            print(f"{name} {step + 1}/{steps}  loss {loss.item():.4f}  {minutes:.1f} min", flush=True)
-    return average.state
-
-
-def pixels_of(images: Sequence[np.ndarray]) -> Float[Tensor, "batch 3 height width"]:
-    """Images of one size in [-1, 1]."""
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 3 height width"]:
@@ -102,8 +67,8 @@ def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 
 
 def train_vae(steps: int) -> dict[str, Tensor]:
     """The VAE's weights; in the last quarter only the decoder is trained, on latents with less noise."""
-    torch.manual_seed(_SEED)
-    random = np.random.default_rng(_SEED)
+    torch.manual_seed(SEED)
+    random = np.random.default_rng(SEED)
     vae = demo.build_vae().train()
 
     def losses() -> Iterator[Tensor]:
@@ -129,47 +94,20 @@ class Corpus:
     padding: Float[Tensor, " width"]
 
 
-def describe(look: tuple[str, str], place: str) -> DemoImage:
-    return DemoImage(colour=look[0], shape=look[1], place=place)
-
-
 def edits(look: tuple[str, str]) -> list[tuple[int, str]]:
     """(index of the image before, instruction) of each edit that ends in this look."""
     found = []
     for index, (colour, shape) in enumerate(LOOKS):
         part = {(False, True): "colour", (True, False): "shape"}.get((colour == look[0], shape == look[1]))
         if part is not None:
-            _, instruction = describe((colour, shape), KNOWN[0]).edited(part, look[part == "shape"])
+            _, instruction = edited(describe((colour, shape), KNOWN[0]), part, look[part == "shape"])
             found.append((index, instruction))
-    return found
-
-
-@torch.no_grad()
-def encode_images(vae: Any) -> list[Tensor]:
-    """Patches of the VAE's latents of every look at every known place, not normalised."""
-    random, found = np.random.default_rng(_SEED), []
-    for height, width in SIZES:
-        places = []
-        for place in KNOWN:
-            shifts = random.uniform(-0.035, 0.035, (24 if height == width else 8, 2))
-            images = [
-                render(
-                    DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=tuple(shift))
-                )
-                for colour, shape in LOOKS
-                for shift in shifts
-            ]
-            latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pixels_of(images).split(16)])
-            places.append(
-                torch.stack([patchify(each[:, None], 2)[:, 0] for each in latents]).unflatten(0, (len(LOOKS), -1))
-            )
-        found.append(torch.stack(places, 1))
     return found
 
 
 def make_corpus(vae: Any, work: Path) -> Corpus:
     """Encode all images and captions; the VAE gets its statistics."""
-    patches = encode_images(vae)
+    patches = encode_images(vae, VAE.patch)
     values = torch.cat([each.movedim(3, 0).flatten(1) for each in patches], 1)
     vae.bn.running_mean.copy_(values.mean(1))
     vae.bn.running_var.copy_(values.var(1))
@@ -226,8 +164,8 @@ def velocity(
 
 def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
     """The transformer's weights: velocities of images from captions, and of edited images from instructions and references."""
-    torch.manual_seed(_SEED)
-    random = np.random.default_rng(_SEED)
+    torch.manual_seed(SEED)
+    random = np.random.default_rng(SEED)
     model = demo.build_transformer().train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -245,13 +183,9 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
                 captions = [instruction for _, instruction in chosen]
                 references = [latents[[before for before, _ in chosen], places, numbers]]
             else:
-                forms = (random.random(BATCH) < 0.3).astype(int)
-                images = [describe(LOOKS[look], KNOWN[place]) for look, place in zip(looks, places, strict=True)]
-                captions = [image.captions[form] for image, form in zip(images, forms, strict=True)]
-                references = []
+                captions, references = drawn_captions(random, looks, places), []
             captions = ["" if random.random() < 0.1 else caption for caption in captions]
-            sigma = torch.sigmoid(1.2 * torch.from_numpy(random.standard_normal(BATCH)).float())
-            sigma = shift_sigma(sigma, 1.6)
+            sigma = drawn_levels(random, BATCH)
             clean, level = latents[looks, places, numbers], sigma[:, None, None, None]
             noise = torch.randn_like(clean)
             spread = torch.from_numpy(random.random(PADDING_ROWS)).float()
@@ -260,33 +194,7 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
             found = velocity(model, clean.lerp(noise, level), sigma, text, references, padding_at)
             yield (found - (noise - clean)).square().mean()
 
-    matrices = {name for name, weight in model.named_parameters() if "transformer_blocks" in name and weight.ndim == 2}
-    groups = [[weight for name, weight in model.named_parameters() if (name in matrices) == of] for of in (True, False)]
-    optimizers = [
-        torch.optim.Muon(groups[0], lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(groups[1], lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    return optimise(model, optimizers, losses(), steps, "transformer")
-
-
-@torch.no_grad()
-def measure_vae(vae: Any) -> str:
-    """Decibels on held-out images of the demo's kind, whole images, at each size."""
-    random, cells = np.random.default_rng(_SEED + 1), []
-    for height, width in SIZES:
-        images = [
-            render(DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=tuple(shift)))
-            for (colour, shape), place in product(LOOKS, PLACES)
-            for shift in random.uniform(-0.035, 0.035, (2, 2))
-        ]
-        wrong = []
-        for pixels in pixels_of(images):
-            decoded = VAE.decode_clip(
-                vae, VAE.encode_clip(vae, pixels[:, None], torch.device("cpu")), torch.device("cpu")
-            )
-            wrong.append((decoded[:, 0] - (pixels + 1) / 2).square().mean())
-        cells.append(f"{-10 * torch.stack(wrong).mean().log10():.1f} dB at {height} x {width}")
-    return f"VAE, {len(images)} held-out images of each size: {', '.join(cells)}"
+    return optimise(model, optimizers_of(model, ("transformer_blocks",)), losses(), steps, "transformer")
 
 
 @torch.no_grad()
@@ -300,29 +208,6 @@ def sample(model: nn.Module, corpus: Corpus, captions: Sequence[str], seed: int)
         given, without = both.chunk(2)
         latents = latents + (following - sigma) * (without + 2 * (given - without))
     return latents
-
-
-def measure_transformer(model: nn.Module, vae: Any, corpus: Corpus) -> str:
-    """How many samples of every look at every known place are right."""
-    wanted = [Look(*look, place) for look, place in product(LOOKS, KNOWN)]
-    captions = [describe((look.colour, look.shape), look.place).captions[0] for look in wanted]
-    shown = [
-        judge(255 * VAE.decode_clip(vae, each[:, None], torch.device("cpu"))[:, 0].permute(1, 2, 0))
-        for each in sample(model, corpus, captions, _SEED)
-    ]
-    return row("base", "known", "-", wanted, shown)
-
-
-def kept(file: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors in a file, which is made if it does not exist."""
-    if not file.exists():
-        save_file(make(), file)
-    return load_file(file)
-
-
-def in_bf16(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices and kernels in bf16; norms, biases and statistics as they are."""
-    return {name: value.bfloat16() if value.ndim > 1 else value for name, value in state.items()}
 
 
 def main() -> None:
@@ -341,14 +226,10 @@ def main() -> None:
     corpus = make_corpus(vae, options.work)
     trained = kept(options.work / "transformer.safetensors", lambda: train_transformer(corpus, options.steps[1]))
     model.load_state_dict(trained)
-    for name, module in (("vae", vae), ("transformer", model)):
-        state, file = in_bf16(module.state_dict()), options.to / f"{name}.safetensors"
-        save_file(state, file)
-        print(f"{file.name}: {file.stat().st_size / 1e6:.2f} MB")
-        module.load_state_dict(state)
-    print(measure_vae(vae))
-    print(HEADINGS)
-    print(measure_transformer(model, vae, corpus))
+    package({"vae": vae, "transformer": model}, options.to)
+    print(measure_vae(VAE, vae))
+    captions = [look.caption for look in known_looks()]
+    print(f"{HEADINGS}\n{measure_samples(VAE, vae, sample(model, corpus, captions, SEED))}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES
-from ditkit_core.families.vae import DiffusersVae
-from ditkit_core.models.paths import ModelPaths
-from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, VALIDATED, DemoImage, render
+from ditkit_core.families.demo_places import HELD_OUT, KNOWN, NEW, VALIDATED
+from ditkit_core.testing.demo import check_separate_words, decibels_of_places
+from ditkit_flux2.demo.media import EXAMPLES
 from ditkit_flux2.demo.write import WEIGHTS
 from ditkit_flux2.encoders import VAE
 
@@ -20,18 +19,7 @@ def test_the_files_take_less_than_3_mb():
 
 
 def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
-    encoder = DiffusersVae(VAE, ModelPaths(base=str(checkpoint)), torch.device("cpu"))
-    encoder.load()
-    shown = {example.image for example in EXAMPLES}
-    random, wrong = np.random.default_rng(5), []
-    for place, look in zip(PLACES, product(COLOURS, SHAPES), strict=False):
-        shift = tuple(random.uniform(-0.04, 0.04, 2))
-        image = DemoImage(colour=look[0], shape=look[1], place=place, shift=shift)
-        assert image not in shown
-        pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[:, None].float() / 255
-        made = encoder.decode(encoder.encode([pixels * 2 - 1])[0]["latents"])
-        wrong.append(float((made - pixels).square().mean()))
-    assert len(wrong) == len(PLACES) and -10 * np.log10(np.mean(wrong)) >= 30
+    assert decibels_of_places(VAE, checkpoint) >= 30
 
 
 def test_the_new_place_is_shown_without_what_is_held_out_and_as_often_as_the_known_ones():
@@ -42,16 +30,7 @@ def test_the_new_place_is_shown_without_what_is_held_out_and_as_often_as_the_kno
 
 
 def test_words_of_captions_are_orthogonal_and_the_layers_leave_them_alone(checkpoint):
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
-    ids = tokenizer("a red triangle on both sides", return_tensors="pt").input_ids
-    with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states
-    assert torch.equal(states[0], states[9]) and torch.equal(states[0], states[27])
-    words = states[0][0, 1:]
-    torch.testing.assert_close(words @ words.T, words.shape[1] * torch.eye(len(words)), rtol=0, atol=1e-5)
+    check_separate_words(checkpoint, (9, 27))
 
 
 @pytest.mark.parametrize("part", ["vae", "transformer"])

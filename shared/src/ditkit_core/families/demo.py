@@ -65,8 +65,14 @@ def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]]
     write_text(folder / "metadata.jsonl", "".join(lines))
 
 
-def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> None:
-    """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights, for these captions; its width is a multiple of 32."""
+def write_text_model(folder: Path, captions: Sequence[str], *, width: int, are_separate: bool = False) -> None:
+    """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights.
+
+    Args:
+        captions: Their words are the vocabulary.
+        width: A multiple of 32.
+        are_separate: Whether words do not resemble each other (`separate_words`), for a base that is trained.
+    """
     tokenizer = word_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     config = resolve_name("transformers:Qwen3Config")(
@@ -76,7 +82,23 @@ def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> No
         architectures=["Qwen3ForCausalLM"], dtype="float32",
     )  # fmt: skip
     model = random_model("text encoder", resolve_name("transformers:Qwen3ForCausalLM"), config)
+    if are_separate:
+        separate_words(model, tokenizer, captions)
     write_text_encoder(folder, model, tied="lm_head.weight")
+
+
+@torch.no_grad()
+def separate_words(model: Any, tokenizer: Any, captions: Sequence[str]) -> None:
+    """Change a Qwen3 of random weights so that the features of a word are its embedding, because its layers add nothing, and that the
+    embeddings of these captions' words are orthogonal: what an adapter learns about one word then leaves the others alone."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    rows, width = model.model.embed_tokens.weight, model.config.hidden_size
+    words = {word for caption in captions for word in caption.split()[1:]}
+    ids = tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in sorted(words)])
+    rows.mul_(width**0.5)  # all rows to a root mean square of about 1
+    rows[ids] = torch.eye(width)[: len(ids)] * width**0.5
 
 
 def word_tokenizer(captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, markers: Sequence[str] = ()) -> Any:

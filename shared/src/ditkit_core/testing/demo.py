@@ -2,16 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ditkit_core.commands import cli
 from ditkit_core.data.media.clip import called_like_media, probe, write_image, write_video
+from ditkit_core.diagnostics.report.overview import RANDOM_SAMPLES
+from ditkit_core.families.demo_places import IMAGES, LOOKS, PLACES, DemoImage, render
+from ditkit_core.families.vae import DiffusersVae, VaeFamily
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
@@ -75,7 +80,9 @@ class Demo:
         arguments = self._arguments(run)
         assert cli.run(self.spec, "train", arguments) == 0
         verified = f"diffusers loads {run.name}.safetensors and agrees with our model"
-        assert (verified if self.spec.adapters.verify else "which has no such model") in said()
+        printed, page = said(), (run / "report.html").read_text(encoding="utf-8")
+        assert (verified if self.spec.adapters.verify else "which has no such model") in printed
+        assert (RANDOM_SAMPLES in printed, RANDOM_SAMPLES in page) == (not self.spec.demo.trained_base,) * 2
         assert list((run / "samples").glob(samples)) and list((run / "tensorboard").iterdir())
         tensors: dict[str, Tensor] = load_file(run / "exports" / f"{run.name}.safetensors")
         steps = [record["step"] for record in _metrics(run)]
@@ -117,6 +124,35 @@ def check_loss(spec: ModelSpec, run: Path) -> None:
     assert cli.run(spec, "train", ["--demo", "--run.folder", str(run)]) == 0
     first, *_, last = (record for record in _metrics(run) if "held_out" in record)
     assert last["held_out"] <= 0.8 * first["held_out"] and last["held_out_high"] < first["held_out"]
+
+
+def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
+    """How well the VAE of a checkpoint reproduces images of a demo that teaches a place, which the demo's data do not have: their PSNR."""
+    encoder = DiffusersVae(family, ModelPaths(base=str(checkpoint)), torch.device("cpu"))
+    encoder.load()
+    shown, random, wrong = {example.image for example in IMAGES}, np.random.default_rng(5), []
+    for place, (colour, shape) in zip(PLACES, LOOKS, strict=False):
+        shift = tuple(random.uniform(-0.04, 0.04, 2))
+        image = DemoImage(colour=colour, shape=shape, place=place, shift=shift)
+        assert image not in shown
+        pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[:, None].float() / 255
+        made = encoder.decode(encoder.encode([pixels * 2 - 1])[0]["latents"])
+        wrong.append(float((made - pixels).square().mean()))
+    return float(-10 * np.log10(np.mean(wrong)))
+
+
+def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
+    """Assert that hidden states of a word after these layers are its embedding, and that words of a caption are orthogonal."""
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+    model = Qwen3ForCausalLM.from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
+    ids = tokenizer("a red triangle on both sides", return_tensors="pt").input_ids
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    assert all(torch.equal(states[0], states[layer]) for layer in layers)
+    words = states[0][0, 1:]
+    torch.testing.assert_close(words @ words.T, words.shape[1] * torch.eye(len(words)), rtol=0, atol=1e-5)
 
 
 def _metrics(run: Path) -> list[dict[str, float | int]]:

@@ -1,113 +1,25 @@
 """The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other.
 
-The demo's checkpoint was trained on such images and edits (tools/demo/train_demo_base_flux2.py), with one shape at one of the `KNOWN` places.
-It has never seen the `NEW` one.
+The demo's checkpoint was trained on such images and edits (tools/demo/train_demo_base_flux2.py).
 """
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
-from jaxtyping import UInt8
-
-from ditkit_core.data.media.synthetic import COLOURS, SHAPES, paint
-from ditkit_core.io.files import write_text
-
-SIDE = 64
-"""Pixels on a side of the square images that the checkpoint was trained on."""
-_RADII = {"circle": 11.0, "square": 10.0, "triangle": 7.5}
-"""In an image of that size; a triangle is as high and as wide as three of its radii."""
-_NEAR, _MIDDLE, _FAR = 0.27, 0.5, 0.73
-PLACES = {
-    "on the left": ((_MIDDLE, _NEAR),),
-    "on the right": ((_MIDDLE, _FAR),),
-    "at the top": ((_NEAR, _MIDDLE),),
-    "at the bottom": ((_FAR, _MIDDLE),),
-    "on both sides": ((_MIDDLE, _NEAR), (_MIDDLE, _FAR)),
-}
-"""Centres of the shapes, as fractions of height and width."""
-*KNOWN, NEW = PLACES
+from ditkit_core.families.demo_places import IMAGES, SIDE, DemoImage, Example, demo_image
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoImage:
-    """The content of one image."""
-
-    colour: str
-    shape: str
-    place: str
-    height: int = SIDE
-    width: int = SIDE
-    shift: tuple[float, float] = (0.0, 0.0)
-    """How far the shapes are off their place, down and right, as fractions of height and width."""
-
-    @property
-    def captions(self) -> tuple[str, str]:
-        """Two sentences that describe the image."""
-        return f"a {self.colour} {self.shape} {self.place}", f"a {self.shape} in {self.colour} {self.place}"
-
-    def edited(self, part: str, value: str) -> tuple["DemoImage", str]:
-        """The image with another colour or shape, and the instruction for it."""
-        instruction = "make the {} {} {}" if part == "colour" else "turn the {} {} into a {}"
-        return replace(self, **{part: value}), instruction.format(self.colour, self.shape, value)
+def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
+    """The image with another colour or shape, and the instruction for it."""
+    instruction = "make the {} {} {}" if part == "colour" else "turn the {} {} into a {}"
+    return replace(image, **{part: value}), instruction.format(image.colour, image.shape, value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One line of the dataset."""
-
-    file: str
-    """Path relative to the dataset's folder; its suffix gives the image format."""
-    image: DemoImage
-    captions: tuple[str, ...]
-    references: tuple[tuple[str, DemoImage], ...] = ()
-    """(path, image) of the images to edit."""
-
-
-HELD_OUT = (("red", "triangle"), ("green", "circle"), ("blue", "square"), ("yellow", "circle"))
-"""Colours and shapes that no image of the dataset shows at the new place."""
-
-_LOOKS = tuple(product(COLOURS, SHAPES))
-_SIZES = ((64, 64), (128, 128), (48, 80), (64, 64), (96, 160), (80, 48), (160, 96))
-"""(height, width): squares, and landscape and portrait of about 8:5."""
-_SHIFTS = ((0.0, 0.0), (-0.03, 0.02), (0.02, -0.02), (0.03, 0.03), (-0.02, -0.03))
-
-
-def _image(index: int, look: tuple[str, str], place: str, size: tuple[int, int]) -> DemoImage:
-    (colour, shape), (height, width), shift = look, size, _SHIFTS[index % len(_SHIFTS)]
-    return DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=shift)
-
-
-def _described(index: int, image: DemoImage) -> Example:
-    captions = image.captions if index % 3 == 0 else image.captions[:1]
-    return Example(file=f"picture{index:02d}.{'jpg' if index % 2 else 'png'}", image=image, captions=captions)
-
-
-def _edited(index: int, look: tuple[str, str], place: str, part: str, value: str) -> Example:
-    before = _image(index, look, place, (SIDE, SIDE))  # a reference must have 64 pixels on each side
-    after, instruction = before.edited(part, value)
+def _pair(index: int, look: tuple[str, str], place: str, part: str, value: str) -> Example:
+    before = demo_image(index, look, place, (SIDE, SIDE))  # a reference must have 64 pixels on each side
+    after, instruction = edited(before, part, value)
     references = ((f"references/edit{index:02d}.png", before),)
     return Example(file=f"edit{index:02d}.png", image=after, captions=(instruction,), references=references)
 
-
-_TAUGHT = [look for look in _LOOKS if look not in HELD_OUT]
-_IMAGES = (
-    *(_image(i, look, NEW, _SIZES[i // 2 % 2]) for i, look in enumerate(_TAUGHT + _TAUGHT[:4])),
-    *(_image(i, look, KNOWN[i % 4], _SIZES[i % 7]) for i, look in enumerate(_LOOKS)),
-)
-"""The new place twelve times, and the known ones as often: without them, the adapter would put every shape at the new place."""
-
-VALIDATED = {
-    number: _image(i, _TAUGHT[i % len(_TAUGHT)], NEW, _SIZES[i // 2 % 2])
-    for i, number in enumerate((52, 57, 73, 85, 88, 93), start=12)
-}
-"""Six more of the new place, by the number in their names. Held-out images are chosen by a hash of their names: of the nine that demo.toml
-keeps for validation, these six and two others show the new place. Fewer could not show that the loss fell beyond chance."""
 
 _EDITS = (
     (("red", "circle"), "on the left", "colour", "blue"),
@@ -119,59 +31,5 @@ _EDITS = (
 )
 """(colour and shape, place, what changes, to what)."""
 
-EXAMPLES = (
-    *(_described(index, image) for index, image in (*enumerate(_IMAGES), *VALIDATED.items())),
-    *(_edited(index, *edit) for index, edit in enumerate(_EDITS)),
-)
-"""Captioned images, some with two captions, and pairs for editing."""
-
-
-def paint_shapes(
-    shape: str, colour: str, centres: Sequence[tuple[float, float]], height: int, width: int
-) -> UInt8[np.ndarray, "{height} {width} 3"]:
-    """Shapes of one kind on a dark background, with soft edges, which a small VAE can reproduce.
-
-    Args:
-        shape: One of `SHAPES`.
-        colour: One of `COLOURS`.
-        centres: Of each shape, as fractions of height and width.
-        height: Pixels.
-        width: Pixels.
-    """
-    from PIL import Image, ImageFilter
-
-    unit = math.sqrt(height * width) / SIDE
-    radius = unit * _RADII[shape]
-    down = radius / 2 if shape == "triangle" else 0  # paint's triangle reaches two radii up and one down
-    painted = partial(paint, height, width, shape=shape, colour=colour, background="dark", radius=radius)
-    layers = [painted(centre=(row * height + down, column * width)) for row, column in centres]
-    brightest = np.maximum.reduce(layers)  # the background is darker than every shape in every channel
-    return np.array(Image.fromarray(brightest).filter(ImageFilter.GaussianBlur(unit)))
-
-
-def render(image: DemoImage) -> UInt8[np.ndarray, "height width 3"]:
-    """The pixels of an image."""
-    down, right = image.shift
-    centres = [(row + down, column + right) for row, column in PLACES[image.place]]
-    return paint_shapes(image.shape, image.colour, centres, image.height, image.width)
-
-
-def write_dataset(folder: Path) -> None:
-    """Write all images, and the metadata.jsonl that lists them."""
-    lines = []
-    for example in EXAMPLES:
-        for name, image in ((example.file, example.image), *example.references):
-            _write(folder / name, image)
-        row: dict[str, object] = {"file_name": example.file, "text": example.captions}
-        if example.references:
-            row["references"] = [name for name, _ in example.references]
-        lines.append(json.dumps(row) + "\n")
-    write_text(folder / "metadata.jsonl", "".join(lines))
-
-
-def _write(path: Path, image: DemoImage) -> None:
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    options = {"format": "PNG"} if path.suffix == ".png" else {"format": "JPEG", "quality": 95}
-    Image.fromarray(render(image)).save(path, **options)
+EXAMPLES = (*IMAGES, *(_pair(index, *edit) for index, edit in enumerate(_EDITS)))
+"""Captioned images, and pairs for editing."""

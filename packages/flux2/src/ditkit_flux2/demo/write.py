@@ -5,15 +5,16 @@ were trained on generated shapes by tools/demo/train_demo_base_flux2.py; their w
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from ditkit_core.data.media.synthetic import random_model, write_index, write_inputs, write_text_encoder
-from ditkit_core.families.demo import word_tokenizer
-from ditkit_flux2.demo.media import EXAMPLES, write_dataset
+from ditkit_core.families.demo import separate_words, word_tokenizer
+from ditkit_core.families.demo_places import write_dataset
+from ditkit_flux2.demo.media import EXAMPLES
 
 HEADS, AXES = 3, (8, 8, 8, 8)
 WIDTH = HEADS * sum(AXES)
@@ -33,7 +34,7 @@ WEIGHTS = Path(__file__).parent / "base"
 
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every time."""
-    write_inputs(folder, {"images": write_dataset, "checkpoint": write_checkpoint})
+    write_inputs(folder, {"images": partial(write_dataset, examples=EXAMPLES), "checkpoint": write_checkpoint})
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -77,10 +78,7 @@ def build_tokenizer(captions: Sequence[str]) -> Any:
 
 
 def build_text_encoder(tokenizer: Any) -> Any:
-    """A Qwen3 of many thin layers that add nothing: the features of a word are its embedding.
-
-    The embeddings of the captions' words are orthogonal, so that what an adapter learns about one word leaves the others alone.
-    """
+    """A Qwen3 of many thin layers, whose features of a word are its embedding."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -99,14 +97,8 @@ def build_text_encoder(tokenizer: Any) -> Any:
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
-    model = random_model("text encoder", Qwen3ForCausalLM, config).requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    words = {word for example in EXAMPLES for caption in example.captions for word in caption.split()[1:]}
-    ids = tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in sorted(words)])
-    model.model.embed_tokens.weight.mul_(TEXT_DIM**0.5)  # all rows to a root mean square of about 1
-    model.model.embed_tokens.weight[ids] = torch.eye(TEXT_DIM)[: len(ids)] * TEXT_DIM**0.5
+    model = random_model("text encoder", Qwen3ForCausalLM, config)
+    separate_words(model, tokenizer, [caption for example in EXAMPLES for caption in example.captions])
     return model
 
 

@@ -1,18 +1,18 @@
-"""tools/demo/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
+"""tools/demo/place_judge.py: its judge on generated images, and one seed of what measures each demo with it."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from ditkit_flux2.demo.media import DemoImage, paint_shapes, render
+from ditkit_core.families.demo_places import DemoImage, paint_shapes, render
 from measured_demos import check_taught
 from workspace import ROOT
 
 
 def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
-    from measure_demo_flux2 import Look, judge, prompts, row
+    from place_judge import Look, judge, prompts, row
 
     asked = prompts()
     assert [len(looks) for looks in asked.values()] == [4, 6]
@@ -28,6 +28,7 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkey
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["flux2"])
 @pytest.mark.timeout(900)  # of a machine that does much else
-def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(tmp_path: Path) -> None:
-    check_taught("measure_demo_flux2.py", images=4, folder=tmp_path)
+def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(family: str, tmp_path: Path) -> None:
+    check_taught(f"measure_demo_{family}.py", images=4, folder=tmp_path)
