@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from ditkit_core.commands import cli
+from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.demo import LEVERS, Demo, check_loss
 
 
@@ -70,6 +74,12 @@ class DemoConformance:
             refused = capsys.readouterr().err
             assert f"of its own, which is no {preset}: leave out" in refused and refused.count("\n") == 1
         assert not (tmp_path / "run").exists()
+
+    def test_the_demos_data_pass_their_own_doctor(self, demo: Demo) -> None:
+        folder = {"run.folder": str(demo.inputs.parent)}
+        config = resolve(RunConfig, demo=self.spec.demo.config, flags=folder)
+        checkup = examine_dataset(create_run(self.spec, config, fetch=True).data).checkup
+        assert checkup.trainable and not checkup.findings, checkup.findings
 
     @pytest.mark.slow
     def test_the_demo_is_trained_under_masks(

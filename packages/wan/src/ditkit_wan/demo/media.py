@@ -117,27 +117,27 @@ def _clip(look: str, offset: float, height: int, width: int, fps: int) -> Clip:
 CLIPS = (
     _clip("red circle diagonally", 0.0, 64, 64, 16),
     _clip("red triangle diagonally", 4.0, 96, 96, 32),
-    _clip("green circle diagonally", -4.0, 64, 96, 16),
+    _clip("green circle diagonally", -4.0, 72, 88, 16),
     _clip("green square diagonally", 0.0, 128, 96, 48),
-    _clip("blue square diagonally", 4.0, 96, 64, 16),
-    _clip("blue triangle diagonally", -4.0, 80, 112, 32),
+    _clip("blue square diagonally", 4.0, 88, 72, 16),
+    _clip("blue triangle diagonally", -4.0, 88, 112, 32),
     _clip("red square right", 6.0, 64, 64, 32),
     _clip("blue circle right", -6.0, 96, 96, 16),
-    _clip("yellow triangle right", 0.0, 64, 112, 48),
+    _clip("yellow triangle right", 0.0, 80, 104, 48),
     _clip("green circle left", 6.0, 96, 80, 16),
     _clip("red triangle left", -6.0, 128, 96, 32),
     _clip("yellow square left", 0.0, 80, 80, 48),
     _clip("blue square down", 6.0, 112, 112, 16),
-    _clip("green triangle down", -6.0, 64, 128, 32),
+    _clip("green triangle down", -6.0, 104, 128, 32),
     _clip("yellow circle down", 0.0, 96, 72, 48),
     _clip("red circle up", 6.0, 120, 96, 16),
-    _clip("yellow circle diagonally", 0.0, 112, 80, 16),
-    _clip("yellow triangle diagonally", 4.0, 72, 128, 32),
+    _clip("yellow circle diagonally", 0.0, 112, 88, 16),
+    _clip("yellow triangle diagonally", 4.0, 96, 120, 32),
     _clip("red circle diagonally", -4.0, 96, 128, 48),
     _clip("green square diagonally", 4.0, 64, 80, 16),
     _clip("blue triangle diagonally", 0.0, 128, 128, 32),
     _clip("yellow circle diagonally", -4.0, 80, 64, 48),
-    _clip("red triangle diagonally", -4.0, 64, 72, 16),
+    _clip("red triangle diagonally", -7.0, 64, 72, 16),
     _clip("green circle diagonally", 4.0, 80, 80, 32),
     _clip("blue square diagonally", 0.0, 72, 96, 48),
     _clip("yellow triangle diagonally", -4.0, 96, 72, 16),
@@ -145,7 +145,7 @@ CLIPS = (
     _clip("blue triangle up", 0.0, 80, 96, 48),
 )
 """Sixteen of the motion that is `NEW`, and twelve that the base knows already, so that it stays able to do those; sizes from 64 to 128
-pixels, multiples of `FPS` (other rates would make a motion jerk), 0.75 seconds. Held-out clips are chosen by file name, and so by the
+pixels of which the square that is trained is three quarters and more, multiples of `FPS` (other rates would make a motion jerk), 0.75 seconds. Held-out clips are chosen by file name, and so by the
 order here: it makes them clips of the new motion, whose loss is what a reader of the demo's report wants to see."""
 UNSEEN = ("red square", "green triangle", "blue circle", "yellow square")
 """Colours and shapes that no clip shows in the new motion."""
