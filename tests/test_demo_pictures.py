@@ -35,7 +35,7 @@ def test_no_other_picture_is_there_and_each_is_on_both_pages():
 def test_the_readme_says_the_verdict_that_its_picture_shows():
     with Image.open(demo_pictures.FOLDER / "report.png") as image:
         verdict = image.text["verdict"]
-    assert re.fullmatch(r"It works: loss on unseen clips fell by \d+ %\.", verdict)
+    assert re.fullmatch(r"It learns: loss on unseen clips fell by \d+ %\.", verdict)
     assert f"The page of the demo's run: {verdict[:-1]}]" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
