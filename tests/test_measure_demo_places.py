@@ -22,13 +22,13 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkey
     ]
     assert shown == looks and row(0, "all", "-", looks, shown).endswith("| 10 | 100 % | 100 % | 100 % | 100 % |")
     for wrong in ([(0.5, 0.5)], [(0.27, 0.27)], [(0.27, 0.5), (0.73, 0.5)]):
-        assert judge(torch.from_numpy(paint_shapes("circle", "red", wrong, 64, 64)).float()).place == ""
+        assert judge(torch.from_numpy(paint_shapes("circle", "red", wrong, 64, 64)).float()).position == ""
     wanted, other = Look("red", "square", "at the top"), Look("red", "circle", "on the left")
     assert row(1, "known", "after", [wanted], [other]).endswith("| 1 | 0 % | 100 % | 0 % | 0 % |")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["flux2"])
+@pytest.mark.parametrize("family", ["flux2", "zimage"])
 @pytest.mark.timeout(900)  # of a machine that does much else
 def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(family: str, tmp_path: Path) -> None:
     check_taught(f"measure_demo_{family}.py", images=4, folder=tmp_path)

@@ -5,7 +5,13 @@ training. No image of the demo shows what these prompts ask for. A sample is rig
 prompt says.
 """
 
+from demo_runs import parser_of
 from place_judge import measure_places
 
+
+def main() -> None:
+    measure_places("flux2", parser_of(str(__doc__)).parse_known_args())
+
+
 if __name__ == "__main__":
-    measure_places("flux2", str(__doc__))
+    main()

@@ -69,7 +69,7 @@ def pixels_of(images: Sequence[np.ndarray]) -> Float[Tensor, "batch 3 height wid
 
 
 def describe(look: tuple[str, str], place: str) -> DemoImage:
-    return DemoImage(colour=look[0], shape=look[1], place=place)
+    return DemoImage(colour=look[0], shape=look[1], position=place)
 
 
 @torch.no_grad()
@@ -83,7 +83,9 @@ def encode_images(vae: Any, patch: int) -> list[Tensor]:
             shifts = random.uniform(-0.035, 0.035, (24 if height == width else 8, 2))
             images = [
                 render(
-                    DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=tuple(shift))
+                    DemoImage(
+                        colour=colour, shape=shape, position=place, height=height, width=width, shift=tuple(shift)
+                    )
                 )
                 for colour, shape in LOOKS
                 for shift in shifts
@@ -102,7 +104,9 @@ def measure_vae(family: VaeFamily, vae: Any) -> str:
     random, cells = np.random.default_rng(SEED + 1), []
     for height, width in SIZES:
         images = [
-            render(DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=tuple(shift)))
+            render(
+                DemoImage(colour=colour, shape=shape, position=place, height=height, width=width, shift=tuple(shift))
+            )
             for (colour, shape), place in product(LOOKS, PLACES)
             for shift in random.uniform(-0.035, 0.035, (2, 2))
         ]

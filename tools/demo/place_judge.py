@@ -1,5 +1,6 @@
 """The judge of demos that teach a place: what an image shows, and how many samples of a run are right."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from demo_runs import measure, parser_of
+from demo_runs import measure
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
 from ditkit_core.families.demo_places import HELD_OUT, IMAGES, KNOWN, NEW, PLACES, SIDE, DemoImage, paint_shapes, render
 
@@ -33,11 +34,11 @@ class Look(NamedTuple):
 
     colour: str
     shape: str
-    place: str
+    position: str
 
     @property
     def caption(self) -> str:
-        return DemoImage(colour=self.colour, shape=self.shape, place=self.place).captions[0]
+        return DemoImage(colour=self.colour, shape=self.shape, position=self.position).captions[0]
 
 
 def _tensor(rgb: tuple[int, int, int]) -> Float[Tensor, "3"]:
@@ -117,7 +118,7 @@ def rows(folder: Path, seed: int) -> list[str]:
     return lines
 
 
-def measure_places(family: str, about: str) -> None:
-    """The program that measures a family's demo; `about` is what its `--help` says."""
+def measure_places(family: str, given: tuple[argparse.Namespace, list[str]]) -> None:
+    """Measure a family's demo; `given` as for `measure`."""
     texts = [look.caption for looks in prompts().values() for look in looks]
-    measure(parser_of(about).parse_known_args(), family, texts, lambda: f"{HEADINGS}\n{judge_of_truth()}", rows)
+    measure(given, family, texts, lambda: f"{HEADINGS}\n{judge_of_truth()}", rows)

@@ -24,9 +24,11 @@ def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
 
 def test_the_new_place_is_shown_without_what_is_held_out_and_as_often_as_the_known_ones():
     described = [each.image for each in EXAMPLES if not each.references and each.image not in VALIDATED.values()]
-    new = {(image.colour, image.shape) for image in described if image.place == NEW}
+    new = {(image.colour, image.shape) for image in described if image.position == NEW}
     assert new == set(product(COLOURS, SHAPES)) - set(HELD_OUT)
-    assert sum(image.place == NEW for image in described) == sum(image.place in KNOWN for image in described) == 12
+    assert (
+        sum(image.position == NEW for image in described) == sum(image.position in KNOWN for image in described) == 12
+    )
 
 
 def test_words_of_captions_are_orthogonal_and_the_layers_leave_them_alone(checkpoint):

@@ -128,7 +128,7 @@ def test_the_validation_images_are_of_the_new_place_but_one_and_no_image_is_trai
     trained, held_out = split_held_out([sample.id for sample in dataset.samples], clips)
     images = {Path(example.file).stem: example.image for example in EXAMPLES}
     assert {f"picture{number}" for number in VALIDATED} < set(held_out) and len(held_out) == 9
-    assert sum(images[name].place == NEW for name in held_out) == 8
+    assert sum(images[name].position == NEW for name in held_out) == 8
     assert not {images[name] for name in held_out} & {images[name] for name in trained}
 
 
@@ -136,7 +136,9 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
     for example in EXAMPLES:
         for _, before in example.references:
             after = example.image
-            changed = [name for name in ("colour", "shape", "place") if getattr(before, name) != getattr(after, name)]
+            changed = [
+                name for name in ("colour", "shape", "position") if getattr(before, name) != getattr(after, name)
+            ]
             assert len(changed) == 1 and replace(before, **{changed[0]: getattr(after, changed[0])}) == after
             (caption,) = example.captions
             assert caption.endswith(f" {getattr(after, changed[0])}")

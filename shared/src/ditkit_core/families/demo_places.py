@@ -40,7 +40,8 @@ class DemoImage:
 
     colour: str
     shape: str
-    place: str
+    position: str
+    """One of `PLACES`."""
     height: int = SIDE
     width: int = SIDE
     shift: tuple[float, float] = (0.0, 0.0)
@@ -49,7 +50,7 @@ class DemoImage:
     @property
     def captions(self) -> tuple[str, str]:
         """Two sentences that describe the image."""
-        return f"a {self.colour} {self.shape} {self.place}", f"a {self.shape} in {self.colour} {self.place}"
+        return f"a {self.colour} {self.shape} {self.position}", f"a {self.shape} in {self.colour} {self.position}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +75,10 @@ _SHIFTS = ((0.0, 0.0), (-0.03, 0.0), (0.03, -0.03), (0.03, 0.0), (-0.03, -0.03),
 """With these, no two images look nearly alike to the doctor."""
 
 
-def demo_image(index: int, look: tuple[str, str], place: str, size: tuple[int, int]) -> DemoImage:
+def demo_image(index: int, look: tuple[str, str], position: str, size: tuple[int, int]) -> DemoImage:
     """The image of a look, which is a colour and a shape, with the shift of an index; `size` is its height and width."""
     (colour, shape), (height, width), shift = look, size, _SHIFTS[index % len(_SHIFTS)]
-    return DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=shift)
+    return DemoImage(colour=colour, shape=shape, position=position, height=height, width=width, shift=shift)
 
 
 def _described(index: int, image: DemoImage) -> Example:
@@ -103,8 +104,8 @@ IMAGES = tuple(_described(index, image) for index, image in (*enumerate(_IMAGES)
 """Captioned images, some with two captions."""
 CAPTIONS = tuple(
     caption
-    for (colour, shape), place in product(LOOKS, PLACES)
-    for caption in DemoImage(colour=colour, shape=shape, place=place).captions
+    for (colour, shape), position in product(LOOKS, PLACES)
+    for caption in DemoImage(colour=colour, shape=shape, position=position).captions
 )
 """Both captions of every shape in every colour at every place."""
 
@@ -135,7 +136,7 @@ def paint_shapes(
 def render(image: DemoImage) -> UInt8[np.ndarray, "height width 3"]:
     """The pixels of an image."""
     down, right = image.shift
-    centres = [(row + down, column + right) for row, column in PLACES[image.place]]
+    centres = [(row + down, column + right) for row, column in PLACES[image.position]]
     return paint_shapes(image.shape, image.colour, centres, image.height, image.width)
 
 

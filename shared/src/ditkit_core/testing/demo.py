@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -131,9 +132,9 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
     encoder = DiffusersVae(family, ModelPaths(base=str(checkpoint)), torch.device("cpu"))
     encoder.load()
     shown, random, wrong = {example.image for example in IMAGES}, np.random.default_rng(5), []
-    for place, (colour, shape) in zip(PLACES, LOOKS, strict=False):
+    for position, (colour, shape) in zip(PLACES, LOOKS, strict=False):
         shift = tuple(random.uniform(-0.04, 0.04, 2))
-        image = DemoImage(colour=colour, shape=shape, place=place, shift=shift)
+        image = DemoImage(colour=colour, shape=shape, position=position, shift=shift)
         assert image not in shown
         pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[:, None].float() / 255
         made = encoder.decode(encoder.encode([pixels * 2 - 1])[0]["latents"])
@@ -143,10 +144,9 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
 
 def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
     """Assert that hidden states of a word after these layers are its embedding, and that words of a caption are orthogonal."""
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
+    kinds = [resolve_name(f"transformers:{name}") for name in ("AutoTokenizer", "Qwen3ForCausalLM")]
+    tokenizer = kinds[0].from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+    model = kinds[1].from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
     ids = tokenizer("a red triangle on both sides", return_tensors="pt").input_ids
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states

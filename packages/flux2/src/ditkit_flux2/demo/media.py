@@ -14,8 +14,8 @@ def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
     return replace(image, **{part: value}), instruction.format(image.colour, image.shape, value)
 
 
-def _pair(index: int, look: tuple[str, str], place: str, part: str, value: str) -> Example:
-    before = demo_image(index, look, place, (SIDE, SIDE))  # a reference must have 64 pixels on each side
+def _pair(index: int, look: tuple[str, str], position: str, part: str, value: str) -> Example:
+    before = demo_image(index, look, position, (SIDE, SIDE))  # a reference must have 64 pixels on each side
     after, instruction = edited(before, part, value)
     references = ((f"references/edit{index:02d}.png", before),)
     return Example(file=f"edit{index:02d}.png", image=after, captions=(instruction,), references=references)

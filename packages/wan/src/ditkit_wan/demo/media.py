@@ -145,8 +145,9 @@ CLIPS = (
     _clip("blue triangle up", 0.0, 80, 96, 48),
 )
 """Sixteen of the motion that is `NEW`, and twelve that the base knows already, so that it stays able to do those; sizes from 64 to 128
-pixels of which the square that is trained is three quarters and more, multiples of `FPS` (other rates would make a motion jerk), 0.75 seconds. Held-out clips are chosen by file name, and so by the
-order here: it makes them clips of the new motion, whose loss is what a reader of the demo's report wants to see."""
+pixels, at most a quarter of them outside the square that is trained, multiples of `FPS` (other rates would make a motion jerk),
+0.75 seconds. Held-out clips are chosen by file name, and so by the order here: it makes them clips of the new motion, whose loss is what
+a reader of the demo's report wants to see."""
 UNSEEN = ("red square", "green triangle", "blue circle", "yellow square")
 """Colours and shapes that no clip shows in the new motion."""
 
