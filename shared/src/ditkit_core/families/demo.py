@@ -38,21 +38,20 @@ CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for backgrou
 """Captions of the images or clips that `write_shapes` writes."""
 
 
-def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]] = ((SIDE, SIDE),)) -> None:
+def write_shapes(folder: Path, frame_step: int) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
 
-    Clips have one frame more than twice `DataSpec.frame_step` (0: images); their sizes are taken in turn.
+    Clips have one frame more than twice `DataSpec.frame_step` (0: images).
     """
     from PIL import Image
 
     lines, count = [], 2 * frame_step + 1
     for index, (caption, (background, shape, colour)) in enumerate(zip(CAPTIONS, LOOKS, strict=True)):
-        height, width = sizes[index % len(sizes)]
         frames = [
             paint(
-                height, width, shape=shape, colour=colour, background=background,
-                centre=(height * 0.5, width * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
-                radius=height * 0.22,
+                SIDE, SIDE, shape=shape, colour=colour, background=background,
+                centre=(SIDE * 0.5, SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
+                radius=SIDE * 0.22,
             )
             for frame in range(count)
         ]  # fmt: skip
