@@ -6,12 +6,15 @@ two programs read differently is not written.
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import (
-    NO_FACTORED,
     AdapterLayout,
     AdapterRules,
+    ProgramRow,
+    diffsynth_rows,
+    musubi_rows,
     readers_by_program,
     set_forms,
 )
@@ -50,10 +53,10 @@ _DROPPED = ("embed.guidance_in.", "embed.double_stream_modulation_", "embed.sing
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    if layout.method != "lora" and _ADALN in modules:
-        return f"has no reader of LoKr or LoHa, and {_ADALN} in another order; merge it"
+    if layout.method == "lokr" and layout.form == "diffusers":
+        return "rejects keys of alpha; merge it" if layout.alpha else ""
     if layout.method != "lora":
-        return NO_FACTORED
+        return "reads LoKr in the diffusers form alone, and no LoHa; merge it"
     if layout.form == "diffusers":
         return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
     if layout.form == "musubi":
@@ -71,16 +74,34 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
 
 
-def _comfyui(layout: AdapterLayout) -> str:
-    if layout.form in ("videox", "onetrainer", "peft", "lycoris", "prefixed"):
-        return "is not known to load these names; write it with --to official"
-    if layout.use_dora and not layout.dora_over_base:
-        return "generates other images with magnitudes over another norm; write it with --to official"
-    return ""
-
+_UNKNOWN_TO_COMFYUI = r"^embed\.(double_stream_modulation_|single_stream_modulation|time_in|guidance_in)"
+"""Modules whose names in diffusers ComfyUI has no entry for: it has those of FLUX.1."""
+_COMFYUI = partial(ProgramRow, program="ComfyUI")
+_IN_DIFFUSERS_NAMES = partial(
+    _COMFYUI,
+    forms=("diffusers", "diffsynth", "bare", "onetrainer", "lycoris"),
+    naming=("diffusers",),
+    unread=_UNKNOWN_TO_COMFYUI,
+)
+_OFFICIAL = "write it with --to official, or merge it"
+ROWS = (
+    _COMFYUI(forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")),
+    _IN_DIFFUSERS_NAMES(kinds=("lora",), instead="write it with --to musubi"),
+    _IN_DIFFUSERS_NAMES(kinds=("dora",), instead=_OFFICIAL),
+    _IN_DIFFUSERS_NAMES(kinds=("lora", "lokr", "loha")),
+    _COMFYUI(
+        kinds=("dora_merged",),
+        misreads=f"generates other images with magnitudes over another norm; {_OFFICIAL}",
+    ),
+    _COMFYUI(kinds=("lora",), misreads="loads nothing of it, and only warns; write it with --to musubi"),
+    _COMFYUI(misreads="loads nothing of it, and only warns; merge it"),
+    *diffsynth_rows("diffusers"),
+    *musubi_rows(),
+)
+"""What other programs than diffusers do with FLUX.2's adapter files; tools/clients runs them against it."""
 
 RULES = AdapterRules(
-    readers=readers_by_program(_diffusers, _comfyui, "diffusers"),
+    readers=readers_by_program(ROWS, _diffusers),
     one_to_one="diffusers",  # the official names have q, k and v in one
 )
 """Rules for FLUX.2's adapter files: which programs load them."""

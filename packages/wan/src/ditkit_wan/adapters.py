@@ -1,14 +1,22 @@
 """How other programs read Wan's adapter files, form by form.
 
-The tests check the behaviour of the installed diffusers. The others were read in November 2026: comfy/lora.py and
-lora_convert.py of ComfyUI, diffsynth/utils/lora/general.py of DiffSynth, networks/lora.py of musubi-tuner.
+The tests check the behaviour of the installed diffusers, and tools/clients that of the others (benchmarks/clients.md).
 """
 
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
-from ditkit_core.models.adapter_formats import NO_FACTORED, AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.adapter_formats import (
+    NO_FACTORED,
+    AdapterLayout,
+    AdapterRules,
+    ProgramRow,
+    diffsynth_rows,
+    musubi_rows,
+    readers_by_program,
+)
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (
@@ -25,6 +33,8 @@ _REJECTED = ("vace_blocks.", "embed.vace_", "embed.animate.")
 """Starts of modules that diffusers has, and does not read by their official names."""
 _NO_MODEL = "has no such model; generate with a program that has it"
 _CONVERT = "convert it with --to official"
+_NOT_IN_MUSUBI = r"^vace_blocks\.|^embed\.vace_|^embed\.animate\.|\.face\.|" + _NOT_IN_DIFFUSERS.pattern
+"""Modules of models that musubi-tuner lacks."""
 
 
 def fillers(form: str, modules: Collection[str]) -> list[str]:
@@ -75,23 +85,30 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
 
 
-def _comfyui(layout: AdapterLayout) -> str:
-    if layout.form == "official" and layout.naming != "official":
-        return f"does not know these names; {_CONVERT}"
-    if layout.form not in ("official", "musubi", "videox"):
-        return f"is not known to load these names; {_CONVERT}"
-    if layout.use_dora and not layout.dora_over_base:
-        return "generates other videos with magnitudes over another norm; write it with --to official"
-    return ""
-
-
-RULES = AdapterRules(
-    readers=readers_by_program(_diffusers, _comfyui, "official"),
-    fillers=fillers,
+_OTHER_NORM = "generates other videos with magnitudes over another norm; write it with --to official"
+_COMFYUI = partial(ProgramRow, program="ComfyUI")
+ROWS = (
+    _COMFYUI(forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")),
+    _COMFYUI(
+        forms=("videox",),
+        kinds=("lora", "dora", "lokr", "loha"),
+        required=r"^layers\.0\.cross_attn\.k$",  # the key that it knows these files by
+        instead=_CONVERT,
+    ),
+    _COMFYUI(
+        forms=("official", "musubi", "videox"),
+        naming=("official",),
+        kinds=("dora_merged", "lora"),
+        misreads=_OTHER_NORM,
+    ),
+    _COMFYUI(misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
+    *diffsynth_rows("official"),
+    *musubi_rows(unread=_NOT_IN_MUSUBI),
 )
+"""What other programs than diffusers do with Wan's adapter files; tools/clients runs them against it."""
+
+RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers), fillers=fillers)
 """Rules for Wan's adapter files: which programs load them."""
 
-RULES_WITHOUT_DIFFUSERS = replace(
-    RULES, readers=readers_by_program(lambda layout, modules: _NO_MODEL, _comfyui, "official")
-)
+RULES_WITHOUT_DIFFUSERS = replace(RULES, readers=readers_by_program(ROWS, lambda layout, modules: _NO_MODEL))
 """The same for an architecture that diffusers has no model of."""

@@ -8,8 +8,16 @@ Ours are the official names, but for modules that run before the blocks, which a
 
 import re
 from collections.abc import Collection
+from functools import partial
 
-from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.adapter_formats import (
+    AdapterLayout,
+    AdapterRules,
+    ProgramRow,
+    diffsynth_rows,
+    musubi_rows,
+    readers_by_program,
+)
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
@@ -107,17 +115,34 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
 
 
-def _comfyui(layout: AdapterLayout) -> str:
-    # Its names for adapters are the official ones, behind these prefixes or none, and its own behind kohya's.
-    if layout.form in ("videox", "onetrainer", "peft", "prefixed") or (layout.form, layout.naming) == (
-        "musubi",
-        "official",
-    ):
-        return "is not known to load these names; write it with --to official"
-    if layout.use_dora and not layout.dora_over_base:
-        return "generates other images with magnitudes over another norm; write it with --to official"
-    return ""
+_UNKNOWN_TO_COMFYUI = r"\.attention\.to_|^embed\.x_embedder$|^head\."
+"""Modules that ComfyUI has by its own names alone behind kohya's prefix: musubi-tuner keeps the official ones."""
+_COMFYUI = partial(ProgramRow, program="ComfyUI")
+_KINDS = ("lora", "dora", "lokr", "loha")
+_OFFICIAL = "write it with --to official"
+ROWS = (
+    _COMFYUI(
+        forms=("official", "diffusers", "diffsynth", "bare", "lycoris"),
+        naming=("official", "diffusers"),
+        kinds=_KINDS,
+    ),
+    _COMFYUI(forms=("official", "musubi"), naming=("comfyui",), kinds=_KINDS),
+    _COMFYUI(
+        forms=("musubi",),
+        naming=("official",),
+        kinds=_KINDS,
+        unread=_UNKNOWN_TO_COMFYUI,
+        instead=_OFFICIAL,
+    ),
+    _COMFYUI(
+        kinds=("dora_merged",),
+        misreads=f"generates other images with magnitudes over another norm; {_OFFICIAL}",
+    ),
+    _COMFYUI(misreads=f"loads nothing of it, and only warns; {_OFFICIAL}"),
+    *diffsynth_rows("official"),
+    *musubi_rows(),
+)
+"""What other programs than diffusers do with Z-Image's adapter files; tools/clients runs them against it."""
 
-
-RULES = AdapterRules(readers=readers_by_program(_diffusers, _comfyui, "official"))
+RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers))
 """Rules for Z-Image's adapter files: which programs load them."""

@@ -9,8 +9,10 @@
 """
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 DIFFERENCES = "differences"
@@ -141,36 +143,107 @@ def nearest_form(name: str) -> str:
 NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
 
+KINDS = ("lora", "dora", "dora_merged", "lokr", "loha")
+"""Kinds of adapters, for `ProgramRow`: `dora` over the norm of the base, `dora_merged` over that of the merged rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRow:
+    """A row of a family's table of programs: what a program does with adapter files of some forms and kinds.
+
+    rsLoRA and patterns of ranks are the kind `lora`: their files differ from a LoRA's in nothing that a reader sees.
+    """
+
+    program: str
+    forms: Collection[str] = ()
+    """As in `AdapterLayout.form`; empty for any."""
+    naming: Collection[str] = ()
+    """As in `AdapterLayout.naming`; empty for any."""
+    kinds: Collection[str] = KINDS
+    misreads: str = ""
+    """Why it does not load such a file, as the predicate of a sentence about it; empty if it does."""
+    unread: str = ""
+    """Pattern of the modules, by our names, that it leaves out; empty if it knows all."""
+    required: str = ""
+    """Pattern of a module without which it loads nothing of the file; empty if it needs none."""
+    instead: str = "merge it"
+    """What to do where something is left out."""
+
 
 Readers = Callable[[AdapterLayout, Collection[str]], Mapping[str, str]]
 
 
+def kinds_of(layout: AdapterLayout) -> set[str]:
+    """The kinds of adapters in a file, of `KINDS`."""
+    dora = "dora" if layout.dora_over_base else "dora_merged"
+    kinds = set(layout.method.split(" and "))
+    return (kinds - {"lora"}) | {dora} if layout.use_dora else kinds
+
+
 def readers_by_program(
-    diffusers: Callable[[AdapterLayout, Collection[str]], str], comfyui: Callable[[AdapterLayout], str], diffsynth: str
+    rows: Sequence[ProgramRow], diffusers: Callable[[AdapterLayout, Collection[str]], str]
 ) -> Readers:
     """What is wrong with a family's files, by program (`AdapterRules.readers`).
 
-    `diffusers` and `comfyui` say what these ignore or misread, empty if they load all; ComfyUI knows every module. `diffsynth` is the form of the module
-    names that DiffSynth has for the family.
+    Args:
+        rows: The table. Of a program's rows the first that has a file's form, names and kinds counts.
+        diffusers: What diffusers ignores or misreads, empty if it loads all: it depends on more than a row can say.
     """
 
     def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-        return {
-            "diffusers": diffusers(layout, modules),
-            "ComfyUI": comfyui(layout),
-            "DiffSynth": _read_by_diffsynth(layout, diffsynth),
-            "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
-        }
+        said = {"diffusers": diffusers(layout, modules)}
+        for program in dict.fromkeys(row.program for row in rows):
+            said[program] = _read_by([row for row in rows if row.program == program], layout, modules)
+        return said
 
     return readers
 
 
-def _read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
-    if layout.method != "lora":
-        return "has no LoKr or LoHa; merge it"
-    if layout.form not in ("official", "diffsynth", "bare") or layout.naming != naming:
-        return "loads nothing of it; write it with --to diffsynth"
-    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
+def _read_by(rows: Sequence[ProgramRow], layout: AdapterLayout, modules: Collection[str]) -> str:
+    """What a program, whose rows these are, ignores or misreads in a file; empty if it loads all of it."""
+    kinds = kinds_of(layout)
+    for row in rows:
+        is_form = not row.forms or layout.form in row.forms
+        is_naming = not row.naming or layout.naming in row.naming
+        if not (is_form and is_naming and kinds <= set(row.kinds)):
+            continue
+        if row.misreads:
+            return row.misreads
+        if row.required and not any(re.search(row.required, name) for name in modules):
+            return f"loads nothing of it, and only warns; {row.instead}"
+        left = [name for name in modules if row.unread and re.search(row.unread, name)]
+        if not left:
+            return ""
+        if len(left) == len(modules):
+            return f"loads nothing of it, and only warns; {row.instead}"
+        return (
+            f"loads a part of it: leaves {len(left)} of {len(modules)} modules out "
+            f"({left[0]} …), and only warns; {row.instead}"
+        )
+    return "is not known to load it"
+
+
+def diffsynth_rows(naming: str) -> tuple[ProgramRow, ...]:
+    """DiffSynth's rows, for a family whose modules have the names of the form `naming` there."""
+    row = partial(ProgramRow, program="DiffSynth")
+    known = partial(row, forms=("official", "diffsynth", "bare"), naming=(naming,))
+    return (
+        known(kinds=("lora",)),
+        known(kinds=("dora", "dora_merged"), misreads="leaves DoRA magnitudes out; merge it"),
+        row(kinds=("lora",), misreads="loads nothing of it; write it with --to diffsynth"),
+        row(kinds=("dora", "dora_merged"), misreads="loads nothing of it; merge it"),
+        row(misreads="has no LoKr or LoHa; merge it"),
+    )
+
+
+def musubi_rows(*, unread: str = "") -> tuple[ProgramRow, ...]:
+    """musubi-tuner's rows; its model of the family lacks the modules that match `unread`."""
+    row = partial(ProgramRow, program="musubi-tuner")
+    return (
+        row(forms=("musubi",), naming=("official",), kinds=("lora", "lokr", "loha"), unread=unread),
+        row(kinds=("dora", "dora_merged"), misreads="has no DoRA; merge it"),
+        row(misreads="wants --to musubi"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,8 +224,8 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     lines += _indented([[*row, text] for row, text in zip(rows, blocks, strict=True)])
     if about["differences"]:
         lines.append(
-            f"  also adds differences to whole weights, biases or norms, by {about['differences']} keys: base.merge and --merge apply them, and "
-            "nothing else does"
+            f"  also adds differences to whole weights, biases or norms, by {about['differences']} keys: "
+            "of ditkit, base.merge and --merge apply them, and the lines below are of all other keys"
         )
     if about["changes_nothing"]:
         lines.append(f"  {len(about['changes_nothing'])} modules change nothing: {about['changes_nothing'][0]} …")
