@@ -10,6 +10,7 @@ from adapted_flux2 import ADALN, Adapted
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ditkit_core.adapters.diffusers_model import relative
 from ditkit_core.adapters.files import identify
 from ditkit_core.adapters.files.identify import Shapes, find_adapter
 from ditkit_core.adapters.files.read import open_adapter
@@ -21,6 +22,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.adapters import RULES
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES
+from ditkit_flux2.verify import DIFFUSERS
 
 QKV = ("*.q", "*.k", "*.v")
 BLOCKS = (*QKV, "*.linear1", "*.linear2", "*.proj", "*_mlp.0")
@@ -65,6 +67,36 @@ def test_what_is_said_of_diffusers_is_what_it_does(tmp_path: Path, targets: str,
     found, said = said_of(world, file)
     assert found == form
     assert loads(world, file) == (said == ""), said
+
+
+def loads_plainly(world: Adapted, file: Path) -> bool:
+    """Whether the pipeline's loader alone loads all of a file, to the same outputs: `verify` makes peft's layers itself."""
+    from diffusers import Flux2KleinPipeline
+
+    theirs, inputs = DIFFUSERS.transformer(world.model), DIFFUSERS.inputs(world.model)
+    try:
+        Flux2KleinPipeline(None, None, None, None, theirs).load_lora_weights(str(file))
+    except ValueError:
+        return False
+    with torch.no_grad():
+        return relative(DIFFUSERS.run(theirs, inputs), world.model(inputs)[0]) < 1e-5
+
+
+LOKR = {"decomposed": {}, "whole factors": {"rank_pattern": ("*=10000",)}}
+
+
+@pytest.mark.parametrize("factors", LOKR)
+@pytest.mark.parametrize("kind", ["diffusers", "musubi", "keys of alpha"])
+def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path: Path, kind: str, factors: str) -> None:
+    targets = ("*.proj", "*.linear1")
+    world = Adapted("klein base", targets, alpha=6.0, method="lokr", decompose_factor=4, **LOKR[factors])
+    file = world.write(tmp_path, "musubi" if kind == "musubi" else "diffusers")
+    if kind == "keys of alpha":
+        tensors = load_file(file)
+        stems = {name.rpartition(".lokr_")[0] for name in tensors}
+        save_file({**tensors, **{f"{stem}.alpha": torch.tensor(3.0) for stem in stems}}, file)
+    _, said = said_of(world, file)
+    assert loads_plainly(world, file) == (said == "") == (kind == "diffusers"), said
 
 
 OTHERS: dict[str, Callable[[str], str]] = {

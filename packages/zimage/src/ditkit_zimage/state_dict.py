@@ -103,7 +103,9 @@ NAMES = StateDictNames(
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     # Measured with diffusers 0.42 by loading an adapter of every layer in each form: `ZImageLoraLoaderMixin` reads them all.
     if layout.method == "lokr" and layout.form in ("official", "diffusers"):
-        return ""
+        # It converts names where alpha is, and then finds its own prefix twice.
+        rejected = layout.form == "diffusers" and layout.alpha
+        return "rejects keys of alpha; write it with --to official" if rejected else ""
     if layout.method != "lora":
         return "reads LoKr with official names alone, and no LoHa; write it with --to official, or merge it"
     if layout.naming == "comfyui":
