@@ -1,0 +1,247 @@
+"""musubi-tuner, DiffSynth and LyCORIS themselves, over adapter files, against what ditkit says of them.
+
+    MUSUBI=FOLDER uv run tools/clients/others.py musubi
+    DIFFSYNTH=FOLDER uv run tools/clients/others.py diffsynth
+    uv run tools/clients/others.py lycoris                    # with the package lycoris-lora
+
+`MUSUBI` and `DIFFSYNTH` are clones; LyCORIS and DiffSynth work on musubi-tuner's model of Wan, so they need
+`MUSUBI` too. Each program merges a file into its model of Wan (text to video, tiny, fp32, CPU). The merged model's
+prediction is computed here and compared with ours of the same file. The exit status is 1 where a word is not so.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from client_models import ARCHS, base_file, distance, item_of, load_ours, predict, spec_of, trained
+from ditkit_core.adapters.files.identify import find_adapter
+
+NAME = "t2v"
+SAME = 1e-5
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 6},
+    "rslora": {"r": 6, "lora_alpha": 5, "use_rslora": True},
+    "lokr": {"method": "lokr", "r": 4, "lora_alpha": 6, "decompose_factor": 8},
+    "loha": {"method": "loha", "r": 4, "lora_alpha": 6},
+}
+NETWORKS = {
+    kind: f"musubi_tuner.networks.{module}"
+    for kind, module in (
+        ("lora", "lora_wan"),
+        ("rslora", "lora_wan"),
+        ("lokr", "lokr"),
+        ("loha", "loha"),
+    )
+}
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {},
+    "rslora": {"algo": "lora", "rs_lora": True},
+    "dora": {"algo": "lora", "dora_wd": True},
+    "lokr": {"factor": 8},
+    "lokr-whole": {"algo": "lokr", "linear_dim": 10000, "linear_alpha": 1, "factor": 8},
+    "loha": {},
+    "full": {},
+}
+"""What LyCORIS is told, by the name of a row."""
+
+
+class Bench:
+    """A folder of files, and the predictions over them."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.item, self.faults = folder, item_of(NAME), 0
+        self.base = base_file(folder, NAME)
+
+    def model(self) -> nn.Module:
+        """musubi-tuner's model of Wan over our base."""
+        # Its text encoder asks for a GPU's number when it is imported.
+        with patch("torch.cuda.current_device", return_value=0):
+            from musubi_tuner.wan.modules.model import WanModel
+
+        arch = ARCHS[NAME][1]
+        model = WanModel(
+            model_type="t2v",
+            model_version="2.1",
+            in_dim=arch.in_channels,
+            dim=arch.dim,
+            ffn_dim=arch.ffn_dim,
+            out_dim=16,
+            num_heads=arch.heads,
+            num_layers=arch.layers,
+            attn_mode="torch",
+        )
+        missing = model.load_state_dict(load_file(self.base), strict=False).missing_keys
+        assert not missing, missing
+        return model
+
+    def over(self, module: nn.Module) -> Tensor:
+        """Our prediction over another program's merged weights."""
+        file = self.folder / "merged.safetensors"
+        save_file(
+            {key: value.detach().contiguous() for key, value in module.state_dict().items()}, file
+        )
+        return predict(load_ours(NAME, file), self.item)
+
+    def save(self, label: str, form: str, model: Any) -> Path:
+        """An adapter's file in a form."""
+        file = self.folder / f"{label}-{form}.safetensors"
+        file.unlink(missing_ok=True)
+        model.save_adapter(file, form=form, dtype="fp32")
+        return file
+
+    def word(self, file: Path, program: str) -> str:
+        """Our word of a program and a file, in the architecture of the tiny model."""
+        spec = spec_of(NAME)
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in load_ours(NAME, self.base).module.named_parameters()
+        }
+        layers = {
+            name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
+        }
+        found = find_adapter(file, spec, layers=layers)
+        return spec.adapters.rules.readers(found.layout, list(found.shapes))[program]
+
+    def row(self, text: str, apart: float, word: str | None = None) -> None:
+        """Print a row; with our word of the program it is a fault where that is not so."""
+        wrong = apart > SAME if word is None else (apart <= SAME) == bool(word)
+        self.faults += wrong
+        said = "" if word is None else word or "all of it"
+        print(f"| {text} | {apart:.1e} | {said} |{' NOT SO' * wrong}", flush=True)
+
+
+def randomised(parameters: Mapping[str, Tensor], size: float) -> None:
+    """Give an adapter's parameters values that change a prediction."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def musubi(bench: Bench) -> None:
+    """Our files merged by musubi-tuner's networks, and theirs by us."""
+    cpu = torch.device("cpu")
+    for kind, module in NETWORKS.items():
+        network = importlib.import_module(module)
+        ours = trained(NAME, bench.base, **KINDS[kind])
+        file = bench.save(kind, "musubi", ours)
+        state, unet = load_file(file), bench.model()
+        net = network.create_arch_network_from_weights(1.0, state, unet=unet, for_inference=True)
+        net.merge_to(None, unet, state, torch.float32, cpu)
+        apart = distance(bench.over(unet), predict(ours, bench.item))
+        bench.row(
+            f"{kind}, ours there | {len(net.unet_loras)}", apart, bench.word(file, "musubi-tuner")
+        )
+        if kind == "rslora":
+            continue
+        unet = bench.model()
+        net = network.create_arch_network(1.0, 4, 2.0, None, [], unet)
+        net.apply_to(None, unet, False, True)
+        randomised(dict(net.named_parameters()), 0.2 if kind == "lora" else 0.35)
+        file = bench.folder / f"theirs-{kind}.safetensors"
+        net.save_weights(str(file), torch.float32, None)
+        state, unet = load_file(file), bench.model()
+        net = network.create_arch_network_from_weights(1.0, state, unet=unet, for_inference=True)
+        net.merge_to(None, unet, state, torch.float32, cpu)
+        merged = load_ours(NAME, bench.base, merge=[str(file)])
+        bench.row(
+            f"{kind}, theirs here | {len(net.unet_loras)}",
+            distance(predict(merged, bench.item), bench.over(unet)),
+        )
+
+
+def diffsynth(bench: Bench) -> None:
+    """Our files of every form fused by DiffSynth's loader."""
+    source = Path(os.environ["DIFFSYNTH"]) / "diffsynth/utils/lora/general.py"
+    spec = importlib.util.spec_from_file_location("general", source)
+    assert spec is not None and spec.loader is not None
+    loader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader)
+    for kind, form in [
+        ("lora", form) for form in ("official", "diffsynth", "diffusers", "musubi")
+    ] + [("rslora", "official")]:
+        ours = trained(NAME, bench.base, **KINDS[kind])
+        file, module = bench.save(kind, form, ours), bench.model()
+        loader.GeneralLoRALoader().fuse_lora_to_base_model(module, load_file(file))
+        apart = distance(bench.over(module), predict(ours, bench.item))
+        bench.row(
+            f"{kind}, {form} | {len(ours.module.blocks())} blocks",
+            apart,
+            bench.word(file, "DiffSynth"),
+        )
+
+
+def lycoris(bench: Bench) -> None:
+    """Files that LyCORIS writes, merged by it and by us."""
+    from lycoris import LycorisNetwork, create_lycoris, create_lycoris_from_weights
+
+    LycorisNetwork.apply_preset(
+        {"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []}
+    )
+    for name, settings in ALGORITHMS.items():
+        options = {"linear_dim": 4, "linear_alpha": 2, "algo": name, **settings}
+        net = create_lycoris(bench.model(), 1.0, **options)
+        net.apply_to()
+        randomised({key: value for key, value in net.named_parameters() if value.ndim > 1}, 0.3)
+        file = bench.folder / f"lycoris-{name}.safetensors"
+        save_file(
+            {key: value.detach().clone().contiguous() for key, value in net.state_dict().items()},
+            file,
+        )
+        fresh = bench.model()
+        net, _ = create_lycoris_from_weights(1.0, str(file), fresh)
+        net.merge_to(1.0)
+        merged = load_ours(NAME, bench.base, merge=[str(file)])
+        bench.row(
+            f"{name}, theirs here | {len(net.loras)}",
+            distance(predict(merged, bench.item), bench.over(fresh)),
+        )
+
+
+PROGRAMS: Mapping[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
+    "musubi": (musubi, ("MUSUBI",)),
+    "diffsynth": (diffsynth, ("MUSUBI", "DIFFSYNTH")),
+    "lycoris": (lycoris, ("MUSUBI",)),
+}
+
+
+def main() -> int:
+    """Compare; returns 1 where a word of ours is not so."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("programs", nargs="+", choices=PROGRAMS)
+    args = parser.parse_args()
+    for name in args.programs:
+        if missing := [variable for variable in PROGRAMS[name][1] if variable not in os.environ]:
+            parser.error(f"{name}: set {' and '.join(missing)} to the folder of a clone")
+    torch.set_num_threads(1)
+    sys.path.insert(0, os.environ["MUSUBI"] + "/src")
+    with tempfile.TemporaryDirectory(prefix="clients-") as folder:
+        bench = Bench(Path(folder))
+        for name in args.programs:
+            print(
+                f"\n{name}\n\n| file | modules | prediction apart | our word |\n|---|---:|---:|---|",
+                flush=True,
+            )
+            try:
+                PROGRAMS[name][0](bench)
+            except Exception as error:  # noqa: BLE001  # whatever another program raises: the others are worth as much
+                bench.faults += 1
+                print(f"FAILED {type(error).__name__}: {error}", flush=True)
+    return int(bench.faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
