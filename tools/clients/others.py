@@ -51,7 +51,6 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "lokr": {"factor": 8},
     "lokr-whole": {"algo": "lokr", "linear_dim": 10000, "linear_alpha": 1, "factor": 8},
     "loha": {},
-    "full": {},
 }
 """What LyCORIS is told, by the name of a row."""
 
@@ -182,9 +181,15 @@ def diffsynth(bench: Bench) -> None:
         )
 
 
+def weight_of(layer: Any) -> Tensor:
+    """The weight [out, in] that a Linear layer with LyCORIS computes with."""
+    size = layer.org_module[0].in_features
+    return (layer(torch.eye(size)) - layer(torch.zeros(1, size))).T.contiguous()
+
+
 def lycoris(bench: Bench) -> None:
     """Files that LyCORIS writes, merged by it and by us."""
-    from lycoris import LycorisNetwork, create_lycoris, create_lycoris_from_weights
+    from lycoris import LycorisNetwork, create_lycoris
 
     LycorisNetwork.apply_preset(
         {"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []}
@@ -199,9 +204,13 @@ def lycoris(bench: Bench) -> None:
             {key: value.detach().clone().contiguous() for key, value in net.state_dict().items()},
             file,
         )
+        # Its trained forward, not its `merge_to`, which multiplies LoKr and LoHa by alpha / rank twice.
+        with torch.no_grad():
+            trained_weights = {lora.lora_name: weight_of(lora) for lora in net.loras}
         fresh = bench.model()
-        net, _ = create_lycoris_from_weights(1.0, str(file), fresh)
-        net.merge_to(1.0)
+        for key, module in fresh.named_modules():
+            if (weight := trained_weights.get(f"lycoris_{key.replace('.', '_')}")) is not None:
+                module.weight.data = weight
         merged = load_ours(NAME, bench.base, merge=[str(file)])
         bench.row(
             f"{name}, theirs here | {len(net.loras)}",
