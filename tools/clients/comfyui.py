@@ -141,9 +141,7 @@ def load_theirs(comfy: Any, file: Path) -> Any:
     """ComfyUI's model over a file."""
     state, metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
     options = {"dtype": torch.float32}
-    model = comfy.sd.load_diffusion_model_state_dict(
-        state, model_options=options, metadata=metadata
-    )
+    model = comfy.sd.load_diffusion_model_state_dict(state, model_options=options, metadata=metadata)
     assert model is not None, "ComfyUI does not know this model"
     return model
 
@@ -188,14 +186,9 @@ def left_out(lines: Sequence[str], file: Path, name: str) -> set[str]:
     keys = {line.rpartition(" ")[2] for line in lines if "not loaded" in line}
     return {
         module
-        for module, entry in find_adapter(
-            file, spec_of(name), layers=LAYERS[name]
-        ).file.modules.items()
+        for module, entry in find_adapter(file, spec_of(name), layers=LAYERS[name]).file.modules.items()
         if not keys.isdisjoint(
-            key
-            for piece in entry.pieces
-            if piece is not None
-            for key in piece.adapter.keys.values()
+            key for piece in entry.pieces if piece is not None for key in piece.adapter.keys.values()
         )
     }
 
@@ -210,9 +203,7 @@ def written(name: str, kind: str, form: str, folder: Path) -> tuple[Model, Path]
     modules = [m for m in adapter_layers(model.module) if allowed(spec_of(name), source, m)]
     if len(modules) < len(adapter_layers(model.module)):
         model = trained(name, base, target_modules=modules, **config)
-    LAYERS[name] = {
-        m: tuple(layer.weight.shape) for m, layer in adapter_layers(model.module).items()
-    }
+    LAYERS[name] = {m: tuple(layer.weight.shape) for m, layer in adapter_layers(model.module).items()}
     file = folder / "adapters" / f"{name}-{kind}-{form}.safetensors"
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
@@ -250,9 +241,7 @@ def compare_adapter(comfy: Any, patcher: Any, name: str, kind: str, form: str, f
         apart = 0.0 if not left else 1.0
     assert bool(word) == bool(left or apart > SAME), f"{row}: not so"
     if "loads a part" in word:
-        assert left == {m for m in modules if said([m])}, (
-            f"{row}: other modules: {sorted(left)[:4]}"
-        )
+        assert left == {m for m in modules if said([m])}, f"{row}: other modules: {sorted(left)[:4]}"
     if "loads nothing" in word:
         assert len(left) == len(modules), f"{row}: loads some"
     return row
@@ -272,9 +261,7 @@ FORMS = [*ADAPTER_FORMS, *OTHERS]
 
 def main() -> int:
     """Compare; returns 1 where a word of ours is not so."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
@@ -310,9 +297,7 @@ def main() -> int:
                     print(f"NOT SO {error}", flush=True)
                 except Exception:  # noqa: BLE001 - whatever another program raises is a row
                     faults += 1
-                    print(
-                        f"FAILED {name} {kind} {form}\n{traceback.format_exc(limit=-3)}", flush=True
-                    )
+                    print(f"FAILED {name} {kind} {form}\n{traceback.format_exc(limit=-3)}", flush=True)
     return int(faults > 0)
 
 

@@ -87,9 +87,7 @@ class Bench:
     def over(self, module: nn.Module) -> Tensor:
         """Our prediction over another program's merged weights."""
         file = self.folder / "merged.safetensors"
-        save_file(
-            {key: value.detach().contiguous() for key, value in module.state_dict().items()}, file
-        )
+        save_file({key: value.detach().contiguous() for key, value in module.state_dict().items()}, file)
         return predict(load_ours(NAME, file), self.item)
 
     def save(self, label: str, form: str, model: Any) -> Path:
@@ -102,13 +100,8 @@ class Bench:
     def word(self, file: Path, program: str) -> str:
         """Our word of a program and a file, in the architecture of the tiny model."""
         spec = spec_of(NAME)
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in load_ours(NAME, self.base).module.named_parameters()
-        }
-        layers = {
-            name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
-        }
+        shapes = {name: tuple(tensor.shape) for name, tensor in load_ours(NAME, self.base).module.named_parameters()}
+        layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
         found = find_adapter(file, spec, layers=layers)
         return spec.adapters.rules.readers(found.layout, list(found.shapes))[program]
 
@@ -139,9 +132,7 @@ def musubi(bench: Bench) -> None:
         net = network.create_arch_network_from_weights(1.0, state, unet=unet, for_inference=True)
         net.merge_to(None, unet, state, torch.float32, cpu)
         apart = distance(bench.over(unet), predict(ours, bench.item))
-        bench.row(
-            f"{kind}, ours there | {len(net.unet_loras)}", apart, bench.word(file, "musubi-tuner")
-        )
+        bench.row(f"{kind}, ours there | {len(net.unet_loras)}", apart, bench.word(file, "musubi-tuner"))
         if kind == "rslora":
             continue
         unet = bench.model()
@@ -167,9 +158,9 @@ def diffsynth(bench: Bench) -> None:
     assert spec is not None and spec.loader is not None
     loader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loader)
-    for kind, form in [
-        ("lora", form) for form in ("official", "diffsynth", "diffusers", "musubi")
-    ] + [("rslora", "official")]:
+    for kind, form in [("lora", form) for form in ("official", "diffsynth", "diffusers", "musubi")] + [
+        ("rslora", "official")
+    ]:
         ours = trained(NAME, bench.base, **KINDS[kind])
         file, module = bench.save(kind, form, ours), bench.model()
         loader.GeneralLoRALoader().fuse_lora_to_base_model(module, load_file(file))
@@ -191,9 +182,7 @@ def lycoris(bench: Bench) -> None:
     """Files that LyCORIS writes, merged by it and by us."""
     from lycoris import LycorisNetwork, create_lycoris
 
-    LycorisNetwork.apply_preset(
-        {"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []}
-    )
+    LycorisNetwork.apply_preset({"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []})
     for name, settings in ALGORITHMS.items():
         options = {"linear_dim": 4, "linear_alpha": 2, "algo": name, **settings}
         net = create_lycoris(bench.model(), 1.0, **options)
@@ -227,9 +216,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
 
 def main() -> int:
     """Compare; returns 1 where a word of ours is not so."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="+", choices=PROGRAMS)
     args = parser.parse_args()
     for name in args.programs:

@@ -75,7 +75,7 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
 
 
 _UNKNOWN_TO_COMFYUI = r"^embed\.(double_stream_modulation_|single_stream_modulation|time_in|guidance_in)"
-"""Modules whose names in diffusers ComfyUI has no entry for: it has those of FLUX.1."""
+"""Modules whose names in diffusers ComfyUI lacks: it has the ones in FLUX.1."""
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 _IN_DIFFUSERS_NAMES = partial(
     _COMFYUI,

@@ -144,7 +144,7 @@ NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
 
 KINDS = ("lora", "dora", "dora_merged", "lokr", "loha")
-"""Kinds of adapters, for `ProgramRow`: `dora` over the norm of the base, `dora_merged` over that of the merged rows."""
+"""Kinds of adapters, for `ProgramRow`: `dora` over the norm of the base, `dora_merged` over the norm of the merged rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +186,15 @@ def readers_by_program(
     """What is wrong with a family's files, by program (`AdapterRules.readers`).
 
     Args:
-        rows: The table. Of a program's rows the first that has a file's form, names and kinds counts.
+        rows: The table. A program's first row with the file's form, names and kinds counts.
         diffusers: What diffusers ignores or misreads, empty if it loads all: it depends on more than a row can say.
     """
 
     def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-        said = {"diffusers": diffusers(layout, modules)}
+        by_program = {"diffusers": diffusers(layout, modules)}
         for program in dict.fromkeys(row.program for row in rows):
-            said[program] = _read_by([row for row in rows if row.program == program], layout, modules)
-        return said
+            by_program[program] = _read_by([row for row in rows if row.program == program], layout, modules)
+        return by_program
 
     return readers
 
