@@ -1,6 +1,6 @@
 """How other programs read Wan's adapter files, form by form.
 
-The tests check the behaviour of the installed diffusers, and tools/clients that of the others (benchmarks/clients.md).
+The tests check the installed diffusers, and tools/clients the other programs (benchmarks/clients.md).
 """
 
 import re

@@ -226,10 +226,10 @@ def _read_by(rows: Sequence[ProgramRow], layout: AdapterLayout, modules: Collect
 def diffsynth_rows(naming: str) -> tuple[ProgramRow, ...]:
     """DiffSynth's rows, for a family whose modules have the names of the form `naming` there."""
     row = partial(ProgramRow, program="DiffSynth")
-    known = partial(row, forms=("official", "diffsynth", "bare"), naming=(naming,))
+    readable = partial(row, forms=("official", "diffsynth", "bare"), naming=(naming,))
     return (
-        known(kinds=("lora",)),
-        known(kinds=("dora", "dora_merged"), misreads="leaves DoRA magnitudes out; merge it"),
+        readable(kinds=("lora",)),
+        readable(kinds=("dora", "dora_merged"), misreads="leaves DoRA magnitudes out; merge it"),
         row(kinds=("lora",), misreads="loads nothing of it; write it with --to diffsynth"),
         row(kinds=("dora", "dora_merged"), misreads="loads nothing of it; merge it"),
         row(misreads="has no LoKr or LoHa; merge it"),
