@@ -56,7 +56,10 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ditkit_).*"),  # names of other libraries, whose indexes are on the network
-    (r"py:.*", r".*\.(_\w+|Item|Matrices|Module|Number|Prepared|T|Taken|Tree)"),  # private names, and variables of types
+    (
+        r"py:.*",
+        r".*\.(_\w+|Item|Matrices|Module|Number|Prepared|T|Taken|Tree)",
+    ),  # private names, and variables of types
 ]
 
 suppress_warnings = ["ref.python"]  # `bytes` in an annotation is the type, and not one of the attributes with this name

@@ -129,7 +129,7 @@ def test_inspect_says_that_they_are_there(tmp_path: Path) -> None:
     about = inspect_file(file_of(tmp_path / "x.safetensors", LORA | DIFFERENCES), TOY)
     assert about["differences"] == 4 and about["presets"]
     assert (
-        "also adds differences to whole weights, biases or norms, by 4 keys: base.merge and --merge"
+        "also adds differences to whole weights, biases or norms, by 4 keys: of ditkit, base.merge and --merge"
         in inspection_text(about)
     )
     assert "differences to" not in inspection_text(inspect_file(file_of(tmp_path / "y.safetensors", LORA), TOY))
