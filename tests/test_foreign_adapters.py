@@ -60,6 +60,19 @@ FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
 """By description: names of modules, the header, and what the message calls the model."""
 
 
+METHODS = {
+    "peft's OFT": ("base_model.model.{}.oft_R.weight", "OFT"),
+    "peft's BOFT": ("base_model.model.{}.boft_R", "BOFT"),
+    "LyCORIS' OFT and BOFT": ("lora_unet_{}.oft_blocks", "OFT or BOFT"),
+    "peft's IA3": ("base_model.model.{}.ia3_l", "IA3"),
+    "LyCORIS' IA3": ("lora_unet_{}.on_input", "IA3"),
+    "VeRA": ("base_model.model.{}.vera_lambda_b", "VeRA"),
+    "LyCORIS' GLoRA": ("lora_unet_{}.a1.weight", "GLoRA"),
+    "peft's LoRA of an embedding": ("base_model.model.{}.lora_embedding_A", "a LoRA of an embedding"),
+}
+"""By program and method: a key, and what the message calls the method."""
+
+
 def written(path: Path, modules: Sequence[str], header: Mapping[str, str]) -> SafetensorsSource:
     tensors = {}
     for module in modules:
@@ -102,6 +115,16 @@ def test_another_familys_file_is_refused_before_its_presets_are_built(
     source = written(tmp_path / "x.safetensors", [module], {})
     with pytest.raises(UserError, match=f"use the {owner} commands"):
         adapter_in(source, SPECS[family])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_is_not_read_is_called_by_its_name(tmp_path: Path, method: str) -> None:
+    key, name = METHODS[method]
+    module = "blocks.0.self_attn.q"
+    module = module.replace(".", "_") if key.startswith("lora_unet_") else module
+    save_file({key.format(module): torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=rf"contains {name}, which is not supported; merge it with the program"):
+        adapter_in(SafetensorsSource.open(tmp_path / "x.safetensors"), WAN)
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -34,9 +34,15 @@ SECOND = "transformer_2"
 
 _OTHER_METHODS = {
     "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
-    "OFT": re.compile(r"\.oft_|\.boft"),
+    "OFT": re.compile(r"\.oft_(embedding_)?R\b"),
+    "BOFT": re.compile(r"\.boft_"),
+    # kohya's and LyCORIS' key, of both
+    "OFT or BOFT": re.compile(r"\.oft_(blocks|diag)"),
+    "IA3": re.compile(r"\.(ia3_l|on_input)\b"),
+    "VeRA": re.compile(r"\.vera_"),
     "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
     "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
+    "a LoRA of an embedding": re.compile(r"\.lora_embedding_[AB]\b"),
     "whole weights": re.compile(r"\.(set_weight|reshape_weight)$"),
 }
 """Other methods, by the keys that they have besides or in place of low-rank matrices."""
