@@ -108,6 +108,7 @@ FORM_OF_PREFIX: Mapping[str, str] = {
     "lora_unet__": "videox",
     "lora_unet_": "musubi",
     "lora_transformer_": "onetrainer",
+    "base_model.model.transformer.": "peft",  # of a module that holds the transformer
     "base_model.model.": "peft",
     "lycoris_": "lycoris",
 }

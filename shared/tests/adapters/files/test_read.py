@@ -78,6 +78,7 @@ FORMS = {
     "onetrainer": ("lora_transformer_{their_flat}.lora_down.weight", "lora_transformer_{their_flat}.lora_up.weight", "lora_transformer_{their_flat}.alpha"),
     "peft": ("base_model.model.{theirs}.lora_A.weight", "base_model.model.{theirs}.lora_B.weight", None),
     "peft_official": ("base_model.model.{official}.lora_A.weight", "base_model.model.{official}.lora_B.weight", None),
+    "peft_held": ("base_model.model.transformer.{theirs}.lora_A.weight", "base_model.model.transformer.{theirs}.lora_B.weight", None),
     "diffsynth": ("{official}.lora_A.default.weight", "{official}.lora_B.default.weight", None),
     "prefixed": ("model.{official}.lora_A.weight", "model.{official}.lora_B.weight", None),
 }  # fmt: skip
@@ -154,6 +155,14 @@ def test_alpha_of_a_file_of_pefts_is_read_from_the_configuration_next_to_it(tmp_
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read") as error:
         opened(path)
     assert "\n" not in str(error.value)
+
+
+def test_the_module_that_holds_the_transformer_may_begin_the_patterns_of_peft(tmp_path):
+    path = write(tmp_path / "adapter_model.safetensors", "peft_held")
+    patterns = {"transformer.blocks.0.attn1.to_qkv": 9, "^transformer.blocks.1.ff.net.0": 1.5}
+    config = {"r": 3, "lora_alpha": 6, "alpha_pattern": patterns}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert [found.scale for found in opened(path).modules.values()] == [3, 2, 2, 0.5]
 
 
 def test_underscores_are_resolved_against_the_models_own_names(tmp_path):

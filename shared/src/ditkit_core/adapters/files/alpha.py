@@ -45,10 +45,13 @@ class AlphaHeader:
         )
         config = {key.removeprefix("transformer."): value for key, value in entries.items()}
         alphas: dict[str, tuple[int, float]] = {}
+        # Patterns are of names below peft's prefix, which may begin with the module that holds the transformer.
+        is_held = any(key.startswith(f"{_PEFT_PREFIX}transformer.") for key in source.tensors)
+        holder = "transformer." if is_held else ""
         try:
             alpha = _finite(config["lora_alpha"]) if "lora_alpha" in config else None
             for position, (pattern, other) in enumerate((config.get("alpha_pattern") or {}).items()):
-                for key in _literal(pattern):
+                for key in _literal(pattern, holder):
                     alphas.setdefault(key, (position, _finite(other)))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{where} cannot be read ({error}); {_REMEDY}") from error
@@ -65,13 +68,13 @@ class AlphaHeader:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _literal(pattern: str) -> list[str]:
-    """The keys in `AlphaHeader.alphas` of an entry of `alpha_pattern`."""
+def _literal(pattern: str, holder: str) -> list[str]:
+    """The keys in `AlphaHeader.alphas` of an entry of `alpha_pattern`; `holder` may begin the names."""
     # Not compiled, as peft does: some expressions take longer than a life, and let no signal through.
     match = _LITERAL.fullmatch(pattern)
     if match is None:
         raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is not the name of a module")
-    name = match["name"].replace("\\", "")
+    name = match["name"].replace("\\", "").removeprefix("" if match["before"] == r".*\." else holder)
     return {"^": [f"^{name}"], None: [f"^{name}", f".{name}"]}.get(match["before"], [f".{name}"])
 
 
