@@ -139,15 +139,34 @@ def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> 
                 assert looks_like(spelled, names.others) == ("", ""), (preset, form)
 
 
+NAMED = {
+    "transformer, a file": ("transformer", "lora/x.safetensors"),
+    "base, a file": ("base", "lora/x.safetensors"),
+    "base, a folder": ("base", "lora"),
+}
+
+
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("preset", [False, True])
-def test_a_lora_as_the_transformer_is_called_a_lora(tmp_path: Path, family: str, preset: bool) -> None:
-    spec = SPECS[family]
-    written(tmp_path / "x.safetensors", ["diffusion_model.blocks.0.self_attn.q"], {})
+@pytest.mark.parametrize("named", NAMED)
+def test_a_lora_as_the_model_is_called_a_lora(tmp_path: Path, family: str, preset: bool, named: str) -> None:
+    spec, (key, path) = SPECS[family], NAMED[named]
+    (tmp_path / "lora" / "images").mkdir(parents=True)
+    written(tmp_path / "lora" / "x.safetensors", ["diffusion_model.blocks.0.self_attn.q"], {})
     name = next(iter(spec.architecture.presets)) if preset else ""
-    paths = ModelPaths(transformer=str(tmp_path / "x.safetensors"), preset=name)
+    paths = ModelPaths(**{key: str(tmp_path / path), "preset": name})
     with pytest.raises(UserError, match=r"is a LoRA and no transformer: adapter.init .* base.merge .*$"):
         load(spec, paths) if preset else arch_here(spec, paths)
+
+
+@pytest.mark.parametrize("key", ["transformer", "base"])
+@pytest.mark.parametrize("preset", [False, True])
+def test_a_file_of_differences_as_the_model_is_called_that(tmp_path: Path, key: str, preset: bool) -> None:
+    save_file({"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    paths = ModelPaths(**{key: str(tmp_path / "x.safetensors"), "preset": "t2v-1.3b" if preset else ""})
+    with pytest.raises(UserError, match=r"is a file of differences .* and no transformer: base.merge merges it") as caught:
+        load(WAN, paths) if preset else arch_here(WAN, paths)
+    assert "adapter.init" not in str(caught.value), "only merging can use differences"
 
 
 def test_the_form_that_a_program_asks_for_is_written_or_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.adapters.files.differences import split_differences
 from ditkit_core.adapters.files.identify import parameters_of, presets_of
 from ditkit_core.adapters.files.keys import has_adapter_keys
 from ditkit_core.config.nearest import nearest_word
@@ -12,7 +13,7 @@ from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.other_models import looks_like, other_by_id, wrong_config
-from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id, repository_of
+from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id, model_path, repository_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -31,12 +32,7 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
     Returns:
         The preset's name, empty if the architecture matches no preset, and the architecture.
     """
-    if has_adapter_keys(source):
-        raise UserError(
-            f"{source.path} is a LoRA and no transformer: {argument('adapter.init')} trains it further, "
-            f"{argument('base.merge')} merges it into the base; set {argument('model.transformer')} or "
-            f"{argument('model.base')} to the base"
-        )
+    _refuse_adapter(source)
     preset = components.preset
     if preset:
         check_preset(preset, spec.architecture.presets)
@@ -60,6 +56,31 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
         remedy = remedy or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
         raise UserError(f"{reason} the weights in {source.path}{likeness}; {remedy}")
     return fitting[0], spec.architecture.presets[fitting[0]]
+
+
+def _refuse_adapter(source: SafetensorsSource) -> None:
+    """Refuse an adapter where a transformer or the folder of a model is named."""
+    trained = f"{argument('adapter.init')} trains it further, " if has_adapter_keys(source) else ""
+    if trained or split_differences(source)[1]:
+        kind = "a LoRA" if trained else "a file of differences to whole parameters"
+        raise UserError(
+            f"{source.path} is {kind} and no transformer: {trained}{argument('base.merge')} merges it into the base; "
+            f"set {argument('model.transformer')} or {argument('model.base')} to the base"
+        )
+
+
+def _refuse_adapter_as_base(base: str) -> None:
+    """Refuse an adapter's file, or a folder of one, where the folder of a model is named."""
+    path = model_path(base)
+    with readable(path):
+        # A model's folder may have an adapter next to its parts.
+        is_model = any((path / part).is_dir() for part in ("transformer", "vae", "text_encoder"))
+    if base and not is_model:
+        source = None
+        with suppress(UserError):  # what it is instead is said where a part of it is looked for
+            source = SafetensorsSource.open(path)
+        if source is not None:
+            _refuse_adapter(source)
 
 
 def _described(spec: ModelSpec, path: Path) -> Any:
@@ -86,6 +107,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
         components: Path of the transformer.
         fetch: Whether a missing config.json is downloaded from the hub; weights never are.
     """
+    _refuse_adapter_as_base(components.base)
     if components.preset:
         # A preset decides by itself, so an empty source is enough.
         return choose_arch(spec, components, SafetensorsSource(Path(), {}, {}))
