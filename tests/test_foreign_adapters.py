@@ -16,7 +16,7 @@ from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.models.other_models import looks_like
+from ditkit_core.models.other_models import looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.specs import altered
@@ -54,12 +54,69 @@ FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
     "Chroma": (("diffusion_model.distilled_guidance_layer.layers.0.in_layer",), {}, "Chroma"),
     "Qwen-Image": (("transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
     "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
+    "Krea 2": (("diffusion_model.blocks.0.attn.wq",), {}, "Krea 2"),
     "LTX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
     "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
 }  # fmt: skip
 """By description: names of modules, the header, and what the message calls the model."""
 
 
+HEADERS = {
+    "ss_base_model_version": {
+        "sd_3": "Stable Diffusion 3",
+        "flux.1": "FLUX.1",
+        "flux1": "FLUX.1",
+        "flux_kontext": "FLUX.1",
+        "flux_2_dev": "FLUX.2",
+        "flux_2_klein_4b": "FLUX.2",
+        "flux2_klein_9b": "FLUX.2",
+        "wan": "Wan",
+        "wan_2.2_14b": "Wan",
+        "z_image": "Z-Image",
+        "zimage": "Z-Image",
+        "framepack": "FramePack",
+        "hunyuan_video_1_5": "HunyuanVideo",
+        "hunyuan-image-2.1": "HunyuanImage",
+        "lumina2": "Lumina",
+        "hidream_i1": "HiDream",
+        "hidream_o1_image": "HiDream",
+        "kandinsky5": "Kandinsky",
+        "pixart": "PixArt",
+        "krea2": "Krea 2",
+        "anima": "Anima",
+        "qwen_image_edit": "Qwen-Image",
+        "ltx2": "LTX-Video",
+        "chroma": "Chroma",
+    },
+    "modelspec.architecture": {
+        "flux-1-dev/lora": "FLUX.1",
+        "Flux.2-klein-4b/lora": "FLUX.2",
+        "Z-Image/lora": "Z-Image",
+        "wan2.1/lora": "Wan",
+        "framepack/lora": "FramePack",
+        "hunyuan-video-1.5/lora": "HunyuanVideo",
+        "lumina-2/lora": "Lumina",
+        "HiDream-O1-Image/lora": "HiDream",
+        "Kandinsky-5/lora": "Kandinsky",
+        "Krea-2/lora": "Krea 2",
+        "anima-preview/lora": "Anima",
+    },
+}
+"""By key: what kohya's programs, musubi-tuner and ai-toolkit write there, and the model that it is."""
+CLASSES = {
+    "HunyuanVideoTransformer3DModel": "HunyuanVideo",
+    "HunyuanVideoFramepackTransformer3DModel": "FramePack",
+    "HunyuanImageTransformer2DModel": "HunyuanImage",
+    "Lumina2Transformer2DModel": "Lumina",
+    "HiDreamImageTransformer2DModel": "HiDream",
+    "Kandinsky5Transformer3DModel": "Kandinsky",
+    "PixArtTransformer2DModel": "PixArt",
+    "MochiTransformer3DModel": "Mochi",
+    "SanaTransformer2DModel": "Sana",
+    "Krea2Transformer2DModel": "Krea 2",
+}
+"""diffusers' classes, as a config.json names them."""
+OF_FAMILY = {"wan": "Wan", "flux2": "FLUX.2", "zimage": "Z-Image"}
 METHODS = {
     "peft's OFT": ("base_model.model.{}.oft_R.weight", "OFT"),
     "peft's BOFT": ("base_model.model.{}.boft_R", "BOFT"),
@@ -93,6 +150,25 @@ def test_a_model_that_is_not_trained_is_called_by_its_name(
         adapter_in(source, SPECS[family])
     message = str(caught.value)
     assert name in message and "ditkit does not train" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in HEADERS for value in HEADERS[key]])
+def test_a_header_is_read_as_programs_write_it(family: str, key: str, value: str) -> None:
+    name = HEADERS[key][value]
+    likeness, remedy = looks_like((), SPECS[family].architecture.names.others, {key: value})
+    if name == OF_FAMILY[family]:
+        assert not likeness
+    else:
+        assert likeness == f" (its header names {name})"
+        assert remedy.startswith("use the " if name in OF_FAMILY.values() else "ditkit does not train that model")
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_of_diffusers_is_read_as_the_model_that_it_is(family: str, kind: str) -> None:
+    said = wrong_config({"_class_name": kind}, KeyError("x"), family, SPECS[family].architecture.names.others)
+    assert said.startswith(f"describes {CLASSES[kind]} ({kind}), and no model of {family}; ditkit does not train")
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -148,6 +148,6 @@ NAMES = StateDictNames(
             header=r"^wan",
             remedy="use the wan commands",
         ),
-        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z-?image", remedy="use the zimage commands"),
+        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z[-_]?image", remedy="use the zimage commands"),
     ),
 )

@@ -265,14 +265,14 @@ NAMES = StateDictNames(
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
     others=(
         *OTHER_MODELS,
-        OtherModel(name="FLUX.2", classes=r"^Flux2", header=r"^flux[-.]?2", remedy="use the flux2 commands"),
+        OtherModel(name="FLUX.2", classes=r"^Flux2", header=r"^flux[-_.]?2", remedy="use the flux2 commands"),
         OtherModel(
             name="FLUX.2, or of FLUX.1 or Chroma, which ditkit does not train",
             keys=r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks",
             classes=r"^Flux",
             remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
         ),
-        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z-?image", remedy="use the zimage commands"),
+        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z[-_]?image", remedy="use the zimage commands"),
         OtherModel(name="another transformer of diffusers", keys=r"transformer_blocks"),
     ),
 )

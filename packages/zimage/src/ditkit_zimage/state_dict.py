@@ -93,7 +93,7 @@ NAMES = StateDictNames(
             name="FLUX.2",
             keys=r"double_stream_modulation",
             classes=r"^Flux2",
-            header=r"^flux[-.]?2",
+            header=r"^flux[-_.]?2",
             remedy="use the flux2 commands",
         ),
     ),

@@ -47,7 +47,7 @@ OTHER_MODELS = (
         name="Stable Diffusion 3",
         keys=r"joint_(transformer_)?blocks",
         classes=r"^SD3",
-        header=r"^(sd3|stable-diffusion-3)",
+        header=r"^(sd_?3|stable-diffusion-3)",
         remedy=UNTRAINED,
     ),
     OtherModel(
@@ -71,6 +71,8 @@ OTHER_MODELS = (
         header=r"^chroma",
         remedy=UNTRAINED,
     ),
+    # Before HunyuanVideo, whose layers it has.
+    OtherModel(name="FramePack", classes=r"^HunyuanVideoFramepack", header=r"^framepack", remedy=UNTRAINED),
     OtherModel(
         name="HunyuanVideo",
         keys=r"individual_token_refiner|_attn_qkv.*_mod_linear|single_blocks[._]\d+[._]modulation[._]linear",
@@ -85,7 +87,7 @@ OTHER_MODELS = (
         r"single_(transformer_)?blocks[._]\d+[._](modulation|norm[._]linear|proj_mlp|proj_out)|"
         r"double_blocks[._](8|9|1\d)[._]|ff_context[._]net",
         classes=r"^FluxTransformer",
-        header=r"^flux[-.]?1",
+        header=r"^flux([-_.]?1|_kontext)",
         remedy=UNTRAINED,
     ),
     OtherModel(
@@ -103,6 +105,22 @@ OTHER_MODELS = (
         remedy=UNTRAINED,
     ),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
+    # Headers as kohya's programs, musubi-tuner and ai-toolkit write them, where these train the model.
+    OtherModel(name="HunyuanImage", classes=r"^HunyuanImage", header=r"^hunyuan[-_]?image", remedy=UNTRAINED),
+    OtherModel(name="Lumina", classes=r"^Lumina", header=r"^lumina", remedy=UNTRAINED),
+    OtherModel(name="HiDream", classes=r"^HiDream", header=r"^hidream", remedy=UNTRAINED),
+    OtherModel(name="Kandinsky", classes=r"^Kandinsky", header=r"^kandinsky", remedy=UNTRAINED),
+    OtherModel(name="PixArt", classes=r"^PixArt", header=r"^pixart", remedy=UNTRAINED),
+    OtherModel(
+        name="Krea 2",
+        keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion",
+        classes=r"^Krea2",
+        header=r"^krea[-_]?2",
+        remedy=UNTRAINED,
+    ),
+    OtherModel(name="Anima", header=r"^anima\b", remedy=UNTRAINED),
+    OtherModel(name="Mochi", classes=r"^Mochi", remedy=UNTRAINED),
+    OtherModel(name="Sana", classes=r"^Sana", remedy=UNTRAINED),
 )
 """Models that are no family's, and the other parts of models, which are in folders next to the transformer's."""
 
