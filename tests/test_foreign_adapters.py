@@ -55,6 +55,12 @@ FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
     "Qwen-Image": (("transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
     "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
     "Krea 2": (("diffusion_model.blocks.0.attn.wq",), {}, "Krea 2"),
+    "SD 3, diffusers": (
+        ("transformer.transformer_blocks.23.attn.add_q_proj", "transformer.transformer_blocks.0.attn.to_q"),
+        {},
+        "Stable Diffusion 3, FLUX.1, Qwen-Image or another",
+    ),
+    "SD 3, diffusers, feed-forward": (("transformer.transformer_blocks.0.ff_context.net.0.proj",), {}, "Stable Diffusion 3"),
     "LTX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
     "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
 }  # fmt: skip
@@ -180,17 +186,39 @@ def test_a_class_of_diffusers_is_read_as_the_model_that_it_is(family: str, kind:
         ("wan", "lora_unet_blocks_0_ffn_0"),
         ("flux2", "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj"),
         ("flux2", "diffusion_model.double_blocks.0.img_attn.qkv"),
+        ("flux2", "transformer.transformer_blocks.0.attn.add_q_proj"),
     ],
 )
 def test_another_familys_file_is_refused_before_its_presets_are_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, owner: str, module: str
 ) -> None:
-    if family == owner or (family, owner) == ("zimage", "flux2"):
-        pytest.skip("its own, or names that Z-Image's list does not have")
+    if family == owner:
+        pytest.skip("its own")
     monkeypatch.setattr(identify, "layers_of", lambda *_: pytest.fail("a preset is built"))
     source = written(tmp_path / "x.safetensors", [module], {})
     with pytest.raises(UserError, match=f"use the {owner} commands"):
         adapter_in(source, SPECS[family])
+
+
+SHARED = (
+    "transformer.transformer_blocks.0.attn.add_q_proj",
+    "lora_unet_double_blocks_0_img_attn_proj",
+    "diffusion_model.single_blocks.0.linear1",
+)
+
+
+@pytest.mark.parametrize("module", SHARED)
+def test_a_file_of_names_that_several_models_have_is_known_by_its_sizes(tmp_path: Path, module: str) -> None:
+    source = written(tmp_path / "x.safetensors", [module], {})
+    layers = layers_of(FLUX2.architecture.build, next(iter(FLUX2.architecture.presets.values())))
+    with pytest.raises(
+        UserError, match=r"fits no preset of flux2 by its sizes, and Stable Diffusion 3, FLUX.1, "
+    ) as caught:
+        adapter_in(source, FLUX2)
+    assert "\n" not in str(caught.value)
+    assert not adapter_in(source, FLUX2, layers=layers).presets, "its base decides"
+    name = "transformer_blocks.0.ff_context.linear_in"
+    assert not adapter_in(written(tmp_path / "y.safetensors", [module, f"transformer.{name}"], {}), FLUX2).presets
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,7 +268,9 @@ def test_a_lora_as_the_model_is_called_a_lora(tmp_path: Path, family: str, prese
 def test_a_file_of_differences_as_the_model_is_called_that(tmp_path: Path, key: str, preset: bool) -> None:
     save_file({"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     paths = ModelPaths(**{key: str(tmp_path / "x.safetensors"), "preset": "t2v-1.3b" if preset else ""})
-    with pytest.raises(UserError, match=r"is a file of differences .* and no transformer: base.merge merges it") as caught:
+    with pytest.raises(
+        UserError, match=r"is a file of differences .* and no transformer: base.merge merges it"
+    ) as caught:
         load(WAN, paths) if preset else arch_here(WAN, paths)
     assert "adapter.init" not in str(caught.value), "only merging can use differences"
 

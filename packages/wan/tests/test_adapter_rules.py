@@ -220,7 +220,7 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
 
 def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
     save_file({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
-    told = r"is a LoRA of another model \(its names look like those of FLUX\.2, or of FLUX\.1 or Chroma, .*\): .* or use the flux2 commands for FLUX.2$"
+    told = r"is a LoRA of another model \(its names look like those of FLUX\.2, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*\): .* or use the flux2 commands for FLUX.2$"
     with pytest.raises(UserError, match=told):
         find_adapter(tmp_path / "x.safetensors", WAN)
     layers = layers_of(WAN.architecture.build, PRESETS["t2v-1.3b"])

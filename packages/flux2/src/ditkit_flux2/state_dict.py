@@ -139,6 +139,11 @@ NAMES = StateDictNames(
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},
     bare="diffusers",
+    shared=OtherModel(
+        name="Stable Diffusion 3, FLUX.1, HunyuanVideo or another model of two streams",
+        keys=r"^(transformer_blocks[._]\d+[._]attn[._]|double_blocks[._]\d+[._](img|txt)_(attn|mlp)[._]|"
+        r"single_blocks[._]\d+[._]linear[12]$)",
+    ),
     others=(
         *OTHER_MODELS,
         OtherModel(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_wan.model.variants.animate import blur_kernel
 from ditkit_wan.presets import FACE_LAYERS_APART, MUSIC_LAYERS, SPEECH_LAYERS, AnimateArch
@@ -267,8 +267,8 @@ NAMES = StateDictNames(
         *OTHER_MODELS,
         OtherModel(name="FLUX.2", classes=r"^Flux2", header=r"^flux[-_.]?2", remedy="use the flux2 commands"),
         OtherModel(
-            name="FLUX.2, or of FLUX.1 or Chroma, which ditkit does not train",
-            keys=r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks",
+            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
+            keys=TWO_STREAMS,
             classes=r"^Flux",
             remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
         ),

@@ -18,7 +18,7 @@ from ditkit_core.models.adapter_formats import (
     musubi_rows,
     readers_by_program,
 )
-from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
 _BLOCK = re.compile(r"(noise_refiner|context_refiner|layers)\.(\*|\d+)\.")
@@ -95,6 +95,12 @@ NAMES = StateDictNames(
             classes=r"^Flux2",
             header=r"^flux[-_.]?2",
             remedy="use the flux2 commands",
+        ),
+        OtherModel(
+            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
+            keys=TWO_STREAMS,
+            classes=r"^Flux",
+            remedy="name a file of Z-Image, or use the flux2 commands for FLUX.2",
         ),
     ),
 )

@@ -83,9 +83,9 @@ OTHER_MODELS = (
     OtherModel(
         name="FLUX.1",
         # Modulation in each block, or more double blocks than FLUX.2 has; diffusers' names of one projection a layer.
-        keys=r"(img|txt)_mod[._]lin\b|(img|txt)_mod_lin|norm1(_context)?[._]linear|"
+        keys=r"(img|txt)_mod[._]lin\b|(img|txt)_mod_lin|"
         r"single_(transformer_)?blocks[._]\d+[._](modulation|norm[._]linear|proj_mlp|proj_out)|"
-        r"double_blocks[._](8|9|1\d)[._]|ff_context[._]net",
+        r"double_blocks[._](8|9|1\d)[._]",
         classes=r"^FluxTransformer",
         header=r"^flux([-_.]?1|_kontext)",
         remedy=UNTRAINED,
@@ -104,12 +104,19 @@ OTHER_MODELS = (
         header=r"^ltx",
         remedy=UNTRAINED,
     ),
+    OtherModel(
+        # diffusers' names in several of them; FLUX.2 has other ones there, and at most eight such blocks.
+        name="Stable Diffusion 3, FLUX.1, Qwen-Image or another of diffusers' models of two streams",
+        keys=r"norm1_context[._]linear|ff_context[._]net|"
+        r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._](add_|to_)",
+        remedy=UNTRAINED,
+    ),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
     # Headers as kohya's programs, musubi-tuner and ai-toolkit write them, where these train the model.
     OtherModel(name="HunyuanImage", classes=r"^HunyuanImage", header=r"^hunyuan[-_]?image", remedy=UNTRAINED),
     OtherModel(name="Lumina", classes=r"^Lumina", header=r"^lumina", remedy=UNTRAINED),
     OtherModel(name="HiDream", classes=r"^HiDream", header=r"^hidream", remedy=UNTRAINED),
-    OtherModel(name="Kandinsky", classes=r"^Kandinsky", header=r"^kandinsky", remedy=UNTRAINED),
+    OtherModel(name="Kandinsky", classes=r"^Kandinsky[56]", header=r"^kandinsky", remedy=UNTRAINED),
     OtherModel(name="PixArt", classes=r"^PixArt", header=r"^pixart", remedy=UNTRAINED),
     OtherModel(
         name="Krea 2",
@@ -123,6 +130,12 @@ OTHER_MODELS = (
     OtherModel(name="Sana", classes=r"^Sana", remedy=UNTRAINED),
 )
 """Models that are no family's, and the other parts of models, which are in folders next to the transformer's."""
+
+TWO_STREAMS = (
+    r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks|"
+    r"transformer_blocks[._]\d+[._]attn[._](add_|to_)"
+)
+"""Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such names."""
 
 _ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
 """Where the header of a LoRA names its model: the convention of Stability's model files, and kohya's."""

@@ -43,6 +43,9 @@ class StateDictNames:
     others: tuple[OtherModel, ...] = OTHER_MODELS
     """Other models whose files are given by mistake, the likeliest first."""
 
+    shared: OtherModel | None = None
+    """Other models that have some names of this one; `keys` are of modules. An adapter of these names alone is known by its sizes."""
+
     bare: str = "official"
     """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this family."""
 

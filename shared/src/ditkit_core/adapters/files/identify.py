@@ -135,6 +135,13 @@ def adapter_in(
     layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
+    shared = spec.architecture.names.shared
+    is_known = bool(fitting) or layers is not None
+    if shared and not is_known and all(re.search(shared.keys, key.module) for key in keys):
+        raise UserError(
+            f"{path} fits no preset of {spec.name} by its sizes, and {shared.name} has the same names; "
+            "name a LoRA of this model, or if its base is no preset, the base too (--base)"
+        )
     return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences)
 
 
