@@ -126,6 +126,24 @@ def test_a_file_is_held_against_a_base(tmp_path: Path, capsys: pytest.CaptureFix
     assert "fits no preset of toy" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"lokr_w1": (4, 4), "lokr_w2": (12, 12)},
+        {"lokr_w1": (4, 4), "lokr_w2_a": (12, 2), "lokr_w2_b": (2, 12)},
+        {"hada_w1_a": (48, 2), "hada_w1_b": (2, 48), "hada_w2_a": (48, 2), "hada_w2_b": (2, 48)},
+    ],
+)
+def test_a_lokr_or_loha_that_fits_no_preset_is_converted_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parts: dict[str, tuple[int, int]]
+) -> None:
+    path, stem = tmp_path / "x.safetensors", "diffusion_model.blocks.0.out"
+    save_file({f"{stem}.{part}": torch.ones(shape) for part, shape in parts.items()}, path)
+    assert run("--adapter", path, "--to", "musubi", "--out", tmp_path / "y.safetensors") == 0
+    assert "fits no preset of toy: names are converted, sizes are not checked" in capsys.readouterr().err
+    assert (tmp_path / "y.safetensors").exists()
+
+
 def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = transformer(tmp_path / "base.safetensors", ToyArch())
     tensors = load_file(base)
