@@ -1,5 +1,6 @@
 """A run that trains a LoKr or LoHa: continued, exported, sampled with, started from, checked and planned."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,13 +70,24 @@ def test_the_merged_export_of_a_run_is_a_base(world: World, method: str, capsys:
     assert any((after[name].float() - before[name].float()).norm() > 0 for name in before)
 
 
-def test_a_lokr_that_is_scaled_to_nothing_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """LyCORIS' habit for whole factors: it ignores alpha there, and we do not."""
-    flags = ("--adapter.method", "lokr", "--adapter.dropout", "0", "--adapter.targets", '["qkv"]')
-    habit = ("--adapter.rank", "10000", "--adapter.alpha")
-    assert world.train("said", 0, *flags, *habit, "1") == 0
-    said = capsys.readouterr()
-    assert "adapter.alpha = 1 scales the LoKr by alpha / rank = 0.0001" in said.out + said.err
-    assert world.train("fine", 0, *flags, *habit, "0") == 0
-    said = capsys.readouterr()
-    assert "scales the LoKr" not in said.out + said.err
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--adapter.rank", "10000", "--adapter.alpha", "1"), "adapter.alpha: 2 of 2 LoKrs .* scales them by 0.0001; .* leave adapter.alpha out"),
+        (("--adapter.rank", "6", "--adapter.alpha", "3"), "adapter.alpha: 2 of 2 LoKrs have whole factors, .* by 0.5;"),
+        (("--adapter.rank", "2", "--adapter.rank_pattern", '["0.qkv=6"]', "--adapter.alpha", "3"), "1 of 2 LoKrs .* by 0.5;"),
+        (("--adapter.rank", "6", "--adapter.alpha", "0", "--adapter.alpha_pattern", '["0.qkv=3", "1.qkv=12"]'), "adapter.alpha_pattern: 2 of 2 LoKrs .* by 0.5 to 2;"),
+        (("--adapter.rank", "10000", "--adapter.alpha", "0"), ""),
+        (("--adapter.rank", "5", "--adapter.alpha", "0.01"), ""),
+        (("--adapter.rank", "6", "--adapter.alpha", "3", "--adapter.method", "loha"), ""),
+    ],
+)  # fmt: skip
+def test_an_alpha_that_scales_a_lokr_of_whole_factors_is_said(
+    world: World, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+) -> None:
+    """The second factor of the layer has a side of 12. LyCORIS ignores alpha where it is whole, and we do not."""
+    flags = ("--adapter.method", "lokr", "--adapter.dropout", "0", "--adapter.targets", '["qkv"]', *flags)
+    assert world.train("run", 0, *flags) == 0
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert re.search(says, said) if says else "LyCORIS" not in said

@@ -65,10 +65,6 @@ class BaseConfig(BaseExecution):
         return [*((key, entry) for entry in entries), *[assistant] * bool(assistant[1])]
 
 
-_SMALL_SCALE = 1e-2
-"""LyCORIS' habit for whole factors, a rank of 10,000 and an alpha of 1, gives 1e-4; nobody asks for less than this on purpose."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
     """The `[adapter]` section: which parameters are trained."""
@@ -160,17 +156,6 @@ class AdapterConfig:
     def scaling(self) -> float:
         """The factor of B·A, in layers that no pattern fits."""
         return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-    @property
-    def advice(self) -> str:
-        """One line to warn with where a LoKr of whole factors is scaled down; empty for no warning."""
-        if self.method != "lokr" or self.scaling > _SMALL_SCALE:
-            return ""
-        key = argument("adapter.alpha")
-        return (
-            f"{key} = {self.alpha:g} scales the LoKr by alpha / rank = {self.scaling:g}, so it learns next to nothing; "
-            f"LyCORIS ignores alpha where a large rank leaves both factors whole: leave {key} out for the same"
-        )
 
 
 class LoraConfig(AdapterConfig):

@@ -237,6 +237,12 @@ def method_of(layer: nn.Module) -> str:
     return next(method for part, method in _FIRST_PARTS.items() if part in layer._modules)
 
 
+def has_whole_factors(layer: nn.Module) -> bool:
+    """Whether a layer's adapter is a LoKr without a low-rank product: its rank is large for the layer."""
+    low_rank = {"lokr_w1_a", "lokr_w2_a"}
+    return method_of(layer) == "lokr" and not low_rank & parts_of(layer, "lokr").keys()
+
+
 def trainable_parameters(model: nn.Module | StagedModel) -> dict[str, nn.Parameter]:
     """The trained parameters, by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}

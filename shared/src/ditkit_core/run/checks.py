@@ -23,6 +23,7 @@ from torch import Tensor
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.export import check_export
 from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
+from ditkit_core.adapters.inject import adapter_layers, has_whole_factors
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import per_device
@@ -37,7 +38,7 @@ from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.engine.ac_schedule import check_sizes
 from ditkit_core.engine.activation_offload import can_offload
 from ditkit_core.engine.devices import ALL, choose_device
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
@@ -187,9 +188,8 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         fused_backward=optim.fused_backward and run.config.micro_batches == 1,
         sharded=run.config.ranks.shard > 1,
     )
-    for advice in (optim.advice, run.config.adapter.advice) if here else ():
-        if advice:
-            warn(advice)
+    if here and optim.advice:
+        warn(optim.advice)
     for line in without_effect(run.request.config, run.devices, trains_bf16=run.trains_bf16) if here else ():
         warn(line)
 
@@ -374,7 +374,7 @@ def check_start(run: str, folder: RunFolder) -> None:
 
 
 def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started: bool) -> None:
-    """Refuse what only the architecture shows. `is_started` as for `check_beginning`."""
+    """Refuse what only the architecture shows, and warn of it. `is_started` as for `check_beginning`."""
     if job.init_from and not is_started:
         check_same_adapter(
             unloaded.origin.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.origin.merge_key
@@ -382,6 +382,22 @@ def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started
     check_ranks(job.run, num_ranks)
     if job.run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")
+    _warn_of_scaled_lokrs(unloaded)
+
+
+def _warn_of_scaled_lokrs(unloaded: Model) -> None:
+    """Say which LoKrs of whole factors alpha scales, which it does in peft and here, and not in LyCORIS."""
+    layers = adapter_layers(unloaded.module).values()
+    scales = [layer.scaling["default"] for layer in layers if has_whole_factors(layer)]
+    if scaled := sorted(scale for scale in scales if scale != 1):
+        keys = [key for key in ("alpha", "alpha_pattern") if getattr(unloaded.origin.adapter, key)]
+        named = " and ".join(argument(f"adapter.{key}") for key in keys)
+        shown = " to ".join(dict.fromkeys(f"{scale:g}" for scale in (scaled[0], scaled[-1])))
+        warn(
+            f"{named}: {len(scaled)} of {len(layers)} LoKrs have whole factors, because their rank is at least half of a "
+            f"factor's larger side, and alpha / rank scales them by {shown}; LyCORIS ignores alpha there: leave {named} out "
+            "for the same"
+        )
 
 
 def check_same_adapter(
