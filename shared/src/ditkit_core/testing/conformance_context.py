@@ -51,8 +51,10 @@ class ContextConformance(ProcessChecks):
             limit = GRADIENTS[case.split("/")[2]]
             if where.endswith(" of 3"):  # a product with 3 is rounded, and so is the mean
                 limit *= 2
-            if "/lokr/" in case:  # a number of its first factor is in as many products as the second has
-                limit *= 4
+            # A number of a LoKr's first factor is in as many products as the second has: with one kind of CPU's order of
+            # additions fp32 was 4.5e-6 apart, where fp64 holds its limit of 1e-14.
+            if "/lokr/" in case:
+                limit *= 8
             assert result["gradients"] <= limit, (where, case, result)
 
     def test_only_attention_among_tokens_is_exchanged_and_only_a_recompute_repeats_it(
