@@ -164,6 +164,11 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             options = flags.options
             watch(config.run_folder.path, bind=options.bind, port=options.port, log=options.log)
             return 0
+        if verb == "tell":
+            from ditkit_core.commands.tell import tell
+
+            tell(config, flags.options)
+            return 0
     except UserError as error:
         return _complain(error, 1)
     from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_core.io.hub import Hub
+from ditkit_core.io.run_requests import check_request
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
 
 _ONE_FILE = "inspect adapter extract"
@@ -114,6 +115,16 @@ class TrainOptions:
         False, excludes="plan fit audit_precision: and {other}: --report only writes the report of a run and stops"
     )
     """Rewrite the run's report.html from its files and exit; use with --run. Needs no model and also works while the run is training."""
+    tell: str = option(
+        "",
+        excludes="plan fit audit_precision check report demo init_from: and {other}: --tell only tells a run that trains",
+    )
+    """Tell the run of --run, which trains in another process, what to do after its present step: `sample`, `save`, or `stop` with a save.
+    It trains the same weights as one that was told nothing."""
+
+    def __post_init__(self) -> None:
+        if self.tell:
+            check_request(self.tell)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +318,7 @@ STAGES = {
     ("train", "audit_precision"): ("audit", "audit_precision"),
     ("train", "check"): ("check", "run_checks"),
     ("train", "report"): ("report", "report"),
+    ("train", "tell"): ("tell", "tell"),
     ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),
     ("export", ""): ("export", "export"),

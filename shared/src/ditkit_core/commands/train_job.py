@@ -128,7 +128,8 @@ def train_job(
         # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
         callbacks += [QueuedPreviews(job, prepared, previews)] if previews is not None else []
         callbacks += [StepTrace(config.train.profile, folder.trace, warn)] if config.train.profile else []
-        result = trainer_of(job, model, samples, validator, [*callbacks, page]).fit()
+        requests = jobs.run.config.run_folder  # also of a run whose experts have their own folders
+        result = trainer_of(job, model, samples, validator, [*callbacks, page], requests).fit()
     if not result.finished:
         saved = f"stopped at step {result.step}, saved in {result.save}" if result.save else ""
         raise Interrupted(f"{saved or 'stopped before the first step'}; the same command continues")

@@ -12,6 +12,7 @@ from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder, locked
+from ditkit_core.io.run_requests import remove_fulfilled
 
 _SEEN_SECONDS = 30.0
 """Time until a network disk shows on one machine what another has written."""
@@ -49,6 +50,7 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
         before = folder.config_file.read_text(encoding="utf-8") if folder.config_file.exists() else None
         saves = folder.saves()
         folder.remove_unfinished()
+        remove_fulfilled(folder)
         ranks.broadcast_object(folder.owner())
         try:
             yield folder, stated

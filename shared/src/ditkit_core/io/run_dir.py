@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from ditkit_core.config.command_words import command_words
 from ditkit_core.config.field import setting
@@ -196,6 +196,8 @@ class RunFolder:
     """Folder of the generated class images, unless `prior.folder` is set."""
     audit = _RunPath("audit")
     """Folder of the results of a precision audit."""
+    requests = _RunPath("requests")
+    """Folder of what a user asks of the run while it trains; missing if that is nothing."""
     data_file = _RunPath("data.json")
     """The cache keys of the samples that the run trains on."""
     _complete = _RunPath("complete.json")
@@ -278,8 +280,10 @@ class RunFolder:
         return {*self.state.glob("step-*"), *self.path.glob(f"*/{self.state.name}/step-*")}
 
     def _others(self) -> list[str]:
-        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check, a log."""
-        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name, self.log.name, *CHECKS}
+        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check, a log,
+        requests."""
+        folders = (self.inputs, self.samples, self.prior, self.audit, self.requests, self.log)
+        without = {*(path.name for path in folders), *CHECKS}
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 
@@ -310,6 +314,31 @@ class RunFolder:
         return changes.stated
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked a folder with `locked`; nothing is created in a folder that none has locked."""
+    if not RunFolder(path).owner():
+        return False
+    try:
+        _acquired(path).release()  # a process that was killed could not remove its name
+    except (Timeout, OSError):
+        return True
+    return False
+
+
+def _acquired(path: Path) -> BaseFileLock:
+    """The acquired lock of a folder. Raises Timeout if another process has it."""
+    lock = FileLock(path / ".lock", timeout=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flock not supported")
+        try:
+            lock.acquire()
+        except Timeout:
+            if not isinstance(lock, SoftFileLock):
+                raise
+            lock.acquire()  # the first attempt removed the file of a process that is gone, and did no more
+    return lock
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Lock a folder against other processes.
@@ -321,15 +350,7 @@ def locked(path: Path) -> Iterator[None]:
     owner = path / _OWNER
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock", timeout=0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flock not supported")
-            try:
-                lock.acquire()
-            except Timeout:
-                if not isinstance(lock, SoftFileLock):
-                    raise
-                lock.acquire()  # the first attempt removed the file of a process that is gone, and did no more
+        lock = _acquired(path)
     except Timeout as error:
         who = RunFolder(path).owner() or "unknown"
         raise UserError(f"{path} is in use by another process ({who}); stop it or choose another run.folder") from error

@@ -35,6 +35,7 @@ class SamplesInPlace(Callback):
         on_written: Callable[[Path], object],
         *,
         every_steps: int,
+        when_asked: bool = False,
         shares: SampleShares = ALONE,
     ):
         """Prepare.
@@ -45,13 +46,18 @@ class SamplesInPlace(Callback):
             stages: Gives the transformers that take the denoising steps.
             on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
+            when_asked: Whether a user can ask for samples between them; `stages` must then give all transformers.
         """
+        self._when_asked = when_asked
         self._job, self._sampled, self._stages = job, sampled, stages
         self._on_written, self._every_steps, self._shares = on_written, every_steps, shares
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal nobody waits for samples, which take minutes.
         return bool(self._every_steps) and step % self._every_steps == 0 and not stopping
+
+    def previews_when_asked(self) -> bool:
+        return self._when_asked
 
     def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
         self._sample(step, is_stopping)
@@ -88,6 +94,10 @@ class QueuedPreviews(Callback):
         # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
         every_steps = self._previews.every_steps
         return self._others is not None and bool(every_steps) and step % every_steps == 0
+
+    def previews_when_asked(self) -> bool:
+        # The saves of other experts were not read if the run has no previews.
+        return self._others is not None and (bool(self._previews.every_steps) or not self._job.name)
 
     def resumed(self, step: int) -> None:
         is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps

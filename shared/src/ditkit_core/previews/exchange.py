@@ -58,7 +58,10 @@ def samples_in_place(
         if obstacle:
             warn(f"no previews of the {run.expert.name} expert: {obstacle}")
             every_steps = 0
-    return SamplesInPlace(job, sampled, stages, on_written, every_steps=every_steps, shares=shares)
+    when_asked = not sample.device and (run.expert is None or every_steps > 0)
+    return SamplesInPlace(
+        job, sampled, stages, on_written, every_steps=every_steps, when_asked=when_asked, shares=shares
+    )
 
 
 def _exchanged(job: TrainingJob, jobs: Jobs, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:

@@ -11,6 +11,7 @@ from ditkit_core.encoding.loader import BaseSteps, Batch, TrainDataLoader, files
 from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
@@ -97,9 +98,14 @@ def load_for_training(job: TrainingJob, unloaded: Model, placement: Placement) -
 
 
 def trainer_of(
-    job: TrainingJob, model: Model, samples: SplitSamples, validator: Validator | None, callbacks: Sequence[Callback]
+    job: TrainingJob,
+    model: Model,
+    samples: SplitSamples,
+    validator: Validator | None,
+    callbacks: Sequence[Callback],
+    requests: RunFolder | None = None,
 ) -> Trainer:
-    """The trainer of a job, whose model is loaded and has the engine that trains it."""
+    """The trainer of a job, whose model is loaded and has the engine that trains it; `requests` as for `Trainer`."""
     run, config = job.run, job.run.config
     sections = TrainerConfig(
         train=config.train,
@@ -119,5 +125,6 @@ def trainer_of(
         validator=validator,
         callbacks=callbacks,
         ranks=current_ranks(),
+        requests=requests,
         warn=warn,
     )
