@@ -4,20 +4,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toy_training import Calls, toy_run
+from safetensors.torch import load_file
+from toy_training import Calls, ToyData, toy_model, toy_run
+from toy_world import World, equal
 
 from ditkit_core.commands.cli import Family, start
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.distributed.shared_folders import open_run
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, is_locked, locked
 from ditkit_core.io.run_requests import ask, pending, remove_fulfilled
-from ditkit_core.training.config import SaveConfig
-from ditkit_core.training.trainer import Callback
+from ditkit_core.loading.model import Model
+from ditkit_core.testing.replicas import forked
+from ditkit_core.testing.toy import TOY
+from ditkit_core.training.config import SaveConfig, TrainConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig
 
 
 class Asking(Callback):
@@ -152,3 +161,52 @@ def test_a_start_begins_without_an_earlier_stop(tmp_path: Path) -> None:
         ask(RunFolder(tmp_path), "stop")
     with open_run(tmp_path, RunConfig()) as (folder, _):
         assert not pending(folder)
+
+
+def test_several_ranks_do_it_at_the_same_step(tmp_path: Path) -> None:
+    """The request comes while the first rank is in a step; the other has no look at the folder of its own."""
+    run = tmp_path / "run"
+
+    def work(ranks: Ranks) -> list[Any]:
+        model, trainable = toy_model()
+        asking = Asking(run, stop=2) if ranks.is_first else Callback()
+        saved: list[int] = []
+        config = TrainerConfig(
+            train=TrainConfig(steps=5, batch_size=2, accumulation=2), log=LogConfig(tensorboard=False)
+        )
+        trainer = Trainer(
+            Model(model, BlockEngine(), TOY, trainable),
+            ToyData(),
+            config,
+            folder=run if ranks.is_first else tmp_path / "unseen",
+            requests=RunFolder(run if ranks.is_first else tmp_path / "unseen"),
+            callbacks=[asking, Calls(save=saved.append)],
+            ranks=ranks,
+        )
+        with locked(run) if ranks.is_first else nullcontext():
+            return [trainer.fit().step, saved]
+
+    assert forked(2, work, tmp_path / "ranks") == [[2, [2]], [2, []]]
+
+
+def test_a_run_without_previews_samples_when_asked_and_exports_what_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world, run, after_step = World(tmp_path), tmp_path / "run", ProgressBar.after_step
+
+    def asking(bar: ProgressBar, step: int, metrics: Any) -> None:
+        after_step(bar, step, metrics)
+        if step in (2, 3):
+            ask(RunFolder(run), {2: "sample", 3: "save"}[step])
+
+    assert world.train("plain", 5) == 0
+    monkeypatch.setattr(ProgressBar, "after_step", asking)
+    assert world.train("run", 5) == 0
+    lists = sorted(path.name for path in (run / "samples").glob("step-*.json"))
+    assert lists == ["step-000002.json", "step-000005.json"]
+    exports = sorted(path.name for path in (run / "exports").glob("*.safetensors"))
+    assert exports == ["run-step-000003.safetensors", "run-step-000005.safetensors", "run.safetensors"]
+    plain = load_file(tmp_path / "plain/exports/plain.safetensors")
+    assert equal(plain, load_file(run / "exports/run.safetensors"))
+    assert not (run / "requests").exists()

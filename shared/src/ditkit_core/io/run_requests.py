@@ -53,7 +53,7 @@ def pending(folder: RunFolder) -> frozenset[str]:
         return frozenset()
 
 
-def remove(folder: RunFolder, names: frozenset[str] | set[str]) -> None:
+def remove(folder: RunFolder, names: set[str]) -> None:
     """Remove requests, after what they asked for was done: a kill in between loses none."""
     for name in names:
         with suppress(OSError):
