@@ -165,9 +165,9 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             watch(config.run_folder.path, bind=options.bind, port=options.port, log=options.log)
             return 0
         if verb == "tell":
-            from ditkit_core.commands.tell import tell
+            from ditkit_core.commands.tell import tell_run
 
-            tell(config, flags.options)
+            tell_run(config, flags.options)
             return 0
     except UserError as error:
         return _complain(error, 1)

@@ -318,7 +318,7 @@ STAGES = {
     ("train", "audit_precision"): ("audit", "audit_precision"),
     ("train", "check"): ("check", "run_checks"),
     ("train", "report"): ("report", "report"),
-    ("train", "tell"): ("tell", "tell"),
+    ("train", "tell"): ("tell", "tell_run"),
     ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),
     ("export", ""): ("export", "export"),

@@ -6,7 +6,7 @@ from ditkit_core.io.run_requests import ask
 from ditkit_core.run.config import RunConfig
 
 
-def tell(config: RunConfig, options: TrainOptions) -> None:
+def tell_run(config: RunConfig, options: TrainOptions) -> None:
     """Ask the run for what `options.tell` names, and say what follows."""
     folder = config.run_folder
     say(f"tell:     {folder.path}: {ask(folder, options.tell)}")

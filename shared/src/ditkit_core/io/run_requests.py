@@ -53,7 +53,7 @@ def pending(folder: RunFolder) -> frozenset[str]:
         return frozenset()
 
 
-def remove(folder: RunFolder, names: set[str]) -> None:
+def remove_requests(folder: RunFolder, names: set[str]) -> None:
     """Remove requests, after what they asked for was done: a kill in between loses none."""
     for name in names:
         with suppress(OSError):
@@ -73,4 +73,4 @@ def remove_fulfilled(folder: RunFolder) -> None:
         lists = (*folder.path.glob("samples/step-*.json"), *folder.path.glob("*/samples/step-*.json"))
         if any(path.stat().st_mtime_ns >= since for path in lists):
             fulfilled.add("sample")
-    remove(folder, fulfilled)
+    remove_requests(folder, fulfilled)
