@@ -29,14 +29,17 @@ from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.jobs import jobs_of
+from ditkit_core.run.plans.hours import PlannedRun
 from ditkit_core.run.plans.plan import make_report
+from ditkit_core.run.recipes import GOALS
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_schema_of
 from ditkit_core.testing.toy import TOY
 from ditkit_wan.demo.media import CLIPS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
-from doc_recipes import ALL, COLUMNS, RECIPES, PlannedRun, anchor, row, sold
+from doc_recipes import ALL, COLUMNS, RECIPES, anchor, row
 from doc_tables import TABLES
 from marked import between
 from workspace import MEMBERS, ROOT, source
@@ -67,19 +70,21 @@ def all_but(chosen: Collection[str]) -> list[Any]:
 
 
 def test_the_page_has_a_row_and_a_section_for_each_run_file():
-    assert sorted(FILES) == sorted(file.stem for file in RECIPES.glob("*.toml")) and len(FILES) >= 20
+    files = {file.stem for one in ALL for file in one.recipe.path.parent.glob("*.toml") if file.stem != "index"}
+    assert sorted(FILES) == sorted(files) and len(FILES) >= 20
     assert list(ROWS) == list(FILES)
     headings = re.findall("^## (.+)$", PAGE, flags=re.MULTILINE)
-    for recipe in ALL:
-        assert recipe.section in headings and f"](#{anchor(recipe.section)})" in ROWS[recipe.file][0]
-        assert ROWS[recipe.file][:3] == [f"[{recipe.goal}](#{anchor(recipe.section)})", recipe.model, sold(recipe)]
+    for recipe in (one.recipe for one in ALL):
+        assert recipe.section in headings
+        goal = f"[{GOALS[recipe.goal]}](#{anchor(recipe.section)})"
+        assert ROWS[recipe.name][:3] == [goal, recipe.model, recipe.machine]
 
 
 def test_rows_are_in_the_order_of_goals_then_of_memory():
-    goals = [goal for goal, _ in groupby(ALL, key=lambda recipe: recipe.goal)]
+    goals = [goal for goal, _ in groupby(ALL, key=lambda one: one.recipe.goal)]
     assert len(goals) == len(set(goals))
-    for _, rows in groupby(ALL, key=lambda recipe: recipe.goal):
-        sizes = [parse_gpus(recipe.gpus)[0].total for recipe in rows]
+    for _, rows in groupby(ALL, key=lambda one: one.recipe.goal):
+        sizes = [parse_gpus(one.recipe.gpus)[0].total for one in rows]
         assert sizes == sorted(sizes)
 
 
@@ -88,20 +93,23 @@ def test_the_page_says_no_more_hours_than_a_recipe_promises(recipe):
     cells = dict(zip(COLUMNS, ROWS[recipe.file][-len(COLUMNS) :], strict=True))
     fitting = {column: cell for column in COLUMNS if (cell := cells[column]) != "–"}
     assert list(fitting) == [column for column in COLUMNS if recipe.gpus_of(column) is not None]
-    assert 0 < float(next(iter(fitting.values()))) <= recipe.hours  # the slowest, as columns are in the order of speed
+    assert (
+        0 < float(next(iter(fitting.values()))) <= recipe.recipe.hours
+    )  # the slowest, as columns are in the order of speed
 
 
 def test_who_wants_a_night_finds_it():
-    promised = {(recipe.goal, recipe.model, recipe.gpus): recipe.hours for recipe in ALL}
-    assert promised["a character", "Wan 2.2 A14B", "24GiB"] <= 8 and promised["a motion", "Wan 2.2 A14B", "24GiB"] <= 10
-    for recipe in ALL:
+    recipes = [one.recipe for one in ALL]
+    promised = {(recipe.goal, recipe.model, recipe.gpus): recipe.hours for recipe in recipes}
+    assert promised["character", "Wan 2.2 A14B", "24GiB"] <= 8 and promised["motion", "Wan 2.2 A14B", "24GiB"] <= 10
+    for recipe in recipes:
         days = PAGE.partition(f"## {recipe.section}\n")[2].partition("\n## ")[0]
         assert recipe.hours <= 20 or "**These take" in days
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.file)
 def test_a_recipe_is_accepted(recipe):
-    run = create_run(recipe.spec, resolve(RunConfig, file=recipe.path))
+    run = create_run(recipe.spec, resolve(RunConfig, file=recipe.recipe.path))
     config = run.config
     assert config.model.preset in recipe.spec.architecture.presets
     check_export(recipe.spec, config.export, config.adapter)
@@ -109,17 +117,18 @@ def test_a_recipe_is_accepted(recipe):
     check_training(run, here=False)  # the recipe's devices are not this machine's
     assert config.run.folder == f"runs/{recipe.file.replace('_', '-')}"
     assert config.held_out.clips >= 4 and config.save.every_steps % config.held_out.every_steps == 0
-    check_schema_of(recipe.path)
+    check_schema_of(recipe.recipe.path)
 
 
 # A plan takes most of a minute of a CPU, so a change makes one, and a night all.
 @pytest.mark.parametrize("recipe", all_but(["klein_4b_character_8gb"]))
 def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
     with recipe.run() as run:
-        report, planned = make_report(run, recipe.gpus, recipe.host), PlannedRun.of(run)
+        promise = recipe.recipe
+        report, planned = make_report(run, promise.gpus, promise.host), PlannedRun.of(jobs_of(run))
     assert report.fits, [describe_shortfall(row, report.previews) for row in report.lacking]
-    gpus = parse_gpus(recipe.gpus)
-    assert planned.hours(gpus) <= recipe.hours
+    gpus = parse_gpus(promise.gpus)
+    assert planned.hours(gpus) <= promise.hours
     # The table's numbers are those of a plan.
     assert planned.division == report.step.partition and planned.host == report.step.streamed
     assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
@@ -149,7 +158,10 @@ def test_hours_count_everything_that_runs_the_model():
 
     def hours(spec: ModelSpec, **more: object) -> float:
         run = create_run(spec, resolve(RunConfig, flags=flags | more))
-        return Timed(run=run, step=step, profile=None, division=None, one="one", sample="sample").hours(()) * 3600
+        return (
+            Timed(jobs=jobs_of(run), step=step, profile=None, division=None, one="one", sample="sample").hours(())
+            * 3600
+        )
 
     wan = {"model.preset": "t2v-1.3b"}
     sampled = 2 * 10 * 2 * 2.0  # prompts, steps, calls with and without the prompt
@@ -174,7 +186,7 @@ def test_hours_of_a_small_run_are_those_of_its_plan():
         "sample.steps": 1,
     }
     run = create_run(TOY, resolve(RunConfig, flags=flags))
-    planned, report, gpus = PlannedRun.of(run), make_report(run, "8GiB"), parse_gpus("8GiB")
+    planned, report, gpus = PlannedRun.of(jobs_of(run)), make_report(run, "8GiB"), parse_gpus("8GiB")
     assert planned.division == report.step.partition and planned.host == report.step.streamed > 0
     assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
     step, hours = planned.seconds(gpus), planned.hours(gpus)
@@ -227,7 +239,7 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
 
 @pytest.mark.parametrize("recipe", all_but(EACH_CHANGE))
 def test_a_recipe_trains_in_miniature(recipe, tmp_path, capsys):
-    spec, config = recipe.spec, resolve(RunConfig, file=recipe.path)
+    spec, config = recipe.spec, resolve(RunConfig, file=recipe.recipe.path)
     small = miniature(config, spec, tmp_path)
     flags = [
         text
@@ -235,7 +247,7 @@ def test_a_recipe_trains_in_miniature(recipe, tmp_path, capsys):
         for text in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
     ]
     with PretendDevices() if config.train.devices else nullcontext():
-        assert cli.run(spec, "train", [str(recipe.path), *flags]) == 0, capsys.readouterr().err
+        assert cli.run(spec, "train", [str(recipe.recipe.path), *flags]) == 0, capsys.readouterr().err
 
     run = tmp_path / "run"
     asked, used = config_values(config), config_values(resolve(RunConfig, stored=run))

@@ -60,7 +60,7 @@ class Row:
         if self.spec.data.frame_step:
             flags["data.frames"] = frames
         shipped = ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml"
-        recipe = ROOT / "docs" / "recipes" / shipped.name
+        recipe = self.spec.demo.config.parent.parent / "recipes" / shipped.name
         return resolve(RunConfig, file=recipe if recipe.exists() else shipped, flags=flags)
 
     @property

@@ -24,7 +24,7 @@ from ditkit_core.commands.cli import Family, start
 def spec():
     raise SystemExit("the spec was asked for")
 
-family = Family(name="toy", presets=("tiny",), demo=Path("demo.toml"), spec=spec)
+family = Family(name="toy", presets=("tiny",), demo=Path("demo/demo.toml"), spec=spec)
 calls, slow = json.loads(sys.argv[1])
 sys.modules["wandb"] = None  # it is not installed
 os.chdir(sys.argv[2])
@@ -86,6 +86,12 @@ ANSWERS = [
     ),
     ("train", ["--data.folder", "here", "--log.tracker", "wandb"], 1, 'uv pip install "ditkit-toy[wandb]"'),
     ("train", ["--log.tracker", "mlflow"], 2, "must be one of none, wandb, trackio"),
+    (
+        "train",
+        ["--recipe", "charcter"],
+        2,
+        "--recipe charcter is unknown; did you mean character? All of them: --recipe",
+    ),
     ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; correct the path"),
     ("export", ["--inspect", "~nobody.at.all/a.safetensors"], 1, "there is no file ~nobody.at.all/a.safetensors to"),
 ]
@@ -102,6 +108,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "other").mkdir()
         (folder / "other" / "config.toml").write_text("[adapter]\nrank = 4\n")
         (folder / "other" / "about.json").write_text('{"model": {"family": "wan"}}')
+        (folder / "recipes").mkdir()
+        promise = 'goal = "character"\nmodel = "Toy"\ngpus = "8GiB"\nhours = 1\nsection = ""\n'
+        (folder / "recipes" / "index.toml").write_text(f"[small]\n{promise}")
         (folder / "typo.toml").write_text("[trian]\nsteps = 3\n")
         given = json.dumps([[(command, argv) for command, argv, *_ in ANSWERS], sorted(SLOW)])
         subprocess.run([sys.executable, "-c", PROGRAM, given, str(folder)], check=True)

@@ -33,6 +33,7 @@ from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
 from ditkit_core.nn.attention.support import support_matrix
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
+from ditkit_core.run.recipes import read_recipes, recipes_called
 
 if TYPE_CHECKING:
     from ditkit_core.models.spec import ModelSpec
@@ -68,6 +69,11 @@ class Family:
     """Imports the family's spec, and with it torch."""
     components: tuple[str, ...] = ("vae", "text_encoder", "tokenizer", "transformer")
     """Keys of `[model]` whose files all its architectures read."""
+
+    @property
+    def recipes(self) -> Path:
+        """The folder of its recipes, next to its demo's."""
+        return self.demo.parent.parent / "recipes"
 
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
@@ -144,6 +150,11 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             raise UserError(
                 f"only training runs in several processes; start {prog} with these options without torchrun"
             )
+        if command == "train" and flags.options.recipe:
+            begun = _recipe(family, flags)
+            if isinstance(begun, int):
+                return begun
+            flags = begun
         config = _resolve(family, command, flags)
     except UserError as error:
         return _complain(error, 2)
@@ -174,6 +185,22 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed
 
     return run_stage(family.spec(), command, config, flags.options)
+
+
+def _recipe(family: Family, flags: Flags) -> Flags | int:
+    """The command line with a run file in place of `--recipe`; or an exit status, where nothing is left to do."""
+    common, word = flags.common, flags.options.recipe
+    recipes = recipes_called(word, read_recipes(family.recipes))
+    if other := common.config or common.run and f"--run {common.run}":
+        raise UserError(f"--recipe {word} and {other}: each is a whole configuration; leave one of them out")
+    if launched() is not None:
+        raise UserError(f"--recipe {word} writes a run file in one process; then start that file with torchrun")
+    from ditkit_core.commands.recipe import use_recipe  # here, and not above: what fits a GPU takes torch
+
+    try:
+        return use_recipe(family.spec(), recipes, flags, family.components)
+    except UserError as error:
+        return _complain(error, 1)
 
 
 def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:

@@ -71,6 +71,12 @@ class TrainOptions:
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
     init_from: str = option("", missing="--init-from {path} does not exist; {remedy}")
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
+    recipe: str = option(
+        "",
+        excludes="demo report: and {other}: a recipe begins a run",
+    )
+    """Begin with a recipe instead of a run file: a goal (`character`) chooses the one that fits the GPU, and a name takes that one; it is
+    written as a run file, with what the command line sets, and trained. `list` prints a table with memory and hours for the GPU."""
     plan: bool = option(False, excludes="fit: and --fit: --fit prints the memory plan of its choice as well")
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
     not."""
@@ -79,9 +85,11 @@ class TrainOptions:
     fine-tune updates its weights), print the whole configuration and exit."""
     why: bool = option(False, needs="plan: says what a plan assumes; add --plan")
     """Also print what the times and sizes of a plan are assumed from: rates of the GPUs, the reserve, the workspace."""
-    gpus: str = option("", needs="plan fit: names GPUs to plan for; add --plan or --fit, or set train.devices to train")
+    gpus: str = option(
+        "", needs="plan fit recipe: names GPUs to plan for; add --plan or --fit, or set train.devices to train"
+    )
     """GPUs to plan for instead of those of this machine: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`. A size is that with which a GPU is sold."""
-    host: str = option("", needs="plan fit: limits host memory in a plan; add --plan or --fit")
+    host: str = option("", needs="plan fit recipe: limits host memory in a plan; add --plan or --fit")
     """Host memory that a plan may use for streamed weights: `32GiB`. Unset: the free memory of this machine minus 2 GiB; unlimited with
     --gpus."""
     nproc: int = option(
@@ -95,8 +103,9 @@ class TrainOptions:
     """Machines to plan for, as torchrun's --nnodes; --gpus names the GPUs of one."""
     link: str = option("", needs="plan fit: is a link between ranks in a plan; add --plan or --fit")
     """Link between ranks to plan for: `nvlink`, `pcie`, `ib400` or `10gbe`; `pcie,10gbe` within and between machines. Unset: two usual ones."""
-    write: str = option("", needs="fit: saves the configuration that --fit chose; add --fit")
-    """With --fit: file that the chosen configuration is saved in."""
+    write: str = option("", needs="fit recipe: saves the configuration that --fit or --recipe chose; add one of them")
+    """With --fit or --recipe: file that the chosen configuration is saved in. Unset: --fit prints it, --recipe writes recipe.toml into
+    run.folder."""
     audit_precision: bool = option(
         False, excludes="plan fit: and {other}: the audit computes with the weights, {other} needs none"
     )

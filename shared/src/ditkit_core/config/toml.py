@@ -3,7 +3,7 @@
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,12 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
 
 
-def changes_to_toml(config: Any) -> str:
-    """What differs from the defaults, as TOML without comments: the shortest run file of a configuration."""
+def changes_to_toml(config: Any, also: Collection[str] = ()) -> str:
+    """What differs from the defaults, and the keys of `also`, as TOML without comments: the shortest run file of a configuration."""
     fields = config_fields(type(config))
     sections: dict[str, list[str]] = {}
     for key, value in config_values(config).items():
-        if value != plain(fields[key].default):
+        if value is not None and (key in also or value != plain(fields[key].default)):
             section, name = key.split(".")
             sections.setdefault(section, [f"[{section}]"]).append(f"{name} = {_toml_value(value)}")
     return "\n\n".join(map("\n".join, sections.values())) + "\n"

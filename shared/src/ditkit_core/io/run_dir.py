@@ -24,6 +24,8 @@ from ditkit_core.io.files import dicts_of, json_hash, json_part, remove_unfinish
 
 CHECKS = ("check.json", "check.html")
 """Files that a check of a run writes into its folder."""
+RECIPE = "recipe.toml"
+"""The run file that a run was begun with by `--recipe`."""
 _OWNER = ".owner"
 """File that says which process has locked the folder."""
 _BY_COMMAND = re.compile(r"\.?(?:sampled|drawn)-(\d+)")
@@ -280,10 +282,10 @@ class RunFolder:
         return {*self.state.glob("step-*"), *self.path.glob(f"*/{self.state.name}/step-*")}
 
     def _others(self) -> list[str]:
-        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check, a log,
-        requests."""
+        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check,
+        a log, requests, a recipe."""
         folders = (self.inputs, self.samples, self.prior, self.audit, self.requests, self.log)
-        without = {*(path.name for path in folders), *CHECKS}
+        without = {*(path.name for path in folders), RECIPE, *CHECKS}
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 
