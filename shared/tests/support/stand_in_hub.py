@@ -1,6 +1,7 @@
 """A hub on this machine: the part of its HTTP interface that an upload asks, in a thread."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,12 @@ from typing import Any
 import pytest
 
 TOKEN = "hf_of_a_test"
+COMMIT = "1" * 40
+
+
+def blob_id(file: str) -> str:
+    """What stands for the hash of a file's content."""
+    return hashlib.sha1(file.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -24,6 +31,8 @@ class Hub:
     files: dict[str, bytes] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
     """Large files by their digest."""
+    models: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    """Repositories to fetch from: size of each file, None if the listing has none."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     """Method, path and JSON of each request."""
 
@@ -31,6 +40,8 @@ class Hub:
         for part, status in self.refuses.items():
             if part in path:
                 return status, {"error": "not for you"}
+        if method == "GET":
+            return self.listing(path)
         if method == "PUT":
             self.stored[path.rpartition("/")[2]] = body
             return 200, {}
@@ -58,6 +69,17 @@ class Hub:
             ]
             return 200, {"transfer": "basic", "objects": actions}
         return 200, {"errors": [], "warnings": []}
+
+    def listing(self, path: str) -> tuple[int, Any]:
+        """What `/api/models/owner/name?blobs=true` answers."""
+        name = path.partition("?")[0].removeprefix("/api/models/")
+        if name not in self.models:
+            return 200, {"errors": [], "warnings": []}
+        files = [
+            {"rfilename": file, "blobId": blob_id(file), **({} if size is None else {"size": size})}
+            for file, size in self.models[name].items()
+        ]
+        return 200, {"id": name, "sha": COMMIT, "siblings": files}
 
     def commit(self, body: bytes) -> None:
         for line in map(json.loads, body.splitlines()):

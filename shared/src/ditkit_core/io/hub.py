@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,37 @@ _REMEDIES = {
     403: "the token may not write there: use one with the role write, and a repository of your own or of your organization",
     404: "there is no such user, organization or repository that the token sees: check the name, or log in with `hf auth login`",
 }
+
+
+def bytes_to_fetch(repository: str, allow: Sequence[str], ignore: Sequence[str]) -> int | None:
+    """Size of the files of a model's repository that patterns allow and the hub's cache lacks.
+
+    0 also where nothing can be fetched: the client is offline, the hub is out of reach, or it refuses the repository.
+    None if the hub does not tell the sizes.
+    """
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    try:
+        info = HfApi().model_info(repository, files_metadata=True)
+    except errors.HfHubHTTPError as error:
+        return 0 if error.response.status_code in (401, 403, 404) else None
+    except (_http_error(), OSError):
+        return 0
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    files = {file.rfilename: file for file in info.siblings or ()}
+    size = 0
+    for name in filter_repo_objects(files, allow_patterns=[*allow], ignore_patterns=[*ignore]):
+        file = files[name]
+        # A file that an older commit has, too, is not fetched again; blobs have the names of their hashes.
+        blob = file.lfs.sha256 if file.lfs else file.blob_id
+        if (folder / "snapshots" / str(info.sha) / name).exists() or (blob and (folder / "blobs" / blob).exists()):
+            continue
+        if file.size is None:
+            return None
+        size += file.size
+    return size
 
 
 def _http_error() -> type[Exception]:

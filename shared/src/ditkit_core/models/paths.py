@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,9 @@ from typing import Literal
 from ditkit_core.config.field import setting
 from ditkit_core.config.nearest import nearest_word, path_remedy
 from ditkit_core.errors import UserError, argument
+from ditkit_core.io.console import warn
 from ditkit_core.io.files import PICKLES, local_path, readable, refuse_pickles
+from ditkit_core.io.hub import bytes_to_fetch
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -197,7 +199,7 @@ class ModelPaths:
         where = (
             f"{argument(f'model.{part}')} = {own_path!r}" if own_path else f"{argument('model.base')} = {self.base!r}"
         )
-        folder = _snapshot(match["repository"], wanted, [], where) / inner
+        folder = _snapshot(match["repository"], part, wanted, [], where) / inner
         return folder if (folder / "config.json").is_file() else None
 
     def not_described(self) -> str:
@@ -285,17 +287,44 @@ def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: boo
         index = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # describes the whole pipeline, such as its pair of experts
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
-        return _snapshot(repository, [inner], [], where) / inner
+        return _snapshot(repository, part, [inner], [], where) / inner
     if inner:
         wanted = [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB]
-        return _snapshot(repository, [*wanted, *index], [], where) / inner
-    folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], where) / part
+        return _snapshot(repository, part, [*wanted, *index], [], where) / inner
+    wanted = [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB]
+    folder = _snapshot(repository, part, wanted, [], where) / part
     if folder.exists():
         return folder
-    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], where)  # only the files at the root
+    return _snapshot(repository, part, list(_WANTED_FROM_HUB), ["*/*"], where)  # only the files at the root
 
 
-def _snapshot(repository: str, allow: list[str], ignore: list[str], where: str) -> Path:
+def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -> None:
+    """Print what a download brings, how large it is, and what would do instead; nothing if the cache has all of it."""
+    # Imported here: a mistake in a path must not wait for the library.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # Ranks look for parts before they are connected, and only then do all but the first print nothing.
+    if os.environ.get("RANK", "0") != "0" or (size := bytes_to_fetch(repository, allow, ignore)) == 0:
+        return
+    if size is None:
+        with suppress(LocalEntryNotFoundError):
+            snapshot_download(repository, allow_patterns=allow, ignore_patterns=ignore, local_files_only=True)
+            return
+        amount = "of unknown size"
+    else:
+        amount = f"{size / 1e9:.2f} GB" if size >= 1e7 else "less than 0.01 GB"
+    file_or_folder = "folder" if part == "tokenizer" else "file or folder"
+    instead = f"a {file_or_folder} that is here, set as {argument(f'model.{part}')}"
+    if part not in _WITH_PATHS:
+        instead = f"a folder with all parts of the model, set as {argument('model.base')}"
+    warn(
+        f"fetching {part}, {amount}, from {repository} on the hub into {constants.HF_HUB_CACHE}; "
+        f"{instead}, does instead"
+    )
+
+
+def _snapshot(repository: str, part: str, allow: list[str], ignore: list[str], where: str) -> Path:
     """The folder of a repository with the files that patterns allow; `where` is the key with its value, for messages."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -311,6 +340,8 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], where: str) 
     # Somebody who mistyped a path has never heard of the hub.
     near = f" ({remedy})" if remedy.endswith("?") else ""
     try:
+        if _MAY_FETCH.get():
+            _announce(repository, part, allow, ignore)
         fetched = snapshot_download if _MAY_FETCH.get() else partial(snapshot_download, local_files_only=True)
         return Path(fetched(repository, allow_patterns=allow, ignore_patterns=ignore))
     except GatedRepoError as error:
