@@ -64,10 +64,25 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
         "cuda:0",
         "none",
     )
-    assert "fits: checkpointing none" in printed.err and "assumed as of rtx3090" in printed.err
+    assert "fits: checkpointing none" in printed.err
     fitted = tmp_path / "fitted.toml"
     fitted.write_text(printed.out)
     assert read_config_file(RunConfig, fitted)["train.steps"] == 7
+
+
+@pytest.mark.parametrize("ranks", [[], ["--nproc", "2", "--train.accumulation", "2"]])
+def test_why_adds_what_the_times_are_estimated_from(run_file, ranks, capsys):
+    short, printed = "the times are estimates; --why says from what", []
+    for why in (["--why"], []):
+        assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "24GiB", *ranks, *why]) == 0
+        printed.append(capsys.readouterr().err.splitlines())
+    full, plain = printed
+    longer = [line for line in full if line not in plain]
+    assert any("assumed as of rtx3090" in line for line in longer) and short not in full
+    assert any(line.startswith("exchanges are an estimate") for line in longer) == bool(ranks)
+    assert all("is an estimate:" in line or "are an estimate:" in line for line in longer)
+    assert [line for line in plain if line not in full] == [short]
+    assert ranks or max(map(len, plain)) <= 180
 
 
 @pytest.mark.parametrize(

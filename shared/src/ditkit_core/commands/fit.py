@@ -27,7 +27,7 @@ from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_o
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit, fit_ranks, least_host, least_missing
 from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of, weights_in_words
-from ditkit_core.planner.step_time import BUFFERS, assumptions
+from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
@@ -51,6 +51,8 @@ class FitResult:
     chosen: Candidate | None = None
     title: str = ""
     """The choice in one line."""
+    assumed: Sequence[str] = ()
+    """What its times are estimated from, in lines that `--why` prints."""
 
 
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -94,7 +96,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
     level, rows = _with_encoding(result.level, auxiliary)
     fitted, lacking = level.config, [row for row in rows if row.fits is False]
-    lines = [*result.lines]
+    short = "the times are estimates; --why says from what"
+    lines = [*result.lines, *(result.assumed if options.why else [short])]
     more = level.changed[len(result.level.changed) :]
     lines += [f"encoding does not fit as configured; changed: {change}" for change in more]
     previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
@@ -182,7 +185,14 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
         profile = task.profile_of(str(execution.checkpointing), execution.quantize)
         lines += notes_on_codes(job, profile, chosen.division, used, task.work_of(execution))
     fitted = replace(level, config=apply(level.config, chosen, names))
-    return FitResult(level=fitted, lines=lines, chosen=chosen, title=in_words(chosen, names))
+    work = replace(task.work, cuda_graphs="off") if chosen.drops_cuda_graphs else task.work
+    return FitResult(
+        level=fitted, lines=lines, chosen=chosen, title=in_words(chosen, names), assumed=_estimates(used, work)
+    )
+
+
+def _estimates(gpus: Sequence[GPU], work: Workload) -> list[str]:
+    return [f"the time is an estimate: {line}" for line in assumptions(gpus, work)]
 
 
 def _fit_over_ranks(
@@ -264,10 +274,10 @@ def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GP
         f"fits: {title} (were {before.shard} and {before.context}), {in_words(division.chosen, ('each rank',))}",
         f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: {division.plan.host_of_machine / GIB:.1f} GiB",
         f"about {division.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
-        f"exchanges are an estimate: {time.rates}",
-        *(f"the time is an estimate: {line}" for line in assumptions([gpu], work)),
     ]
-    return FitResult(level=replace(level, config=config), lines=lines, chosen=division.chosen, title=title)
+    assumed = [f"exchanges are an estimate: {time.rates}", *_estimates([gpu], work)]
+    fitted = replace(level, config=config)
+    return FitResult(level=fitted, lines=lines, chosen=division.chosen, title=title, assumed=assumed)
 
 
 def _with_encoding(
@@ -337,7 +347,7 @@ def in_words(candidate: Candidate, names: Sequence[str]) -> str:
 
 
 def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
-    """The lines about the choice: the memory of each GPU, alternatives that would fit too, and the assumptions."""
+    """The lines about the choice: the memory of each GPU, and alternatives that would fit too."""
     chosen = result.chosen
     assert chosen is not None
     yield f"fits: {in_words(chosen, names)}"
@@ -361,9 +371,6 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
-    used = [task.gpus[i] for i in chosen.gpus]
-    work = replace(task.work, cuda_graphs="off") if chosen.drops_cuda_graphs else task.work
-    yield from (f"the time is an estimate: {line}" for line in assumptions(used, work))
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:

@@ -83,7 +83,7 @@ class TrainOptions:
     fit: bool = False
     """Choose checkpointing, split points, swapped blocks and quantization for the devices (where nothing else fits, also how a full
     fine-tune updates its weights), print the whole configuration and exit."""
-    why: bool = option(False, needs="plan: says what a plan assumes; add --plan")
+    why: bool = option(False, needs="plan fit: says what a plan assumes; add --plan or --fit")
     """Also print what the times and sizes of a plan are assumed from: rates of the GPUs, the reserve, the workspace."""
     gpus: str = option(
         "", needs="plan fit recipe: names GPUs to plan for; add --plan or --fit, or set train.devices to train"
