@@ -9,10 +9,11 @@ from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.engine.ac_schedule import parse_schedule, words
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.backends import BACKENDS
+from doc_models import LICENCES
 from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, precision_of
 from doc_ranks import MACHINES, RUNS
-from doc_tables import CHECKPOINTING, TABLES, Table, section, stale, stamp
+from doc_tables import CHECKPOINTING, ROOT, TABLES, Table, section, stale, stamp
 from marked import between
 from pages import PAGES
 
@@ -106,3 +107,10 @@ def test_a_table_that_cannot_be_made_leaves_no_half():
 
     with pytest.raises(UserError, match="no such tool"):
         section(Table(name="made up", page=CHECKPOINTING, kind="measured", make=broken), 0.0)
+
+
+def test_licences_are_those_of_the_packages_pages():
+    pages = [(ROOT / "packages" / name / "README.md").read_text(encoding="utf-8") for name in ("flux2", "zimage")]
+    rows = [line for page in pages for line in page.splitlines() if line.startswith("| `")]
+    for hub_id, licence in LICENCES.items():
+        assert any(f"| `{hub_id}` | {licence} |" in row for row in rows), hub_id

@@ -26,6 +26,7 @@ import torch
 
 from ditkit_core.errors import UserError
 from doc_data import control_columns, metadata_columns
+from doc_models import models
 from doc_planned import budgets, kept
 from doc_precision import audited, backends, places, presets
 from doc_ranks import scaled
@@ -38,6 +39,7 @@ PROGRAMS = Path(sys.executable).parent
 CHECKPOINTING, PRECISION, DATA, RANKS = (
     ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
 )
+CONFIGURATION = ROOT / "docs" / "configuration.md"
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
 POLICIES, AUDITS = (ROOT / "benchmarks" / f"{name}.md" for name in ("checkpointing_cpu", "precision_cpu"))
 BUSY = 0.5
@@ -99,6 +101,7 @@ def audit_of_the_demo(program: str) -> Iterator[str]:
 
 
 TABLES = (
+    Table(name="models", page=CONFIGURATION, kind="read", make=models),
     Table(name="backends", page=CHECKPOINTING, kind="read", make=backends),
     Table(name="places", page=PRECISION, kind="read", make=places),
     Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),

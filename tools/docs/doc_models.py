@@ -1,0 +1,54 @@
+"""The published models that are known by their hub id: what a run loads of them, and their licence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.spec import WAN
+from ditkit_zimage.spec import ZIMAGE
+
+SPECS = (WAN, FLUX2, ZIMAGE)
+LICENCES = {
+    "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
+    "black-forest-labs/FLUX.2-klein-base-9B": "FLUX Non-Commercial",
+    "black-forest-labs/FLUX.2-dev": "FLUX Non-Commercial",
+    "Tongyi-MAI/Z-Image": "Apache 2.0",
+    "Tongyi-MAI/Z-Image-Turbo": "Apache 2.0",
+}
+"""By hub id, as the pages of the packages have them."""
+
+
+def _gigabytes(module: nn.Module) -> float:
+    return 2 * sum(each.numel() for each in module.parameters()) / 1e9
+
+
+def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
+    """GB of each part in bf16, from shapes alone: all transformers, then the encoders that every run loads."""
+    count = max(1, len(spec.architecture.experts(arch)))
+    name = "transformer" if count == 1 else f"{count} transformers"
+    found = {name: count * _gigabytes(build_on_meta(spec, arch, Precision()))}
+    for model in spec.auxiliary.models(arch, ModelPaths()):
+        if model.stage == "encode":
+            with torch.device("meta"):
+                found[model.name.removesuffix(" encoder") if model.tiles else model.name] = _gigabytes(
+                    model.build(torch.bfloat16)
+                )
+    return found
+
+
+def models() -> Iterator[str]:
+    """A row for each hub id that a preset belongs to."""
+    yield "| `model.base` | preset | parts that a run loads, GB in bf16 | together, GB | licence |"
+    yield "|---|---|---|---|---|"
+    for spec in SPECS:
+        for hub_id, preset in spec.architecture.hub_presets.items():
+            found = sizes(spec, spec.architecture.presets[preset])
+            parts = ", ".join(f"{name} {size:.1f}" for name, size in found.items())
+            licence = LICENCES.get(hub_id, "see the card")
+            yield f"| `{hub_id}` | `{preset}` | {parts} | {sum(found.values()):.1f} | {licence} |"
