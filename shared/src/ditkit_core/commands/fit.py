@@ -27,7 +27,8 @@ from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_o
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit, fit_ranks, least_host, least_missing
 from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of, weights_in_words
-from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
+from ditkit_core.planner.step_time import BUFFERS, assumptions
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
