@@ -97,9 +97,7 @@ def import_comfyui(folder: str) -> Any:
     """ComfyUI's modules, which read the command line when they are imported."""
     arguments, sys.argv = sys.argv, ["comfyui", "--cpu"]
     sys.path.insert(0, folder)
-    audio = types.ModuleType("torchaudio")  # of no use here, and not built for every torch
-    audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
-    sys.modules.setdefault("torchaudio", audio)
+    stand_in_for_sound()
     import comfy.options
 
     comfy.options.enable_args_parsing()
@@ -110,6 +108,13 @@ def import_comfyui(folder: str) -> Any:
     sys.argv = arguments
     know_small_zimage(comfy.model_detection)
     return comfy
+
+
+def stand_in_for_sound() -> None:
+    """An empty torchaudio, which ComfyUI imports: of no use here, and not built for every torch."""
+    audio = types.ModuleType("torchaudio")
+    audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
+    sys.modules.setdefault("torchaudio", audio)
 
 
 def know_small_zimage(detection: Any) -> None:
