@@ -22,7 +22,7 @@ class LoadConditioning:
     CATEGORY = "ditkit"
 
     @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 - ComfyUI's name
+    def INPUT_TYPES(cls) -> dict[str, Any]:
         """What the node asks for."""
         return {"required": {"file": ("STRING", {})}}
 
