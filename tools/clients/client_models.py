@@ -21,7 +21,8 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_flux2 import FLUX2
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_wan import WAN
-from ditkit_wan.presets import AnimateArch, SpeechArch, WanArch
+from ditkit_wan.conditioning.camera import moving, path_of
+from ditkit_wan.presets import AnimateArch, MusicArch, SpeechArch, WanArch
 from ditkit_zimage import ZIMAGE
 from ditkit_zimage.presets import ZImageArch
 
@@ -45,6 +46,18 @@ ARCHS: Mapping[str, tuple[ModelSpec, Any]] = {
     "camera": (
         WAN,
         replace(_WAN, in_channels=32, image_dim=1280, camera_channels=24, fun=True),
+    ),
+    "dance": (
+        WAN,
+        replace(
+            _WAN,
+            layers=28,
+            ffn_dim=256,
+            in_channels=36,
+            image_dim=1280,
+            ref_conv=True,
+            music=MusicArch(),
+        ),
     ),
     "klein": (FLUX2, _FLUX2),
     "dev": (FLUX2, replace(_FLUX2, guidance=True)),
@@ -135,6 +148,11 @@ def item_of(name: str, frames: int = 3, height: int = 6, width: int = 8) -> dict
     if arch.animate:
         face = torch.rand(3, 4 * (frames - 1) - 3, 512, 512, generator=generator) * 2 - 1
         item |= {"pose": noise(16, frames - 1, height, width), "face": face}
+    if arch.camera_channels:
+        poses = moving("LeftUp", "", 4 * frames - 3)
+        item["camera_path"] = path_of(poses, height=8 * height, width=8 * width)
+    if arch.music:
+        item |= {"music": noise(4 * frames - 3, 35), "refimage": noise(257, 1280)}
     if name == "control":
         item["reference"] = noise(16, 1, height, width)
     return item

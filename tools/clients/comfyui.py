@@ -45,6 +45,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_flux2 import FLUX2
 from ditkit_wan import WAN
+from ditkit_wan.conditioning.camera import rays
 from ditkit_zimage import ZIMAGE
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -166,6 +167,8 @@ def predict_theirs(patcher: Any, name: str, item: Mapping[str, Tensor]) -> Tenso
         "audio": "audio_embed",
         "pose": "pose_latents",
         "face": "face_pixel_values",
+        "music": "audio_embed",
+        "refimage": "clip_fea_ref",
     }
     inputs |= {theirs: item[ours][None] for ours, theirs in names.items() if ours in item}
     if "vace" in item:
@@ -173,6 +176,9 @@ def predict_theirs(patcher: Any, name: str, item: Mapping[str, Tensor]) -> Tenso
     if "reference" in item:
         reference = item["reference"][None]
         inputs["reference_latent"] = reference if arch.speech else reference[:, :, 0]
+    if "camera_path" in item:
+        height, width = (8 * size for size in item["latents"].shape[2:])
+        inputs["camera_conditions"] = rays(item["camera_path"], height=height, width=width)[None]
     concat = item["y"][None] if "y" in item else None
     with torch.no_grad():
         denoised = patcher.model.apply_model(

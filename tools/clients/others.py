@@ -51,6 +51,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "lokr": {"factor": 8},
     "lokr-whole": {"algo": "lokr", "linear_dim": 10000, "linear_alpha": 1, "factor": 8},
     "loha": {},
+    "full": {},
 }
 """What LyCORIS is told, by the name of a row."""
 
@@ -172,10 +173,11 @@ def diffsynth(bench: Bench) -> None:
         )
 
 
-def weight_of(layer: Any) -> Tensor:
-    """The weight [out, in] that a Linear layer with LyCORIS computes with."""
+def values_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """The weight [out, in] and the bias that a Linear layer with LyCORIS computes with."""
     size = layer.org_module[0].in_features
-    return (layer(torch.eye(size)) - layer(torch.zeros(1, size))).T.contiguous()
+    bias = layer(torch.zeros(1, size))
+    return (layer(torch.eye(size)) - bias).T.contiguous(), bias[0]
 
 
 def lycoris(bench: Bench) -> None:
@@ -187,7 +189,8 @@ def lycoris(bench: Bench) -> None:
         options = {"linear_dim": 4, "linear_alpha": 2, "algo": name, **settings}
         net = create_lycoris(bench.model(), 1.0, **options)
         net.apply_to()
-        randomised({key: value for key, value in net.named_parameters() if value.ndim > 1}, 0.3)
+        every = name == "full"  # also biases, but no scale of another algorithm
+        randomised({key: value for key, value in net.named_parameters() if every or value.ndim > 1}, 0.3)
         file = bench.folder / f"lycoris-{name}.safetensors"
         save_file(
             {key: value.detach().clone().contiguous() for key, value in net.state_dict().items()},
@@ -195,11 +198,11 @@ def lycoris(bench: Bench) -> None:
         )
         # Its trained forward, not its `merge_to`, which multiplies LoKr and LoHa by alpha / rank twice.
         with torch.no_grad():
-            trained_weights = {lora.lora_name: weight_of(lora) for lora in net.loras}
+            trained_values = {lora.lora_name: values_of(lora) for lora in net.loras}
         fresh = bench.model()
         for key, module in fresh.named_modules():
-            if (weight := trained_weights.get(f"lycoris_{key.replace('.', '_')}")) is not None:
-                module.weight.data = weight
+            if (values := trained_values.get(f"lycoris_{key.replace('.', '_')}")) is not None:
+                module.weight.data, module.bias.data = values
         merged = load_ours(NAME, bench.base, merge=[str(file)])
         bench.row(
             f"{name}, theirs here | {len(net.loras)}",
