@@ -131,6 +131,8 @@ def item_of(name: str, frames: int = 3, height: int = 6, width: int = 8) -> dict
         return torch.randn(*shape, generator=generator)
 
     spec, arch = ARCHS[name]
+    if name == "dance":
+        height = 8  # a frame's tokens are divided among 8 rows of music
     if spec is FLUX2:
         return {"latents": noise(128, 1, height, width), "text": noise(512, arch.text_dim)}
     if spec is ZIMAGE:

@@ -69,7 +69,7 @@ OTHERS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "lycoris": ("diffusers", lambda key: underscored(key, "lycoris_")),
 }
 """Forms that ditkit reads and does not write: the form that is renamed, and how. `names` is that of DiffSynth's names."""
-OTHER_MODELS = ("s2v",)
+OTHER_MODELS = ("s2v", "dance")
 """Models that ComfyUI computes otherwise than their authors (docs/comfyui.md): here only keys are compared."""
 LAYERS: dict[str, dict[str, tuple[int, ...]]] = {}
 """By model, the shapes of the layers that an adapter has."""
