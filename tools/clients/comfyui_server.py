@@ -215,7 +215,7 @@ def workflow_of(row: Row, server: Server) -> Mapping[str, Any]:
 
 def put(file: Path, server: Server, kind: str) -> str:
     """Link a file into one of the server's folders of models, under a name that says which it is."""
-    name = "-".join(file.parts[-5:])
+    name = "-".join(file.relative_to(server.folder.parent).parts)
     target = server.folder / "models" / kind / name
     if not target.exists():
         os.link(file, target)
@@ -318,7 +318,7 @@ def main() -> int:
     torch.set_num_threads(1)
     formats = import_comfyui(os.environ["COMFY"]).latent_formats
     scales = {"wan": formats.Wan21(), "flux2": formats.Flux2(), "zimage": formats.Flux()}
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="clients-"))
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="clients-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     faults, plain = 0, torch.zeros(())
     print("| model | files | keys left out | latents apart | by the LoRA |\n|---|---|---:|---:|---:|")
