@@ -103,7 +103,7 @@ class TrainOptions:
     """Machines to plan for, as torchrun's --nnodes; --gpus names the GPUs of one."""
     link: str = option("", needs="plan fit: is a link between ranks in a plan; add --plan or --fit")
     """Link between ranks to plan for: `nvlink`, `pcie`, `ib400` or `10gbe`; `pcie,10gbe` within and between machines. Unset: two usual ones."""
-    write: str = option("", needs="fit recipe: saves the configuration that --fit or --recipe chose; add one of them")
+    write: str = option("", needs="fit recipe: saves the configuration that --fit or --recipe chose; add --fit, or --recipe GOAL")
     """With --fit or --recipe: file that the chosen configuration is saved in. Unset: --fit prints it, --recipe writes recipe.toml into
     run.folder."""
     audit_precision: bool = option(

@@ -1,5 +1,5 @@
-"""What model families share: diffusers' VAEs, language models as text encoders, the Euler sampler, their memory.
+"""What model families share: diffusers' VAEs, language models as text encoders, Euler's sampler.
 
-Start reading at spec.py, which makes a spec of few values. The libraries' classes are given by name and imported when
-they are used. It may import the folders from adapters downwards.
+Start reading at spec.py, which makes a spec of few values. The libraries' classes are given by name
+and imported when they are used. It may import the folders from adapters downwards.
 """
