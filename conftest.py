@@ -1,4 +1,5 @@
-"""What every test of the repository runs under, in each pytest-xdist worker: one thread, no network, checked shapes."""
+"""What every test of the repository runs under, in each pytest-xdist worker: one thread, no
+network, checked shapes."""
 
 import atexit
 import gc
@@ -13,15 +14,21 @@ from typing import Any
 
 import pytest
 
-# Set before torch starts. Workers share the cores, and results are compared bitwise, which needs a fixed thread count.
+# Set before torch starts. Workers share the cores, and results are compared bitwise, which needs a
+# fixed thread count.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"  # a subprocess that a test starts inherits it, as it does the threads
-# Containers often forbid Python to keep what it compiles: each process that a test starts would then compile torch's sources anew.
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # a subprocess that a test starts inherits it, as it does the threads
+)
+# Containers often forbid Python to keep what it compiles: each process that a test starts would
+# then compile torch's sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, in which tests send it all the same
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # a shell's background job, in which tests send it all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent
@@ -32,7 +39,8 @@ HELPERS = [
     ROOT / "shared" / "tests" / "support",
     *sorted(ROOT.glob("packages/*/tests/support")),
 ]
-# Modules that name shapes. Types alone are mypy's work: checking each call of every module took a third of the tests' time.
+# Modules that name shapes. Types alone are mypy's work: checking each call of every module took a
+# third of the tests' time.
 CHECKED = [
     ".".join(path.relative_to(source).with_suffix("").parts)
     for source in (ROOT / "shared" / "src", *sorted(ROOT.glob("packages/*/src")))
@@ -40,10 +48,12 @@ CHECKED = [
     if "from jaxtyping import" in path.read_text(encoding="utf-8")
 ]
 
-# Helper modules next to the tests, and tools, are imported by name; tests/test_house.py keeps the names apart.
+# Helper modules next to the tests, and tools, are imported by name; tests/test_house.py keeps the
+# names apart.
 sys.path.extend(str(folder) for folder in HELPERS)
 
-# Imported when the path to it is known. Not as pytest's --jaxtyping-packages, which does not reach pytest-xdist's workers.
+# Imported when the path to it is known. Not as pytest's --jaxtyping-packages, which does not reach
+# pytest-xdist's workers.
 importlib.import_module("annotation_checks").install(CHECKED)
 
 
@@ -51,13 +61,18 @@ importlib.import_module("annotation_checks").install(CHECKED)
 def _no_network_and_no_waiting() -> Iterator[None]:
     """Once for all tests, because three fixtures for each of thousands of tests take seconds.
 
-    Opening a connection to another machine fails the test; files, pipes and the machine itself stay reachable. A test's files need not
-    outlive a power cut; the tests of that replace the calls by their own.
+    Opening a connection to another machine fails the test; files, pipes and the machine itself stay
+    reachable. A test's files need not outlive a power cut; the tests of that replace the calls by
+    their own.
     """
     connect = socket.socket.connect
 
     def connect_locally(self: socket.socket, address: Any) -> None:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in (
+            "127.0.0.1",
+            "::1",
+            "localhost",
+        ):
             pytest.fail(f"a test must not use the network, and this one connects to {address}")
         connect(self, address)
 
@@ -69,7 +84,8 @@ def _no_network_and_no_waiting() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _messages_as_of_commands() -> Iterator[None]:
-    """Settings have their keys in messages. Tests of the library turn that off: `ditkit_core.errors.keys_shown(False)`."""
+    """Settings have their keys in messages. Tests of the library turn that off:
+    `ditkit_core.errors.keys_shown(False)`."""
     from ditkit_core.errors import keys_shown
 
     with keys_shown():
@@ -78,7 +94,8 @@ def _messages_as_of_commands() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
-    """Undoes what a test changes in torch's global state. Does not import torch for tests that do without."""
+    """Undoes what a test changes in torch's global state. Does not import torch for tests that do
+    without."""
     torch = sys.modules.get("torch")
     before = torch and (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
     yield
@@ -99,7 +116,8 @@ _num_tests = 0
 
 
 def _set_aside_what_is_kept() -> None:
-    """Modules and caches stay for good: collecting garbage, which each stage of a run does, looked through all of them every time."""
+    """Modules and caches stay for good: collecting garbage, which each stage of a run does, looked
+    through all of them every time."""
     global _imported, _num_tests
     gc.collect()
     gc.freeze()
@@ -107,31 +125,37 @@ def _set_aside_what_is_kept() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs, unless tests are chosen for them: a run takes a GPU where there is one, and tests of runs compare with the CPU's bits."""
+    """Hides GPUs, unless tests are chosen for them: a run takes a GPU where there is one, and tests
+    of runs compare with the CPU's bits."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of workers, and of commands that tests start
 
 
-gc.disable()  # until all tests are imported, which leaves little to collect, and took two seconds of looking for it
+# until all tests are imported, which leaves little to collect, and took two seconds of looking for
+# it
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
     global _imported
-    gc.freeze()  # without looking for garbage first, of which there is little: that took a second in each worker
+    # without looking for garbage first, of which there is little: that took a second in each worker
+    gc.freeze()
     _imported = len(sys.modules)
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture makes what is to be collected later
 def pytest_runtest_setup() -> None:
-    """Sets aside what the tests before imported and left: a quarter of the time of commands was looking through it."""
+    """Sets aside what the tests before imported and left: a quarter of the time of commands was
+    looking through it."""
     global _num_tests
     _num_tests += 1
     if _num_tests == 20 or len(sys.modules) > _imported + 20:
         _set_aside_what_is_kept()
 
 
-# Libraries complain of what is still there when Python ends. Not when pytest ends, which collects garbage itself: two seconds in each worker.
+# Libraries complain of what is still there when Python ends. Not when pytest ends, which collects
+# garbage itself: two seconds in each worker.
 atexit.register(gc.unfreeze)
 
 
@@ -142,7 +166,8 @@ def _share(kind: Any, check: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU where there is none."""
+    """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU
+    where there is none."""
     combinations: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         kind, check = getattr(item, "cls", None), item.name.partition("[")[0]
@@ -152,7 +177,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check
         every = min(_share(kind, check), len(daily))
         is_variant = getattr(kind, "one_in", 1) > 1
-        shift = sum((kind.__name__ if is_variant else kind.spec.name).encode())  # they differ in what they leave out
+        shift = sum(
+            (kind.__name__ if is_variant else kind.spec.name).encode()
+        )  # they differ in what they leave out
         chosen = [] if is_variant and check in kind.nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
@@ -160,7 +187,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             elif getattr(kind, "slow", False):
                 item.add_marker(pytest.mark.slow)
     for item in items:
-        if item.get_closest_marker("exhaustive"):  # one case of a slow test, which `-m slow` would run else
+        if item.get_closest_marker(
+            "exhaustive"
+        ):  # one case of a slow test, which `-m slow` would run else
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

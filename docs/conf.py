@@ -1,8 +1,11 @@
-"""The site of the documentation: every page of the repository, and references that are read off the code.
+"""The site of the documentation: every page of the repository, and references that are read off the
+code.
 
-    uv run sphinx-build -W --keep-going -n -c docs . dist/docs     # the pages are then in dist/docs; index.html is the first
+    uv run sphinx-build -W --keep-going -n -c docs . dist/docs     # the pages are then in
+    dist/docs; index.html is the first
 
-The sources are the repository itself, so the links between pages are those that work on GitHub. docs/README.md has the order of the pages.
+The sources are the repository itself, so the links between pages are those that work on GitHub.
+docs/README.md has the order of the pages.
 """
 
 import json
@@ -62,7 +65,9 @@ nitpick_ignore_regex = [
     ),  # private names, and variables of types
 ]
 
-suppress_warnings = ["ref.python"]  # `bytes` in an annotation is the type, and not one of the attributes with this name
+suppress_warnings = [
+    "ref.python"
+]  # `bytes` in an annotation is the type, and not one of the attributes with this name
 
 _COLON = "\N{MODIFIER LETTER COLON}"
 RESUME = {
@@ -73,7 +78,8 @@ RESUME = {
 
 
 class Modules(SphinxDirective):
-    """The documented parts of modules, and of packages' modules: `.. modules:: ditkit_core.config ditkit_core.errors`."""
+    """The documented parts of modules, and of packages' modules: `.. modules:: ditkit_core.config
+    ditkit_core.errors`."""
 
     required_arguments = 1
     final_argument_whitespace = True
@@ -109,10 +115,23 @@ class Settings(SphinxDirective):
         known = config_fields(RunConfig)
         for section, kind in config_sections(RunConfig).items():
             title = f"[{section}]"
-            yield from ("", title, "-" * len(title), "", _code(" ".join((kind.__doc__ or "").split())), "")
+            yield from (
+                "",
+                title,
+                "-" * len(title),
+                "",
+                _code(" ".join((kind.__doc__ or "").split())),
+                "",
+            )
             for key, field in known.items():
                 if key.startswith(f"{section}."):
-                    yield from (f"``{key}``", f"    {_code(field.doc)}", "", f"    {_accepted(field)}", "")
+                    yield from (
+                        f"``{key}``",
+                        f"    {_code(field.doc)}",
+                        "",
+                        f"    {_accepted(field)}",
+                        "",
+                    )
 
 
 class Options(SphinxDirective):
@@ -131,11 +150,19 @@ class Options(SphinxDirective):
         hints, docs = get_type_hints(kind), field_docs(kind)
         for field in fields(kind):
             value = "" if hints[field.name] is bool else " VALUE"
-            yield from (f"``--{field.name.replace('_', '-')}{value}``", f"    {_code(docs[field.name])}", "")
+            yield from (
+                f"``--{field.name.replace('_', '-')}{value}``",
+                f"    {_code(docs[field.name])}",
+                "",
+            )
 
 
 def _accepted(field: ConfigField) -> str:
-    default = "" if field.default is None else f"; default ``{json.dumps(plain(field.default), ensure_ascii=False)}``"
+    default = (
+        ""
+        if field.default is None
+        else f"; default ``{json.dumps(plain(field.default), ensure_ascii=False)}``"
+    )
     return f"Takes {expected(field.type)}{default}. {RESUME[field.resume]}."
 
 
@@ -148,7 +175,10 @@ def _convert(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines:
     text = re.sub(r"(?:^ *\|.*\n?)+", _table, _code("\n".join(lines)), flags=re.MULTILINE)
     first, *rest = text.split("\n")
     # Napoleon takes `count: of what` under an attribute for a type and a description.
-    lines[:] = [first.replace(":", _COLON) if what in ("attribute", "data", "property") else first, *rest]
+    lines[:] = [
+        first.replace(":", _COLON) if what in ("attribute", "data", "property") else first,
+        *rest,
+    ]
 
 
 def _restore(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -175,12 +205,18 @@ def _add_contents(app: Sphinx, name: str, source: list[str]) -> None:
         names = [(ROOT / "docs" / page).resolve().relative_to(ROOT).as_posix() for page in pages]
         if caption == "Models":  # a new package is listed nowhere
             files = [
-                file for pattern in ("README.md", "api.rst") for file in sorted(ROOT.glob(f"packages/*/{pattern}"))
+                file
+                for pattern in ("README.md", "api.rst")
+                for file in sorted(ROOT.glob(f"packages/*/{pattern}"))
             ]
             names = list(
-                dict.fromkeys([*names, *(file.relative_to(ROOT).with_suffix("").as_posix() for file in files)])
+                dict.fromkeys(
+                    [*names, *(file.relative_to(ROOT).with_suffix("").as_posix() for file in files)]
+                )
             )
-        source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""])
+        source[0] += "\n".join(
+            ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""]
+        )
 
 
 def _begin_at_the_readme(app: Sphinx, error: Exception | None) -> None:

@@ -1,7 +1,9 @@
-"""The run-time type checker of the test run: jaxtyping with beartype, which looks at each combination of shapes once.
+"""The run-time type checker of the test run: jaxtyping with beartype, which looks at each
+combination of shapes once.
 
-Whether a call breaks its annotations depends on the types, dtypes and shapes of its arguments and of its result alone. So a call is not
-checked if one of the same types and shapes passed before. Checking every call took a quarter of the tests' time.
+Whether a call breaks its annotations depends on the types, dtypes and shapes of its arguments and
+of its result alone. So a call is not checked if one of the same types and shapes passed before.
+Checking every call took a quarter of the tests' time.
 """
 
 import ast
@@ -22,19 +24,23 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 LOOKS = 4
-"""How often a new structure is checked: beartype looks at one item of a list, a random one each time."""
+"""How often a new structure is checked: beartype looks at one item of a list, a random one each
+time."""
 
 _CHECKS: "dict[tuple[str, types.CodeType], _Checks]" = {}
-"""By the module and the code of a function: one that is defined inside another is made anew by each call of that."""
+"""By the module and the code of a function: one that is defined inside another is made anew by each
+call of that."""
 
 
 def install(modules: Collection[str]) -> None:
-    """Check the annotations that name shapes in these modules, which are imported later: of functions, nested ones too, and of dataclasses."""
+    """Check the annotations that name shapes in these modules, which are imported later: of
+    functions, nested ones too, and of dataclasses."""
     sys.meta_path.insert(0, _Finder(frozenset(modules)))
 
 
 def checked(thing: Any) -> Any:
-    """A function that checks its annotations, or a class that checks its fields if it is a dataclass."""
+    """A function that checks its annotations, or a class that checks its fields if it is a
+    dataclass."""
     if inspect.isclass(thing) or any(
         "{" in hint or "Literal" in hint for hint in map(repr, thing.__annotations__.values())
     ):
@@ -79,26 +85,42 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class _Checks:
-    """What is known of the calls of a function: the checks themselves are made when the first call needs them."""
+    """What is known of the calls of a function: the checks themselves are made when the first call
+    needs them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.passed: set[Hashable] = set()
         signature = self._signature = inspect.signature(function)
-        self.named = {name: _look_for(parameter.annotation) for name, parameter in signature.parameters.items()}
-        self.looks = [self.named[name] for name in function.__code__.co_varnames[: function.__code__.co_argcount]]
+        self.named = {
+            name: _look_for(parameter.annotation)
+            for name, parameter in signature.parameters.items()
+        }
+        self.looks = [
+            self.named[name]
+            for name in function.__code__.co_varnames[: function.__code__.co_argcount]
+        ]
         returns = signature.return_annotation
         self.result = None if returns is inspect.Signature.empty else _look_for(returns)
-        self._names = function.__globals__, function.__name__, function.__qualname__, function.__module__
+        self._names = (
+            function.__globals__,
+            function.__name__,
+            function.__qualname__,
+            function.__module__,
+        )
 
     @functools.cached_property
     def arguments(self) -> Callable[..., Any]:
-        return self._with_jaxtyping(self._signature.replace(return_annotation=inspect.Signature.empty))
+        return self._with_jaxtyping(
+            self._signature.replace(return_annotation=inspect.Signature.empty)
+        )
 
     @functools.cached_property
     def whole(self) -> Callable[..., Any]:
         return self._with_jaxtyping(self._signature)
 
-    def look(self, check: Callable[..., Any], args: Sequence[Any], kwargs: Any, out: Any = None) -> None:
+    def look(
+        self, check: Callable[..., Any], args: Sequence[Any], kwargs: Any, out: Any = None
+    ) -> None:
         __tracebackhide__ = True
         _MADE.out = out
         try:
@@ -108,7 +130,8 @@ class _Checks:
             _MADE.out = None
 
     def _with_jaxtyping(self, signature: inspect.Signature) -> Callable[..., Any]:
-        """A function that returns what was made, under this signature and in the module where the names of its annotations are known."""
+        """A function that returns what was made, under this signature and in the module where the
+        names of its annotations are known."""
         space, name, qualname, module = self._names
         made = types.FunctionType(_made.__code__, space | {"_MADE": _MADE}, name)
         made.__qualname__, made.__module__, made.__signature__ = qualname, module, signature  # type: ignore[attr-defined]
@@ -124,20 +147,28 @@ def _made(*args: Any, **kwargs: Any) -> Any:
 
 def _look_for(hint: Any) -> Callable[[Any], Hashable]:
     """What has to be known of a value: its type, if the annotation is a class without shapes."""
-    return type if isinstance(hint, type) and not hint.__module__.startswith("jaxtyping") else structure
+    return (
+        type
+        if isinstance(hint, type) and not hint.__module__.startswith("jaxtyping")
+        else structure
+    )
 
 
 def beartyped(function: Callable[..., Any]) -> Callable[..., Any]:
     """`beartype(function)` for the annotations that beartype understands.
 
-    A protocol has an instance check only as `runtime_checkable`, and from Python 3.12 on that check does not see the submodules of
-    an `nn.Module`. `Self` needs the class, and jaxtyping hands over the bare function. Both count as Any here; mypy checks them.
+    A protocol has an instance check only as `runtime_checkable`, and from Python 3.12 on that check
+    does not see the submodules of an `nn.Module`. `Self` needs the class, and jaxtyping hands over
+    the bare function. Both count as Any here; mypy checks them.
 
-    jaxtyping hands over two functions that it made from a text: one takes the arguments, and the other, after the call, arguments and
-    result. In the second the result is all that is left to check: what the dimensions are called was settled in the first.
+    jaxtyping hands over two functions that it made from a text: one takes the arguments, and the
+    other, after the call, arguments and result. In the second the result is all that is left to
+    check: what the dimensions are called was settled in the first.
     """
     hints = {name: _checkable(hint) for name, hint in function.__annotations__.items()}
-    takes_result = function.__code__.co_filename == "<string>" and hints.get("return", Any) is not Any
+    takes_result = (
+        function.__code__.co_filename == "<string>" and hints.get("return", Any) is not Any
+    )
     function.__annotations__ = {"return": hints["return"]} if takes_result else hints
     return beartype(function)
 
@@ -159,7 +190,9 @@ class _Finder(MetaPathFinder):
     def __init__(self, modules: Collection[str]) -> None:
         self._modules = modules
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in self._modules else None
         if spec is not None and spec.origin is not None:
             spec.loader = _Loader(fullname, spec.origin)
@@ -167,7 +200,8 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Reads a module with a decorator at each function and class. Its bytecode is kept next to the plain one, by the text of this file."""
+    """Reads a module with a decorator at each function and class. Its bytecode is kept next to the
+    plain one, by the text of this file."""
 
     _kept = f".checked-{zlib.crc32(Path(__file__).read_bytes()):08x}.pyc"
 
@@ -182,7 +216,9 @@ class _Loader(SourceFileLoader):
         tree = _Decorated(_names_of_shapes(tree)).visit(tree)
         place = isinstance(tree.body[0], ast.Expr)  # a docstring comes first
         tree.body[place:place] = ast.parse("import annotation_checks as _annotation_checks").body
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize)
+        return compile(
+            ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize
+        )
 
 
 def _names_of_shapes(tree: ast.Module) -> frozenset[str]:
@@ -193,12 +229,15 @@ def _names_of_shapes(tree: ast.Module) -> frozenset[str]:
             names.update(alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
             parts = {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
-            names.update(each.id for each in node.targets if isinstance(each, ast.Name) and parts & names)
+            names.update(
+                each.id for each in node.targets if isinstance(each, ast.Name) and parts & names
+            )
     return frozenset(names)
 
 
 class _Decorated(ast.NodeTransformer):
-    """Decorates what names shapes; types alone are mypy's work, and were two thirds of the calls that were checked."""
+    """Decorates what names shapes; types alone are mypy's work, and were two thirds of the calls
+    that were checked."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -206,13 +245,21 @@ class _Decorated(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         given = node.args
         arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-        if self._is_about_shapes([node.returns, *(argument.annotation for argument in arguments if argument)]):
-            node.decorator_list.append(_decorator(node))  # the innermost: others take annotations away
+        if self._is_about_shapes(
+            [node.returns, *(argument.annotation for argument in arguments if argument)]
+        ):
+            node.decorator_list.append(
+                _decorator(node)
+            )  # the innermost: others take annotations away
         return self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        if self._is_about_shapes([each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]):
-            node.decorator_list.insert(0, _decorator(node))  # the outermost: `dataclass` comes first
+        if self._is_about_shapes(
+            [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
+        ):
+            node.decorator_list.insert(
+                0, _decorator(node)
+            )  # the outermost: `dataclass` comes first
         return self.generic_visit(node)
 
     def _is_about_shapes(self, annotations: Sequence[ast.expr | None]) -> bool:

@@ -9,18 +9,30 @@ from workspace import ROOT
 
 
 def check_taught(program: str, images: int, folder: Path) -> None:
-    """Assert that what is new is right after training alone, what was known before and after, and that the loss fell by a fifth.
+    """Assert that what is new is right after training alone, what was known before and after, and
+    that the loss fell by a fifth.
 
     Args:
         program: Of tools/.
         images: Samples of each prompt.
         folder: Where the run is kept.
     """
-    command = [sys.executable, str(ROOT / "tools" / "demo" / program), "--seeds", "0", "--images", str(images)]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "demo" / program),
+        "--seeds",
+        "0",
+        "--images",
+        str(images),
+    ]
     command += ["--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 0 ")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in done.stdout.splitlines()
+        if line.startswith("| 0 ")
+    ]
     right = {(row[1], row[2]): int(row[4].removesuffix(" %")) for row in rows}
     assert right["new", "before"] <= 10 and right["new", "after"] >= 80
     assert right["known", "before"] >= 80 and right["known", "after"] >= 80

@@ -30,7 +30,9 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def prose(page: Path) -> str:
     """A page without its fenced blocks and comments."""
-    return re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.DOTALL)
+    return re.sub(
+        r"<!--.*?-->", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.DOTALL
+    )
 
 
 def code_in(text: str) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""ARCHITECTURE.md, docs/code.md and CONTRIBUTING.md name files, functions and folders that are there."""
+"""ARCHITECTURE.md, docs/code.md and CONTRIBUTING.md name files, functions and folders that are
+there."""
 
 import ast
 import re
@@ -12,7 +13,8 @@ from workspace import CORE, MEMBERS, ROOT, read_toml, text_files
 
 CODE_PAGE = ROOT / "docs/code.md"
 PAGES = [ROOT / "ARCHITECTURE.md", CODE_PAGE, ROOT / "CONTRIBUTING.md"]
-STARTS = [ROOT, CORE.source, *(start for member in MEMBERS for start in (member.folder, member.source, member.folder / "src"))]  # fmt: skip
+STARTS = [ROOT, CORE.source, *(start for member in MEMBERS for start in (member.folder,
+    member.source, member.folder / "src"))]  # fmt: skip
 """Where a path may begin."""
 ELSEWHERE = {"data.json", "run.toml", "utils.py"}
 """What a run reads and writes, and a name that no file may have."""
@@ -41,7 +43,9 @@ def exists(path: str) -> bool:
     """Whether there is such a path; a name alone may be anywhere, and `<name>` is any."""
     pattern = PLACEHOLDER.sub("*", path).rstrip("/")
     if "/" not in pattern:
-        return any(file.match(pattern) for file in text_files()) or any((start / pattern).is_dir() for start in STARTS)
+        return any(file.match(pattern) for file in text_files()) or any(
+            (start / pattern).is_dir() for start in STARTS
+        )
     return any(any(start.glob(pattern)) for start in STARTS)
 
 
@@ -65,7 +69,9 @@ def defined(file: Path) -> frozenset[str]:
                     yield prefix + name
                     yield from names(node.body, f"{prefix}{name}.")
                 case ast.Assign(targets=targets):
-                    yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+                    yield from (
+                        prefix + target.id for target in targets if isinstance(target, ast.Name)
+                    )
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     yield prefix + name
 
@@ -109,8 +115,13 @@ def test_the_walks_name_functions():
 
 
 def test_the_diagram_shows_the_layers_that_the_import_contract_has():
-    contracts = {each["type"]: each for each in read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]}
-    layers = [[folder.strip() for folder in layer.split("|")] for layer in contracts["layers"]["layers"]]
+    contracts = {
+        each["type"]: each
+        for each in read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
+    }
+    layers = [
+        [folder.strip() for folder in layer.split("|")] for layer in contracts["layers"]["layers"]
+    ]
     shown = diagram((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
     (packages,), *folders = [sorted(row) for row in shown]
     assert packages == "packages", "the diagram's first row has the model packages"
@@ -118,7 +129,9 @@ def test_the_diagram_shows_the_layers_that_the_import_contract_has():
 
 
 def test_each_wish_names_at_most_four_files():
-    table = CODE_PAGE.read_text(encoding="utf-8").partition("## I want to add")[2].partition("\n## ")[0]
+    table = (
+        CODE_PAGE.read_text(encoding="utf-8").partition("## I want to add")[2].partition("\n## ")[0]
+    )
     files: dict[str, int] = {}
     wish = ""
     for line in re.findall(r"^\|.*\|$", table, flags=re.MULTILINE)[2:]:
@@ -148,8 +161,14 @@ def test_what_is_not_there_is_found():
 `another/gone.py` in a code block
 ```
 """
-    assert [path for path in paths(text) if not exists(path)] == ["gone/file.py", "gone.py", "tests/gone_test.py"]
-    assert [name for path, name in definitions(text) if not is_defined(path, name)] == ["ModelSpec.gone"]
+    assert [path for path in paths(text) if not exists(path)] == [
+        "gone/file.py",
+        "gone.py",
+        "tests/gone_test.py",
+    ]
+    assert [name for path, name in definitions(text) if not is_defined(path, name)] == [
+        "ModelSpec.gone"
+    ]
     assert "nn/*.py" in set(paths(text)) and "train.steps" not in set(paths(text))
 
 

@@ -1,4 +1,5 @@
-"""tools/bench/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs nothing: what is compared, and that each row is there at once."""
+"""tools/bench/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs
+nothing: what is compared, and that each row is there at once."""
 
 import io
 import subprocess
@@ -66,9 +67,11 @@ def test_diffusers_is_timed_in_its_own_dtypes_and_under_autocast() -> None:
     assert seen == [torch.float32, torch.float32, torch.bfloat16]
 
 
-def test_each_size_is_shown_before_the_next_is_measured_and_lacks_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is short for the models of the first size, for diffusers' steps of the second, and for nothing of the third. In fp32 autocast
-    changes nothing, and is left out."""
+def test_each_size_is_shown_before_the_next_is_measured_and_lacks_memory_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory is short for the models of the first size, for diffusers' steps of the second, and for
+    nothing of the third. In fp32 autocast changes nothing, and is left out."""
     import bench_step
 
     terminal, shown = Terminal(), list[str]()
@@ -93,8 +96,8 @@ def test_each_size_is_shown_before_the_next_is_measured_and_lacks_memory_alone(m
     assert [len(each.splitlines()) for each in shown] == [0, 1, 2]
     assert rows[0].endswith("tokens 256 bf16 none: out of memory")
     assert (
-        ", diffusers -, diffusers in autocast -; ratio - of diffusers, - of diffusers in autocast, floor/diffusers - "
-        in rows[1]
+        ", diffusers -, diffusers in autocast -; ratio - of diffusers, - of diffusers in autocast, "
+        "floor/diffusers - " in rows[1]
     )
     assert rows[1].endswith("losses 1.00000 / - / -")
     assert rows[2].endswith("losses 1.00000 / 1.00000 / 1.00000") and "ratio -" not in rows[2]
@@ -129,7 +132,10 @@ def test_a_gradient_that_is_not_a_number_is_shown() -> None:
             gradients={str(place): torch.tensor([value]) for place, value in enumerate(gradients)},
         )  # fmt: skip
 
-    rows = [bench_checkpointing.row("full", found(1.0, *last), found(1.0, 2.0)) for last in ([2.5], [float("nan")])]
+    rows = [
+        bench_checkpointing.row("full", found(1.0, *last), found(1.0, 2.0))
+        for last in ([2.5], [float("nan")])
+    ]
     assert [each.rpartition("|")[0].rpartition("|")[2].strip() for each in rows] == ["0.25", "nan"]
 
 
@@ -154,10 +160,14 @@ def test_each_plan_is_shown_before_the_next_and_measured_with_the_allocator_of_a
     with redirect_stdout(terminal):
         assert plan_truth.main() == 0
     assert shown == [0, 1]
-    assert all(allocator_settings({}).items() <= environment.items() for environment in environments)
+    assert all(
+        allocator_settings({}).items() <= environment.items() for environment in environments
+    )
 
 
-def test_they_measure_with_the_device_current_and_the_arithmetic_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_measure_with_the_device_current_and_the_arithmetic_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import device_clock
     import plan_truth
 
@@ -178,12 +188,18 @@ def test_they_measure_with_the_device_current_and_the_arithmetic_of_a_run(monkey
         torch.backends.cudnn.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = True
         start()
         assert current == [gpu]
-        assert not torch.backends.cudnn.allow_tf32 and not matmul.allow_bf16_reduced_precision_reduction
+        assert (
+            not torch.backends.cudnn.allow_tf32
+            and not matmul.allow_bf16_reduced_precision_reduction
+        )
 
 
 @pytest.mark.parametrize(("model", "preset"), [("wan", "t2v-1.3b"), ("flux2", "dev")])
-def test_a_published_model_is_compared_with_diffusers_in_its_own_dtype(model: str, preset: str) -> None:
-    """Made in bf16, both have the values that the rounding of bf16 leaves apart, and guidance where the model embeds it."""
+def test_a_published_model_is_compared_with_diffusers_in_its_own_dtype(
+    model: str, preset: str
+) -> None:
+    """Made in bf16, both have the values that the rounding of bf16 leaves apart, and guidance where
+    the model embeds it."""
     import bench_step
 
     losses = {}
@@ -213,7 +229,9 @@ def test_a_preset_of_another_model_or_with_another_size_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import bench_checkpointing
 
     small = ["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "attn_only"]
@@ -221,12 +239,17 @@ def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(capsys: 
     printed = capsys.readouterr().out
     assert "1 blocks, 48 tokens, bf16, all weights trained" in printed
     rows = [line.split("|") for line in printed.splitlines() if line.startswith("| `")]
-    assert [row[2].strip() for row in rows] == ["4", "2", "4"], "attention runs once under attn_only"
+    assert [row[2].strip() for row in rows] == ["4", "2", "4"], (
+        "attention runs once under attn_only"
+    )
     for wrong in (["--size", "100x96"], ["--size", "64"], ["--frames", "50"]):
         with pytest.raises(SystemExit):
             bench_checkpointing.main([*small, *wrong])
     said = capsys.readouterr().err
-    assert "'100x96' is not HEIGHTxWIDTH in multiples of 16 pixels" in said and "'50' is not 1 more than" in said
+    assert (
+        "'100x96' is not HEIGHTxWIDTH in multiples of 16 pixels" in said
+        and "'50' is not 1 more than" in said
+    )
 
 
 @pytest.mark.slow
@@ -234,9 +257,19 @@ def test_the_hosts_time_is_measured_of_every_block_without_a_gpu():
     """In a process of its own: it loads a CUDA driver that does nothing."""
     pytest.importorskip("triton")
     command = [sys.executable, ROOT / "tools" / "bench" / "bench_host_time.py", "--repeats", "1"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "Block |" in line]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in printed.splitlines()
+        if "Block |" in line
+    ]
     assert [name for name, *_ in rows] == ["WanBlock", "Flux2DoubleBlock", "Flux2SingleBlock"]
     for _, *times, ratio in rows:
-        ours, by_triton, theirs = (sum(float(part.replace(",", "")) for part in cell.split(" + ")) for cell in times)
-        assert min(ours, by_triton, theirs) > 0 and float(ratio) == pytest.approx(ours / theirs, abs=0.01)
+        ours, by_triton, theirs = (
+            sum(float(part.replace(",", "")) for part in cell.split(" + ")) for cell in times
+        )
+        assert min(ours, by_triton, theirs) > 0 and float(ratio) == pytest.approx(
+            ours / theirs, abs=0.01
+        )

@@ -1,4 +1,5 @@
-"""`train.checkpointing = budget` next to one policy for all blocks: presets of all families, planned on three GPUs."""
+"""`train.checkpointing = budget` next to one policy for all blocks: presets of all families,
+planned on three GPUs."""
 
 from dataclasses import replace
 
@@ -25,7 +26,9 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_no_policy_for_all_blocks_is_faster_and_needs_less_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_policy_for_all_blocks_is_faster_and_needs_less_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
     from step_jobs import step_job
 
@@ -37,15 +40,25 @@ def test_no_policy_for_all_blocks_is_faster_and_needs_less_memory(name: str, mon
         for share in (0.1, 0.17, 0.27, 0.6):
             limit = replace(gpu.budget, total=int(share * gpu.budget.available), reserve=0)
             task = BudgetTask(
-                profile_of=profile_of, division=divided(count, ()), budgets=(limit,), work=work, gpus=(gpu,)
+                profile_of=profile_of,
+                division=divided(count, ()),
+                budgets=(limit,),
+                work=work,
+                gpus=(gpu,),
             )
-            fitting = [(policy,) * count for policy in ALIKE if task.plan((policy,) * count)[0].fits]
+            fitting = [
+                (policy,) * count for policy in ALIKE if task.plan((policy,) * count)[0].fits
+            ]
             if not fitting:
                 continue
             chosen = choose(task)
             needs = task.seconds(chosen.policies, work), chosen.plans[0].peak
             for alike in fitting:
                 others = task.seconds(alike, work), task.plan(alike)[0].peak
-                assert needs == others or needs[0] < others[0] or needs[1] < others[1], (gpu.name, share, alike[0])
+                assert needs == others or needs[0] < others[0] or needs[1] < others[1], (
+                    gpu.name,
+                    share,
+                    alike[0],
+                )
             compared += len(fitting)
     assert compared > 10

@@ -1,4 +1,5 @@
-"""The page about captions: each program's files are read as it says, and its numbers are those of the code."""
+"""The page about captions: each program's files are read as it says, and its numbers are those of
+the code."""
 
 import json
 import re
@@ -26,13 +27,17 @@ WRITTEN = {
     "OneTrainer": ({"a.txt": "a cat\na cat, asleep\n", "b.txt": "a dog"}, {"captions": "lines"}),
     "kohya's scripts: WD14": (BESIDE, {}),
     "kohya's scripts: BLIP": ({"a.caption": CAPTIONS[0], "b.caption": CAPTIONS[1]}, {}),
-    "musubi-tuner": ({"captions.jsonl": ("image_path", "caption", "absolute")}, {"metadata": "captions.jsonl"}),
+    "musubi-tuner": (
+        {"captions.jsonl": ("image_path", "caption", "absolute")},
+        {"metadata": "captions.jsonl"},
+    ),
     "the same, with": (BESIDE, {}),
     "finetrainers": ({"videos.txt": "a.png\nb.png\n", "prompts.txt": "\n".join(CAPTIONS)}, {}),
     "VideoX-Fun": ({"train.json": ("file_path", "text", "list")}, {"metadata": "train.json"}),
     "Hugging Face": ({"metadata.jsonl": ("file_name", "text", "")}, {}),
 }
-"""By the beginning of the program's row: what it writes (for tables the names of their columns), and the settings of the page."""
+"""By the beginning of the program's row: what it writes (for tables the names of their columns),
+and the settings of the page."""
 
 
 def table(folder, media, caption, form):
@@ -50,10 +55,14 @@ def test_what_each_program_writes_is_read(program, tmp_path):
     for name in ("a.png", "b.png"):
         Image.new("RGB", (32, 32)).save(tmp_path / name)
     for name, content in files.items():
-        (tmp_path / name).write_text(table(tmp_path, *content) if isinstance(content, tuple) else content)
+        (tmp_path / name).write_text(
+            table(tmp_path, *content) if isinstance(content, tuple) else content
+        )
     config = DataConfig(folder=str(tmp_path), frames=1, height=32, width=32, **settings)
     dataset = scan(config, frame_step=4, size_step=16, fps=16.0)
-    assert [sample.captions[-1] for sample in dataset.samples] == list(CAPTIONS) and not dataset.excluded
+    assert [sample.captions[-1] for sample in dataset.samples] == list(
+        CAPTIONS
+    ) and not dataset.excluded
 
 
 def test_every_program_of_the_page_is_tried():
@@ -61,7 +70,10 @@ def test_every_program_of_the_page_is_tried():
 
 
 def test_the_page_says_how_much_the_encoders_read_and_what_is_default():
-    assert f"| it reads | {text.TEXT_TOKENS} tokens, one of them for the end | {TEXT.num_tokens} tokens" in PAGE
+    assert (
+        f"| it reads | {text.TEXT_TOKENS} tokens, one of them for the end | {TEXT.num_tokens} "
+        f"tokens" in PAGE
+    )
     assert TrainConfig().caption_dropout == 0 and "The default is 0." in PAGE
 
 

@@ -21,8 +21,12 @@ README, CHANGELOG, LIMITATIONS, EVIDENCE = (
 )
 FIGURES = (README, CHANGELOG, LIMITATIONS, EVIDENCE)
 """Pages whose measured figures come from a row in `benchmarks/`."""
-TEXTS = [file for file in text_files() if file.suffix in (".md", ".py") and "tests" not in file.parts]
-NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6} | {str(number): number for number in range(2, 10)}
+TEXTS = [
+    file for file in text_files() if file.suffix in (".md", ".py") and "tests" not in file.parts
+]
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6} | {
+    str(number): number for number in range(2, 10)
+}
 
 
 # Families
@@ -32,9 +36,13 @@ def miscounts(text: str) -> list[str]:
     """Phrases that count families wrongly, or speak of two where there are more."""
     nouns = r"(?:famil(?:y|ies)|packages?|demos|text encoders)\b"
     pairs = re.findall(
-        rf"(?i)\b(?:both|either|neither)(?: of the| model|’s|'s)* {nouns}|\bthe other (?:family|package)\b", text
+        rf"(?i)\b(?:both|either|neither)(?: of the| model|’s|'s)* {nouns}|\bthe other "
+        rf"(?:family|package)\b",
+        text,
     )
-    counts = re.findall(rf"(?i)\b((?:{'|'.join(NUMBERS)}) (?:model )?(?:families|packages))\b", text)
+    counts = re.findall(
+        rf"(?i)\b((?:{'|'.join(NUMBERS)}) (?:model )?(?:families|packages))\b", text
+    )
     wrong = [phrase for phrase in counts if NUMBERS[phrase.split()[0].lower()] != len(FAMILIES)]
     return [*pairs, *wrong]
 
@@ -54,7 +62,9 @@ def paragraphs(text: str) -> Iterator[str]:
 def gaps(text: str) -> list[str]:
     """What is named of several families and not of all: `wan-watch` and `flux2-watch`, say."""
     places: dict[str, set[str]] = {}
-    for before, name, after in re.findall(rf"(packages/)?\b({'|'.join(FAMILIES)})(-[a-z]+|/[\w/.]+)", text):
+    for before, name, after in re.findall(
+        rf"(packages/)?\b({'|'.join(FAMILIES)})(-[a-z]+|/[\w/.]+)", text
+    ):
         if before or after.startswith("-"):
             places.setdefault(before + "…" + after, set()).add(name)
     return [place for place, names in places.items() if 1 < len(names) < len(FAMILIES)]
@@ -70,7 +80,9 @@ def test_a_wrong_count_of_families_is_found():
     assert miscounts("both families, of either package") == ["both families", "either package"]
     assert miscounts("two packages; the other family") == ["the other family", "two packages"]
     assert miscounts("three families and both models") == []
-    assert gaps("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == ["…-watch"]
+    assert gaps("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == [
+        "…-watch"
+    ]
     assert gaps("`wan-watch`, `flux2-watch` and `zimage-watch`; `flux2-train`") == []
 
 
@@ -88,18 +100,30 @@ def test_what_the_readme_calls_missing_is_no_preset_and_stands_in_the_limitation
     presets = {name for family in FAMILIES.values() for name in family.presets}
     unsupported = LIMITATIONS.read_text(encoding="utf-8").partition("## Not supported")[2].lower()
     names = missing_models(README.read_text(encoding="utf-8"))
-    assert names and [(name, preset) for name in names for preset in presets if preset.startswith(name)] == []
+    assert (
+        names
+        and [(name, preset) for name in names for preset in presets if preset.startswith(name)]
+        == []
+    )
     assert [name for name in names if name not in unsupported] == []
 
 
 def test_missing_models_are_read_from_a_sentence():
-    assert missing_models("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == ["animate", "klein-9b-kv"]
+    assert missing_models("- Wan Animate and FLUX.2 klein-9b-kv are missing. More.") == [
+        "animate",
+        "klein-9b-kv",
+    ]
 
 
 def test_what_the_changelog_lists_as_removed_is_in_no_schema():
-    removed = CHANGELOG.read_text(encoding="utf-8").partition("### Removed")[2].partition("\n### ")[0]
+    removed = (
+        CHANGELOG.read_text(encoding="utf-8").partition("### Removed")[2].partition("\n### ")[0]
+    )
     removed = " ".join(removed.split())
-    keys = [f"{section}.{key}" for key, section in re.findall(r"`(\w+)`(?: of| in) `\[(\w+)\]`", removed)]
+    keys = [
+        f"{section}.{key}"
+        for key, section in re.findall(r"`(\w+)`(?: of| in) `\[(\w+)\]`", removed)
+    ]
     assert len(keys) >= 3 and [key for key in keys if key in config_fields(RunConfig)] == []
     policies = re.findall(r"policies `(\w+)\(…\)`", removed)
     assert policies == ["ops"]
@@ -111,9 +135,12 @@ def test_what_the_changelog_lists_as_removed_is_in_no_schema():
 # Measured figures
 
 UNIT = r"(?:%|(?:ms|s|µs|GB/s|MiB|GiB)\b|times as (?:fast|long)\b)"
-FIGURE = re.compile(rf"(?<![\w.,×-])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:(?: to |–)(\d+(?:\.\d+)?))? ?(?={UNIT})")
+FIGURE = re.compile(
+    rf"(?<![\w.,×-])(\d+(?:,\d{{3}})*(?:\.\d+)?)(?:(?: to |–)(\d+(?:\.\d+)?))? ?(?={UNIT})"
+)
 MARK = re.compile(r"<!-- from ([\w./]+): (.+?)(?: \[([^]]+)\])? -->")
-"""Behind a figure: the page in `benchmarks/`, what its rows contain, and their column if one is meant."""
+"""Behind a figure: the page in `benchmarks/`, what its rows contain, and their column if one is
+meant."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +155,17 @@ class Claim:
         """Numbers with a unit of time, memory, rate or share, `within …` left out."""
         plain = re.sub(r"[Ww]ithin \d+(\.\d+)? ?%", "", self.words)
         found = [number for pair in FIGURE.findall(plain) for number in pair if number]
-        return found + [number for row in re.findall(r"(\d\.\d+)–(\d\.\d+)", plain) for number in row]
+        return found + [
+            number for row in re.findall(r"(\d\.\d+)–(\d\.\d+)", plain) for number in row
+        ]
 
     @property
     def shares(self) -> list[float]:
         """How far from 1 ratios may be: 0.05 of `within 5 %`."""
-        return [float(number) / 100 for number in re.findall(r"[Ww]ithin (\d+(?:\.\d+)?) ?%", self.words)]
+        return [
+            float(number) / 100
+            for number in re.findall(r"[Ww]ithin (\d+(?:\.\d+)?) ?%", self.words)
+        ]
 
     @property
     def words(self) -> str:
@@ -174,7 +206,11 @@ def rows(page: str, key: str, column: str) -> Iterator[str]:
 
 
 def numbers(texts: Iterator[str]) -> set[str]:
-    return {number.replace(",", "") for text in texts for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+    return {
+        number.replace(",", "")
+        for text in texts
+        for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)
+    }
 
 
 def is_measured(figure: str, measured: set[str]) -> bool:
@@ -207,7 +243,9 @@ def test_every_measured_figure_names_its_row(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_figure_that_names_its_row_is_in_it(page):
-    assert {claim.text: off for claim in claims(page) if claim.marks and (off := faults(claim))} == {}
+    assert {
+        claim.text: off for claim in claims(page) if claim.marks and (off := faults(claim))
+    } == {}
 
 
 def test_a_mark_is_of_its_own_sentence():
@@ -226,7 +264,10 @@ def test_pages_name_rows():
         ("takes 51 ms <!-- from benchmarks/a.md: klein 4B, none -->", ["51"]),
         ("0.98–1.05 of it <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", []),
         ("within 5 % <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", []),
-        ("within 2 % <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->", ["within [0.02]"]),
+        (
+            "within 2 % <!-- from benchmarks/a.md: klein 4B, none; dev [ratio] -->",
+            ["within [0.02]"],
+        ),
         ("takes 52 ms <!-- from benchmarks/a.md: Wan -->", ["benchmarks/a.md has no row Wan []"]),
     ],
 )

@@ -1,4 +1,5 @@
-"""The page about ComfyUI names the files that a run writes for it, and the boundary between the experts."""
+"""The page about ComfyUI names the files that a run writes for it, and the boundary between the
+experts."""
 
 import re
 from pathlib import Path
@@ -28,9 +29,14 @@ def test_the_file_of_each_method_is_one_that_comfyui_reads(family, method):
     forms = with_forms_of(ExportConfig(), adapter, SPECS[family]).forms
     written = {adapter_file(Path(), "NAME", form).name: form for form in forms}
     form = written[name]
-    layout = ADAPTER_FORMS[form].layout(form, "bare", use_dora=adapter.use_dora, method=adapter.method)
+    layout = ADAPTER_FORMS[form].layout(
+        form, "bare", use_dora=adapter.use_dora, method=adapter.method
+    )
     assert SPECS[family].adapters.rules.readers(layout, ["blocks.0"])["ComfyUI"] == ""
 
 
 def test_the_boundaries_are_those_of_the_presets():
-    assert f"({PRESETS['t2v-a14b'].boundary} for text to video, {PRESETS['i2v-a14b'].boundary:.3f} for image" in PAGE
+    assert (
+        f"({PRESETS['t2v-a14b'].boundary} for text to video, {PRESETS['i2v-a14b'].boundary:.3f} "
+        f"for image" in PAGE
+    )

@@ -25,11 +25,19 @@ from workspace import ROOT
 
 def test_annotations_of_modules_that_name_shapes_are_checked():
     with pytest.raises(jaxtyping.TypeCheckError, match="scaling"):
-        low_rank_sum(torch.ones(2, 3), torch.ones(1, 3), torch.ones(5, 1), "1", lambda _: torch.ones(2, 5))  # type: ignore[arg-type]
+        low_rank_sum(
+            torch.ones(2, 3), torch.ones(1, 3), torch.ones(5, 1), "1", lambda _: torch.ones(2, 5)
+        )  # type: ignore[arg-type]
     with pytest.raises(jaxtyping.TypeCheckError, match="down"):
-        low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda _: torch.ones(2, 5))
-    assert hasattr(moving, "__wrapped__"), "it returns what its module calls `Poses`, which is a shape"
-    assert not hasattr(shift_sigma, "__wrapped__"), "it names no shapes, and types alone are mypy's work"
+        low_rank_sum(
+            torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda _: torch.ones(2, 5)
+        )
+    assert hasattr(moving, "__wrapped__"), (
+        "it returns what its module calls `Poses`, which is a shape"
+    )
+    assert not hasattr(shift_sigma, "__wrapped__"), (
+        "it names no shapes, and types alone are mypy's work"
+    )
 
 
 def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():
@@ -87,7 +95,10 @@ def test_a_protocol_counts_as_any_and_what_stands_next_to_it_is_still_checked():
 
 
 def test_a_connection_to_another_machine_fails_the_test():
-    with socket.socket() as connection, pytest.raises(pytest.fail.Exception, match="must not use the network"):
+    with (
+        socket.socket() as connection,
+        pytest.raises(pytest.fail.Exception, match="must not use the network"),
+    ):
         connection.connect(("192.0.2.1", 80))
 
 
@@ -100,9 +111,15 @@ def test_torch_runs_on_one_thread():
     assert torch.get_num_threads() == 1
 
 
-def test_what_tests_import_and_keep_is_looked_through_by_no_later_collection_of_garbage(request, monkeypatch):
+def test_what_tests_import_and_keep_is_looked_through_by_no_later_collection_of_garbage(
+    request, monkeypatch
+):
     plugins = request.config.pluginmanager.get_plugins()
-    (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py"))
+    (conftest,) = (
+        plugin
+        for plugin in plugins
+        if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py")
+    )
     monkeypatch.setattr(conftest, "_imported", len(sys.modules))
     monkeypatch.setattr(conftest, "_num_tests", 0)
     before = gc.get_freeze_count()
@@ -120,21 +137,37 @@ def test_what_tests_import_and_keep_is_looked_through_by_no_later_collection_of_
 
 @pytest.mark.parametrize(
     ("chosen", "seen"),
-    [("not slow and not exhaustive and not gpu", ""), ("slow", ""), ("", ""), ("gpu", "0"), ("gpu or slow", "0")],
+    [
+        ("not slow and not exhaustive and not gpu", ""),
+        ("slow", ""),
+        ("", ""),
+        ("gpu", "0"),
+        ("gpu or slow", "0"),
+    ],
 )
 def test_only_tests_for_a_gpu_see_one(chosen, seen, request, monkeypatch):
     """A run that names no device takes a GPU where there is one."""
     plugins = request.config.pluginmanager.get_plugins()
-    (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py"))
+    (conftest,) = (
+        plugin
+        for plugin in plugins
+        if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py")
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     conftest.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=chosen)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_every_command_for_a_gpu_chooses_all_tests_for_it_and_runs_them_in_one_process(request):
-    """Also slow and exhaustive ones. Several processes would share the GPU's memory, which some of the tests measure."""
+    """Also slow and exhaustive ones. Several processes would share the GPU's memory, which some of
+    the tests measure."""
     parser = request.config._parser
-    pages = [".github/workflows/gpu.yml", "CONTRIBUTING.md", "docs/checkpointing.md", "shared/tests/README.md"]
+    pages = [
+        ".github/workflows/gpu.yml",
+        "CONTRIBUTING.md",
+        "docs/checkpointing.md",
+        "shared/tests/README.md",
+    ]
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
         commands = re.findall(r"pytest ([^`\n]*-m [^`\n]*gpu[^`\n]*)", text)
@@ -145,15 +178,25 @@ def test_every_command_for_a_gpu_chooses_all_tests_for_it_and_runs_them_in_one_p
             assert given.numprocesses == 0, (page, command)
             for others in ((), ("slow",), ("exhaustive",), ("slow", "ranks")):
                 marks = {"gpu", *others}
-                assert chosen.evaluate(lambda name, marks=marks, **_: name in marks), (page, command, others)
+                assert chosen.evaluate(lambda name, marks=marks, **_: name in marks), (
+                    page,
+                    command,
+                    others,
+                )
             assert not chosen.evaluate(lambda name, **_: name == "slow"), (page, command)
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
-        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting it",
+        (
+            "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the "
+            "primary context..."
+        ),
+        (
+            "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. "
+            "Consider setting it"
+        ),
     ],
 )
 def test_what_torch_says_on_a_gpu_fails_no_test(said):

@@ -1,4 +1,5 @@
-"""The pictures of the pages are small, of the demo as it is today, and said in words as they show it."""
+"""The pictures of the pages are small, of the demo as it is today, and said in words as they show
+it."""
 
 import re
 
@@ -21,7 +22,8 @@ def test_a_picture_is_small_and_of_the_files_of_today(name):
     assert path.stat().st_size <= LARGEST_BYTES
     with Image.open(path) as image:
         assert image.width <= 1000 and image.text["source"] == demo_pictures.source_of(name), (
-            f"{name} shows an older demo or style: uv run tools/demo/demo_pictures.py --run RUN makes it again"
+            f"{name} shows an older demo or style: uv run tools/demo/demo_pictures.py --run RUN "
+            f"makes it again"
         )
 
 
@@ -29,14 +31,18 @@ def test_no_other_picture_is_there_and_each_is_on_both_pages():
     assert {path.name for path in demo_pictures.FOLDER.iterdir()} == demo_pictures.SOURCES.keys()
     for page in ("README.md", "docs/watching.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert [name for name in demo_pictures.SOURCES if f"pictures/{name})" not in text] == [], page
+        assert [name for name in demo_pictures.SOURCES if f"pictures/{name})" not in text] == [], (
+            page
+        )
 
 
 def test_the_readme_says_the_verdict_that_its_picture_shows():
     with Image.open(demo_pictures.FOLDER / "report.png") as image:
         verdict = image.text["verdict"]
     assert re.fullmatch(r"It learns: loss on unseen clips fell by \d+ %\.", verdict)
-    assert f"The page of the demo's run: {verdict[:-1]}]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"The page of the demo's run: {verdict[:-1]}]" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_another_demo_makes_a_picture_old(tmp_path, monkeypatch):
@@ -63,11 +69,17 @@ def test_the_strip_shows_frames_of_the_first_prompt_and_of_the_control(tmp_path)
         video.write_h264(files[title, index], [frame] * 9, fps=16)
     sets = [
         SampleSet(
-            title=title, samples=[ListedSample(file=files[title, i], prompt="a", seed="0", decoded="") for i in (0, 1)]
+            title=title,
+            samples=[
+                ListedSample(file=files[title, i], prompt="a", seed="0", decoded="") for i in (0, 1)
+            ],
         )
         for title in ("step 0", "step 9")
     ]
     image = demo_pictures.before_and_after(Section(name="", series={}, samples=sets))
     for (title, index), colour in colours.items():
         at = (image.width // 4 + (title == "step 9") * image.width // 2, 70 + index * 116)
-        assert max(abs(a - b) for a, b in zip(image.getpixel(at), colour, strict=True)) < 40, (title, index)
+        assert max(abs(a - b) for a, b in zip(image.getpixel(at), colour, strict=True)) < 40, (
+            title,
+            index,
+        )

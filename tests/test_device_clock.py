@@ -1,4 +1,5 @@
-"""tools/bench/device_clock.py and the benchmarks on a GPU, with stand-ins for it: how they time, what they count, and which sizes they take."""
+"""tools/bench/device_clock.py and the benchmarks on a GPU, with stand-ins for it: how they time,
+what they count, and which sizes they take."""
 
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -62,7 +63,9 @@ def test_a_lack_of_memory_costs_one_row(tools, monkeypatch):
     assert device_clock.unless_out_of_memory(lacking) is None
     with pytest.raises(RuntimeError, match="another"):
         device_clock.unless_out_of_memory(lambda: (_ for _ in ()).throw(RuntimeError("another")))
-    rows = bench_step.measured({"ours": lambda: torch.ones(()), "theirs": lacking}, 2, torch.device("cpu"))
+    rows = bench_step.measured(
+        {"ours": lambda: torch.ones(()), "theirs": lacking}, 2, torch.device("cpu")
+    )
     assert rows["theirs"] == bench_step.Row(loss=None)
     assert rows["ours"].loss == 1.0 and rows["ours"].seconds is not None
     assert bench_step.ratio(rows["ours"], rows["theirs"]) == "-"
@@ -72,12 +75,17 @@ def test_kernels_are_recognised_by_their_names_and_gaps_by_their_times(tools):
     from device_clock import Launch, busy_and_span, by_kind, kind_of
 
     kinds = {
-        "flash_fwd_kernel": "attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention backward",
-        "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(": "attention backward", "fmha_cutlassF_f32_aligned_64x64_rf_sm80(": "attention", "nvjet_tst_128x256": "matmul", "ampere_sgemm_128x64": "matmul fp32",
+        "flash_fwd_kernel": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention backward",
+        "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(": "attention backward",
+        "fmha_cutlassF_f32_aligned_64x64_rf_sm80(": "attention", "nvjet_tst_128x256": "matmul",
+        "ampere_sgemm_128x64": "matmul fp32",
         "Memcpy HtoD": "copy", "vectorized_elementwise_kernel": "elementwise",
     }  # fmt: skip
     assert {name: kind_of(name, on_gpu=True) for name in kinds} == kinds
-    found = [Launch(name="", kind="copy", begin=a, end=b) for a, b in ((0, 4), (2, 3), (3, 6), (10, 11))]
+    found = [
+        Launch(name="", kind="copy", begin=a, end=b) for a, b in ((0, 4), (2, 3), (3, 6), (10, 11))
+    ]
     assert busy_and_span(found) == (7, 11) and busy_and_span([]) == (0, 0)
     number, taken = by_kind(found)
     assert (number["copy"], taken["copy"]) == (4, 9)
@@ -90,9 +98,13 @@ def test_names_that_a_compiler_gives_to_spans_are_no_kernels(tools):
 
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     made = [
-        ("gemm", cuda, False), ("Torch-Compiled Region: 0/0", cuda, True), ("aten::mm", cuda, False), ("other", cpu, False),
+        ("gemm", cuda, False), ("Torch-Compiled Region: 0/0", cuda, True), ("aten::mm", cuda,
+        False), ("other", cpu, False),
     ]  # fmt: skip
-    events = [SimpleNamespace(name=name, device_type=kind, is_user_annotation=is_span) for name, kind, is_span in made]
+    events = [
+        SimpleNamespace(name=name, device_type=kind, is_user_annotation=is_span)
+        for name, kind, is_span in made
+    ]
     assert [event.name for event in events if _is_kernel(event)] == ["gemm"]
 
 
@@ -104,12 +116,24 @@ def test_on_a_gpu_the_benchmarks_have_real_sizes_that_fit(tools, monkeypatch):
 
     gpu = torch.device("cuda", 0)
     for module in (bench_step, bench_checkpointing):
-        monkeypatch.setattr(module, "started_on", lambda name: gpu if name == "cuda" else torch.device(name))
-    wan, flux2 = (bench_step.configured(["--device", "cuda", "--model", model]) for model in ("wan", "flux2"))
-    assert (wan.sizes, wan.dtypes, wan.width, wan.blocks, wan.rank) == ([20280], ["bf16"], 5120, 4, 32)
+        monkeypatch.setattr(
+            module, "started_on", lambda name: gpu if name == "cuda" else torch.device(name)
+        )
+    wan, flux2 = (
+        bench_step.configured(["--device", "cuda", "--model", model]) for model in ("wan", "flux2")
+    )
+    assert (wan.sizes, wan.dtypes, wan.width, wan.blocks, wan.rank) == (
+        [20280],
+        ["bf16"],
+        5120,
+        4,
+        32,
+    )
     assert (flux2.sizes, flux2.dtypes, flux2.width) == ([1024, 4096], ["bf16"], 6144)
     policies = []
-    monkeypatch.setattr(bench_checkpointing, "measure", lambda args, device: policies.append(args.policies))
+    monkeypatch.setattr(
+        bench_checkpointing, "measure", lambda args, device: policies.append(args.policies)
+    )
     bench_checkpointing.main(["--device", "cuda"])
     bench_checkpointing.main([])
     fitting = ["attn_only", "attn_only(self)"]
@@ -140,8 +164,14 @@ def test_policies_are_compared_row_by_row(tools, capsys):
 
     bench_checkpointing.main(["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "none"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["`full`", "`none`", "`full, again`"]
-    assert lines[2].split("|")[2].strip() == "4" and lines[3].split("|")[2].strip() == "2", "attention"
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [
+        "`full`",
+        "`none`",
+        "`full, again`",
+    ]
+    assert lines[2].split("|")[2].strip() == "4" and lines[3].split("|")[2].strip() == "2", (
+        "attention"
+    )
     assert lines[-1].rstrip("| ").endswith("| 0 | 0"), "no noise on a CPU"
     assert bench_checkpointing.row("none", None, None).count(" - ") == 10
 

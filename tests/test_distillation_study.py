@@ -1,4 +1,5 @@
-"""tools/demo/distillation_study.py: its roles and targets, and that it runs; its tables are of longer runs."""
+"""tools/demo/distillation_study.py: its roles and targets, and that it runs; its tables are of
+longer runs."""
 
 from typing import Any
 
@@ -25,8 +26,11 @@ def test_equal_distributions_are_at_no_distance(study: Any) -> None:
     assert study.distance([torch.zeros_like(item["latents"]) for item in items], items) > 0.3
 
 
-def test_a_role_keeps_its_values_and_targets_vanish_where_critic_and_teacher_agree(study: Any) -> None:
-    """As at the start, where both adapters do nothing; and a critic that learned something moves the target, by its correction's size."""
+def test_a_role_keeps_its_values_and_targets_vanish_where_critic_and_teacher_agree(
+    study: Any,
+) -> None:
+    """As at the start, where both adapters do nothing; and a critic that learned something moves
+    the target, by its correction's size."""
     model = study.adapted(study.make_model(study.TOY, study.ARCH))
     critic, student = study.Role.of(model, 1e-2), study.Role.of(model, 1e-2)
     items = study.data(4, torch.Generator().manual_seed(0))
@@ -41,7 +45,9 @@ def test_a_role_keeps_its_values_and_targets_vanish_where_critic_and_teacher_agr
     with critic.played(model):
         for parameter in model.trainable.values():
             parameter.data += 0.05
-    assert all((critic.values[name] - student.values[name]).abs().min() > 0 for name in critic.values)
+    assert all(
+        (critic.values[name] - student.values[name]).abs().min() > 0 for name in critic.values
+    )
     torch.manual_seed(0)
     moved, _ = study.student_batch(model, critic, student, items, 1)
     with student.played(model):
@@ -52,7 +58,9 @@ def test_a_role_keeps_its_values_and_targets_vanish_where_critic_and_teacher_agr
 def test_it_prints_its_tables(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
     study.distil(2, 2, 1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| teacher, 32 steps |") and [line.split(" |")[0] for line in lines[-3:]] == [
+    assert lines[2].startswith("| teacher, 32 steps |") and [
+        line.split(" |")[0] for line in lines[-3:]
+    ] == [
         "| 0",
         "| 1",
         "| 2",

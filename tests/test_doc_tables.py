@@ -26,15 +26,23 @@ def written(table: Table) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("| ")]
 
 
-@pytest.mark.parametrize("table", [table for table in TABLES if table.is_cheap], ids=lambda table: table.name)
+@pytest.mark.parametrize(
+    "table", [table for table in TABLES if table.is_cheap], ids=lambda table: table.name
+)
 def test_a_table_that_is_read_off_the_code_is_that_of_today(table):
     assert not stale(table), f"uv run tools/docs/doc_tables.py --write --only {table.name}"
 
 
-@pytest.mark.parametrize("table", [table for table in TABLES if not table.is_cheap], ids=lambda table: table.name)
+@pytest.mark.parametrize(
+    "table", [table for table in TABLES if not table.is_cheap], ids=lambda table: table.name
+)
 def test_a_table_that_is_made_says_how(table):
     text = between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name)
-    said = [line for line in text.splitlines() if line.startswith(("Planned, not measured: ", "Measured: "))]
+    said = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("Planned, not measured: ", "Measured: "))
+    ]
     assert len(said) == 1 and f"--only {table.name}`, torch " in said[0]
     assert said[0].startswith("Planned") == (table.kind == "planned")
 
@@ -55,7 +63,10 @@ def test_the_first_row_of_a_plan_is_what_the_planner_says_today():
 
 
 def test_tables_have_every_policy_backend_place_and_case():
-    first = {name: [line.split(" | ")[0].strip("| `") for line in written(BY_NAME[name])][1:] for name in BY_NAME}
+    first = {
+        name: [line.split(" | ")[0].strip("| `") for line in written(BY_NAME[name])][1:]
+        for name in BY_NAME
+    }
     assert first["kept-wan"] == first["kept-flux2"] == list(POLICIES)
     assert first["backends"] == list(BACKENDS)
     assert first["presets"] == [case.strip("`") for case in CASES]
@@ -68,7 +79,10 @@ def test_every_schedule_of_the_page_is_understood():
     grammar = page.partition("## How to write a schedule")[2].partition("Blocks are counted")[0]
     texts = [line.split("`")[1] for line in grammar.splitlines() if line.startswith("| `")]
     assert len(texts) >= 8
-    for text in [*texts, *(line.split("`")[1] for line in written(BY_NAME["budgets"])[1:] if "`" in line)]:
+    for text in [
+        *texts,
+        *(line.split("`")[1] for line in written(BY_NAME["budgets"])[1:] if "`" in line),
+    ]:
         parse_schedule(text)
     policies = page.partition("## Policies")[2].partition("The next table")[0]
     named = {
@@ -80,18 +94,25 @@ def test_every_schedule_of_the_page_is_understood():
 
 
 def test_every_case_of_the_presets_is_one_that_a_run_may_have():
-    assert {precision_of("wan", **fields).residual for fields in CASES.values()} == {torch.float32, torch.bfloat16}
+    assert {precision_of("wan", **fields).residual for fields in CASES.values()} == {
+        torch.float32,
+        torch.bfloat16,
+    }
 
 
 def test_every_marker_of_a_page_is_a_table():
     for page in PAGES:
-        found = re.findall(r"<!-- (\S+): written by tools/docs/doc_tables.py -->", page.read_text(encoding="utf-8"))
+        found = re.findall(
+            r"<!-- (\S+): written by tools/docs/doc_tables.py -->", page.read_text(encoding="utf-8")
+        )
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
 
 
 def test_each_run_has_a_row_for_each_number_of_ranks():
     rows = [line.strip("| ").split(" | ") for line in written(BY_NAME["ranks"])[1:]]
-    assert [(row[0], row[1]) for row in rows] == [(run.name, str(8 * nodes)) for run in RUNS for nodes in MACHINES]
+    assert [(row[0], row[1]) for row in rows] == [
+        (run.name, str(8 * nodes)) for run in RUNS for nodes in MACHINES
+    ]
 
 
 def test_a_busy_machine_is_said_to_be_one():
@@ -110,7 +131,10 @@ def test_a_table_that_cannot_be_made_leaves_no_half():
 
 
 def test_licences_are_those_of_the_packages_pages():
-    pages = [(ROOT / "packages" / name / "README.md").read_text(encoding="utf-8") for name in ("flux2", "zimage")]
+    pages = [
+        (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
+        for name in ("flux2", "zimage")
+    ]
     rows = [line for page in pages for line in page.splitlines() if line.startswith("| `")]
     for hub_id, licence in LICENCES.items():
         assert any(f"| `{hub_id}` | {licence} |" in row for row in rows), hub_id

@@ -1,4 +1,5 @@
-"""Every command, flag, key and piece of a run file that a page shows is accepted by the program that it is for."""
+"""Every command, flag, key and piece of a run file that a page shows is accepted by the program
+that it is for."""
 
 import argparse
 import importlib
@@ -31,7 +32,8 @@ from pages import PAGES, blocks, code_in, prose
 from workspace import MEMBERS, MODELS, ROOT, read_toml
 
 FAMILIES = {
-    family.name: family for family in (importlib.import_module(f"{member.package}.cli").FAMILY for member in MODELS)
+    family.name: family
+    for family in (importlib.import_module(f"{member.package}.cli").FAMILY for member in MODELS)
 }
 NAMES = "|".join(FAMILIES)
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
@@ -42,18 +44,31 @@ PROGRAMS = re.compile(
 OF_A_SHELL = {"uv", "uvx", "pip", "git", "rsync", "ssh", "tmux", "docker", "sbatch", ".ci/run"}
 """Programs that a reader has without the environment of the clone; `uv run` starts all others."""
 PROJECT = read_toml(ROOT / "pyproject.toml")
-READ_LATER = {"gpus": parse_gpus, "host": lambda text: parse_size(text, "--host"), "prune_cache": parse_rule}
+READ_LATER = {
+    "gpus": parse_gpus,
+    "host": lambda text: parse_size(text, "--host"),
+    "prune_cache": parse_rule,
+}
 """Options whose text the work of a command reads, and how."""
 
 SECTIONS = "|".join(config_sections(RunConfig))
 ASSIGNMENT = re.compile(rf"(?:{SECTIONS})\.\w+ = [^…]+")
 ENDINGS = (".md", ".py", ".json", ".safetensors", ".toml", ".log")
 """Of files whose names look like keys: `sample.py`."""
-OWN = {f"--{field.name.replace('_', '-')}" for kind in (CommonOptions, *OPTIONS.values()) for field in fields(kind)}
+OWN = {
+    f"--{field.name.replace('_', '-')}"
+    for kind in (CommonOptions, *OPTIONS.values())
+    for field in fields(kind)
+}
 OTHERS = {
     *("--pdb", "--frozen", "--locked"),  # of pytest and uv
     *("--max-restarts", "--shutdown-timeout", "--nproc-per-node"),  # of torchrun
-    *("--dataset_base_path", "--data_file_keys", "--extra_inputs", "--train_data_meta"),  # of DiffSynth and VideoX-Fun
+    *(
+        "--dataset_base_path",
+        "--data_file_keys",
+        "--extra_inputs",
+        "--train_data_meta",
+    ),  # of DiffSynth and VideoX-Fun
     *(f"--{word}" for word in FOREIGN_WORDS),
     *(
         flag
@@ -67,7 +82,8 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The commands of a page: lines of bash blocks, lines after `$ ` of console blocks, and code that begins as a command and goes on."""
+    """The commands of a page: lines of bash blocks, lines after `$ ` of console blocks, and code
+    that begins as a command and goes on."""
     for block in blocks(page):
         for line in map(str.strip, block.text.splitlines()):
             if block.language == "bash" and line and not line.startswith("#"):
@@ -80,7 +96,8 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def parts(line: str) -> Iterator[list[str]]:
-    """The words of each program of a shell's line, without comments and the files that output goes to."""
+    """The words of each program of a shell's line, without comments and the files that output goes
+    to."""
     reader = shlex.shlex(line, posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     words: list[str] = []
@@ -102,7 +119,8 @@ class Checker:
     """Holds commands against the programs that they call.
 
     Args:
-        folder: An empty folder, for what the commands of a reader would find: his run file and his runs.
+        folder: An empty folder, for what the commands of a reader would find: his run file and his
+            runs.
         capture: Returns what was printed to stderr since the last call.
         patch: pytest's monkeypatch.
     """
@@ -139,20 +157,28 @@ class Checker:
             self.of_pytest(words[1:])
         elif words[0] == "sphinx-build":
             expect(
-                Path(sphinx_build.get_parser().parse_args(words[1:]).confdir, "conf.py").is_file(), "finds no conf.py"
+                Path(sphinx_build.get_parser().parse_args(words[1:]).confdir, "conf.py").is_file(),
+                "finds no conf.py",
             )
         elif words[0] == ".ci/run":
-            expect(os.access(ROOT / ".ci/run", os.X_OK) and not words[1:], "is no program without arguments")
+            expect(
+                os.access(ROOT / ".ci/run", os.X_OK) and not words[1:],
+                "is no program without arguments",
+            )
         else:
             expect(any(re.fullmatch(form, shlex.join(words)) for form in FORMS), "no rule knows it")
             self.names(words)
 
     def of_family(self, family: str, command: str, argv: list[str]) -> None:
-        """As the command reads it, with a run file and runs of our own for those that a reader has."""
+        """As the command reads it, with a run file and runs of our own for those that a reader
+        has."""
         argv = [str(self.run_file) if word == "run.toml" else word for word in argv]
         for at, word in enumerate(argv[:-1]):
             if word in ("--run", "--init-from"):
-                expect(re.fullmatch(r"RUN|runs/[\w/]+", argv[at + 1]), f"{argv[at + 1]} is no run's folder")
+                expect(
+                    re.fullmatch(r"RUN|runs/[\w/]+", argv[at + 1]),
+                    f"{argv[at + 1]} is no run's folder",
+                )
                 argv[at + 1] = str(self.run)
         expect(argv, "starts nothing")
         status = start(FAMILIES[family], command, [*argv, "--print-config"])
@@ -169,14 +195,27 @@ class Checker:
             given = get_args_parser().parse_args([re.sub(r"^\$\w+$", "2", word) for word in words])
         except SystemExit as stopped:
             raise Refused(self.capture().strip()) from stopped
-        expect(given.module and re.fullmatch(r"ditkit_\w+\.train", given.training_script), "starts no module of ours")
+        expect(
+            given.module and re.fullmatch(r"ditkit_\w+\.train", given.training_script),
+            "starts no module of ours",
+        )
         assert importlib.util.find_spec(given.training_script)
-        self.of_family(given.training_script.split(".")[0].removeprefix("ditkit_"), "train", given.training_script_args)
+        self.of_family(
+            given.training_script.split(".")[0].removeprefix("ditkit_"),
+            "train",
+            given.training_script_args,
+        )
 
     def without_options_of_uv(self, words: list[str]) -> list[str]:
         """What `uv run` runs."""
         while words and words[0].startswith("--"):
-            takes = {"--isolated": 1, "--no-sync": 1, "--package": 2, "--group": 2, "--extra": 2}.get(words[0], 0)
+            takes = {
+                "--isolated": 1,
+                "--no-sync": 1,
+                "--package": 2,
+                "--group": 2,
+                "--extra": 2,
+            }.get(words[0], 0)
             expect(takes, f"uv run has no option {words[0]}")
             self.names(words[:takes])
             words = words[takes:]
@@ -211,7 +250,10 @@ class Checker:
         raise Refused("the tool read no arguments")
 
     def of_pytest(self, argv: list[str]) -> None:
-        known = {marker.partition(":")[0] for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+        known = {
+            marker.partition(":")[0]
+            for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]
+        }
         rest = iter(argv)
         for word in rest:
             if word == "-m":
@@ -228,13 +270,18 @@ class Checker:
     def names(self, words: list[str]) -> None:
         """Members, extras and groups after their options exist."""
         following = dict(itertools.pairwise(words))
-        extras = {extra for member in MEMBERS for extra in member.project.get("optional-dependencies", ())}
+        extras = {
+            extra for member in MEMBERS for extra in member.project.get("optional-dependencies", ())
+        }
         for option, known in {
             "--package": {member.name for member in MEMBERS},
             "--extra": extras,
             "--group": PROJECT["dependency-groups"].keys(),
         }.items():
-            expect(following.get(option) in {None, *known}, f"there is no {option} {following.get(option)}")
+            expect(
+                following.get(option) in {None, *known},
+                f"there is no {option} {following.get(option)}",
+            )
 
 
 def expect(holds: object, otherwise: str) -> None:
@@ -245,7 +292,8 @@ def expect(holds: object, otherwise: str) -> None:
 FORMS = (
     r"uv sync(?: --package ditkit-\w+)?(?: --extra [\w-]+)?(?: --group \w+)?",
     r"uv lock(?: --upgrade-package NAME)?",
-    r"zed-train (?:--demo|--print-schema)",  # of the package that a reader of docs/adding_a_model.md makes
+    # of the package that a reader of docs/adding_a_model.md makes
+    r"zed-train (?:--demo|--print-schema)",
     rf"uv tool install 'git\+URL#subdirectory=packages/(?:{NAMES})'",
     r"uv pip install (?:pillow-heif|wheels/\*\.whl|'wheels/\*\.whl')",
     r"uv build --wheel --package ditkit-\w+ -o wheels",
@@ -254,7 +302,10 @@ FORMS = (
     r"pip install uv",
     r"rsync -a (?:--[\w=]+ )*(?:state -e 'ssh -p PORT' )?[\w./:@ ]+",
     r"docker build -t ditkit \.",
-    r"docker run --rm -it --gpus all --shm-size 8g -v '?\$PWD:/workspace'? ditkit wan-train run\.toml",
+    (
+        r"docker run --rm -it --gpus all --shm-size 8g -v '?\$PWD:/workspace'? ditkit wan-train "
+        r"run\.toml"
+    ),
     r"tmux new -s train",
     r"sbatch (?:--dependency=afterany:JOB )?tools/job\.slurm run\.toml",
     r"ssh -p PORT root@HOST",
@@ -290,7 +341,9 @@ def needs_environment(words: list[str]) -> bool:
 @by_page
 def test_every_command_of_a_page_starts_in_a_fresh_clone(page):
     """Where no environment is activated: a command that is typed as it stands is found."""
-    assert [line for line in commands(page) if any(needs_environment(words) for words in parts(line))] == []
+    assert [
+        line for line in commands(page) if any(needs_environment(words) for words in parts(line))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -312,9 +365,15 @@ def test_a_command_that_needs_the_environment_is_found(line, expected):
 @by_page
 def test_every_block_of_a_page_says_its_language_and_hides_no_command(page):
     for block in blocks(page):
-        assert block.language in LANGUAGES, f"line {block.line}: begin the block with one of {sorted(LANGUAGES)}"
+        assert block.language in LANGUAGES, (
+            f"line {block.line}: begin the block with one of {sorted(LANGUAGES)}"
+        )
         if block.language == "text":
-            assert not [line for line in block.text.splitlines() if PROGRAMS.match(line.strip().removeprefix("$ "))]
+            assert not [
+                line
+                for line in block.text.splitlines()
+                if PROGRAMS.match(line.strip().removeprefix("$ "))
+            ]
         if block.language == "python":
             compile(block.text, f"{page}:{block.line}", "exec")
 
@@ -338,7 +397,12 @@ def test_every_key_and_every_flag_that_a_page_names_exists(page):
     named = set(re.findall(rf"(?:`|--)((?:{SECTIONS})\.[a-z_]+)(?=[` =])", text))
     assert {key for key in named if not key.endswith(ENDINGS)} <= config_fields(RunConfig).keys()
     assert len(named) > 10 or page.name != "troubleshooting.md" and page.parent.name != "recipes"
-    flags = {word.partition("=")[0] for code in code_in(text) if code.startswith("--") for word in code.split()}
+    flags = {
+        word.partition("=")[0]
+        for code in code_in(text)
+        if code.startswith("--")
+        for word in code.split()
+    }
     assert {flag for flag in flags if flag.startswith("--") and "." not in flag} <= OWN | OTHERS
 
 

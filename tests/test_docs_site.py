@@ -18,11 +18,18 @@ UNLISTED = {ROOT / "README.md", CONTENTS}
 
 
 def test_the_list_has_every_page_once():
-    listed = [(CONTENTS.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", CONTENTS.read_text("utf-8"))]
+    listed = [
+        (CONTENTS.parent / link).resolve()
+        for link in re.findall(r"\]\(([^)#]+)\)", CONTENTS.read_text("utf-8"))
+    ]
     made = {*API.glob("*.rst"), ROOT / "docs" / "settings.rst", ROOT / "docs" / "commands.rst"}
     pages = {page for page in PAGES if page.relative_to(ROOT).parts[0] != ".github"}
     # docs/conf.py finds the pages of model packages.
-    unlisted = {page for page in (pages | made) - UNLISTED - set(listed) if page.parent.parent != ROOT / "packages"}
+    unlisted = {
+        page
+        for page in (pages | made) - UNLISTED - set(listed)
+        if page.parent.parent != ROOT / "packages"
+    }
     assert unlisted == set(), "list them in docs/README.md"
     assert set(listed) - UNLISTED - (pages | made) == set()
     assert len(listed) == len(set(listed))
@@ -38,25 +45,44 @@ def test_every_module_is_on_one_page_of_the_reference():
             if file.name != "__init__.py":
                 pages = sum(name == each or name.startswith(f"{each}.") for each in named)
                 assert pages == 1, (
-                    f"{name} is on {pages} pages of docs/api: name it, or its package, under `.. modules::` of one"
+                    f"{name} is on {pages} pages of docs/api: name it, or its package, under `.. "
+                    f"modules::` of one"
                 )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-c", "docs", ".", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-n",
+        "-q",
+        "-c",
+        "docs",
+        ".",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     links = set(re.findall(r'<a class="reference internal" href="([^"#]+)"', first))
-    assert {page.relative_to(ROOT).with_suffix(".html").as_posix() for page in API.glob("*.rst")} < links
+    assert {
+        page.relative_to(ROOT).with_suffix(".html").as_posix() for page in API.glob("*.rst")
+    } < links
     assert all((tmp_path / link).is_file() for link in links)
     settings = (tmp_path / "docs" / "settings.html").read_text(encoding="utf-8")
     assert [key for key in config_fields(RunConfig) if f">{key}<" not in settings] == []
     engine = (tmp_path / "docs" / "api" / "engine.html").read_text(encoding="utf-8")
     assert 'id="ditkit_core.engine.engine.BlockEngine"' in engine
     commands = (tmp_path / "docs" / "commands.html").read_text(encoding="utf-8")
-    assert "use with --run" in commands and not re.findall(r"–[a-z]", commands), "an option begins with two hyphens"
+    assert "use with --run" in commands and not re.findall(r"–[a-z]", commands), (
+        "an option begins with two hyphens"
+    )
     for page in tmp_path.rglob("*.html"):
-        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?:', page.read_text(encoding="utf-8")), page
+        assert not re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="https?:', page.read_text(encoding="utf-8")
+        ), page

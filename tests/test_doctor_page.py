@@ -20,13 +20,22 @@ def shape(text: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_shows_what_the_check_of_the_demo_prints(tmp_path, capsys):
-    assert start(FAMILIES["wan"], "train", ["--demo", "--check", "--run.folder", str(tmp_path / "run")]) == 0
+    assert (
+        start(
+            FAMILIES["wan"], "train", ["--demo", "--check", "--run.folder", str(tmp_path / "run")]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     printed = printed[printed.index("wan: ") :]  # progress is before it
-    (example,) = (block.text for block in blocks(ROOT / "docs" / "doctor.md") if block.language == "console")
+    (example,) = (
+        block.text for block in blocks(ROOT / "docs" / "doctor.md") if block.language == "console"
+    )
     assert shape(example) == shape(printed)
 
 
 def test_a_column_that_the_check_lacks_is_found():
     assert shape("dataset  frames\ndata  9\n") != shape("frames\n9\n")
-    assert shape("can be trained (7 warnings); checked in 3 s") == shape("can be trained; checked in 71 s")
+    assert shape("can be trained (7 warnings); checked in 3 s") == shape(
+        "can be trained; checked in 71 s"
+    )

@@ -1,4 +1,5 @@
-"""What families share, against diffusers' pipelines: of Z-Image, and of Qwen-Image, which no package here has."""
+"""What families share, against diffusers' pipelines: of Z-Image, and of Qwen-Image, which no
+package here has."""
 
 import dataclasses
 import json
@@ -18,7 +19,12 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3Model
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 from ditkit_core.errors import UserError
 from ditkit_core.families.demo import write_transformer, write_vae
@@ -49,7 +55,8 @@ BLOCKS: dict[str, Any] = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "16 channels, shifted": {
-        "latent_channels": 16, "shift_factor": 0.1159, "scaling_factor": 0.3611, "use_quant_conv": False, "use_post_quant_conv": False,
+        "latent_channels": 16, "shift_factor": 0.1159, "scaling_factor": 0.3611,
+        "use_quant_conv": False, "use_post_quant_conv": False,
     },
     "4 channels": {"latent_channels": 4, "scaling_factor": 0.18215},
 }  # fmt: skip
@@ -68,7 +75,9 @@ def written_vae(folder: Path, kind: str) -> Any:
 
 
 def loaded(vae_family: VaeFamily, /, **paths: Path) -> DiffusersVae:
-    encoder = DiffusersVae(vae_family, ModelPaths(**{name: str(path) for name, path in paths.items()}), CPU)
+    encoder = DiffusersVae(
+        vae_family, ModelPaths(**{name: str(path) for name, path in paths.items()}), CPU
+    )
     encoder.load()
     return encoder
 
@@ -104,7 +113,8 @@ def test_squares_of_latents_become_channels(tmp_path: Path) -> None:
 
 
 def latent_diffusion_name(name: str) -> str:
-    """The name of a parameter in a single file, written the other way round than the code under test."""
+    """The name of a parameter in a single file, written the other way round than the code under
+    test."""
     for ours, theirs in (
         ("conv_norm_out", "norm_out"), ("conv_shortcut", "nin_shortcut"), ("mid_block.resnets.0", "mid.block_1"),
         ("mid_block.resnets.1", "mid.block_2"), ("mid_block.attentions.0", "mid.attn_1"), ("group_norm", "norm"),
@@ -122,7 +132,10 @@ def test_a_single_file_gives_what_the_folder_gives(tmp_path: Path, kind: str) ->
     renamed = {latent_diffusion_name(name): tensor for name, tensor in state.items()}
     assert "decoder.up.3.block.0.conv1.weight" in renamed
     save_file(renamed, tmp_path / "ae.safetensors")
-    folder, file = loaded(family(kind), base=tmp_path), loaded(family(kind), vae=tmp_path / "ae.safetensors")
+    folder, file = (
+        loaded(family(kind), base=tmp_path),
+        loaded(family(kind), vae=tmp_path / "ae.safetensors"),
+    )
     assert torch.equal(folder.encode([image()])[0]["latents"], file.encode([image()])[0]["latents"])
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="is not the VAE of this model; set model.vae"):
@@ -135,12 +148,15 @@ def test_plans_count_the_vae_as_it_is(tmp_path: Path) -> None:
         weights, peak = measure_model(model, (1, 64, 64), dtype=torch.float32)
         # allocators round each tensor up
         assert (
-            weights == pytest.approx(sum(parameter.nbytes for parameter in vae.parameters()), rel=0.02)
+            weights
+            == pytest.approx(sum(parameter.nbytes for parameter in vae.parameters()), rel=0.02)
             and weights < peak
         )
 
 
-ENCODING = TextEncoding(models=(QWEN3,), reader="Z-Image", remedy="set model.text_encoder to a Qwen3", num_tokens=64)
+ENCODING = TextEncoding(
+    models=(QWEN3,), reader="Z-Image", remedy="set model.text_encoder to a Qwen3", num_tokens=64
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,18 +167,24 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    words = Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    )
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    words.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="right",
+        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        padding_side="right",
         # What Qwen3's own template says of one user's turn that is answered after thinking.
         chat_template="{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     )  # fmt: skip
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=5, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=5,
+        num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=64, rope_theta=1e6,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -182,12 +204,18 @@ def test_features_are_rows_of_the_hidden_states_before_the_last_layer(
     qwen: tuple[Path, Any, Any], caption: str, streaming: Any
 ) -> None:
     folder, model, tokenizer = qwen
-    encoder = LanguageModelEncoder(ENCODING, ModelPaths(base=str(folder)), CPU, torch.float32, streaming)
+    encoder = LanguageModelEncoder(
+        ENCODING, ModelPaths(base=str(folder)), CPU, torch.float32, streaming
+    )
     encoder.load()
     (features,) = (item["text"] for item in encoder.encode([caption]))
-    pipeline = ZImagePipeline(scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None)
+    pipeline = ZImagePipeline(
+        scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None
+    )
     with torch.no_grad():
-        (expected,) = pipeline._encode_prompt(caption, device=CPU, max_sequence_length=ENCODING.num_tokens)
+        (expected,) = pipeline._encode_prompt(
+            caption, device=CPU, max_sequence_length=ENCODING.num_tokens
+        )
     assert torch.equal(features, expected)
     assert (len(features) == ENCODING.num_tokens) == (len(caption) > 9) == bool(encoder.truncated)
     assert encoder.family.layers == (4,)
@@ -195,21 +223,29 @@ def test_features_are_rows_of_the_hidden_states_before_the_last_layer(
 
 SYSTEM = "<|im_start|>system\nDescribe it.<|im_end|>\n<|im_start|>user\n"
 SEES = TextFamily(
-    name="Qwen2.5-VL", layers=(-1,), before=SYSTEM, dropped=24, after="<|im_end|>\n<|im_start|>assistant\n",
-    special=("<|im_start|>", "<|im_end|>"), padding="<|endoftext|>", kind="Qwen2_5_VLText", model_type="qwen2_5_vl_text",
+    name="Qwen2.5-VL", layers=(-1,), before=SYSTEM, dropped=24,
+    after="<|im_end|>\n<|im_start|>assistant\n",
+    special=("<|im_start|>", "<|im_end|>"), padding="<|endoftext|>", kind="Qwen2_5_VLText",
+    model_type="qwen2_5_vl_text",
     unstated={"head_dim": 8}, published={"7B": {"hidden_size": 3584, "num_hidden_layers": 28}},
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def seeing(qwen: tuple[Path, Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with a tiny Qwen2.5-VL, which sees and reads, and the model as transformers has it."""
+def seeing(
+    qwen: tuple[Path, Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """A folder with a tiny Qwen2.5-VL, which sees and reads, and the model as transformers has
+    it."""
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(qwen[2]), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+            "vocab_size": len(qwen[2]), "hidden_size": 16, "intermediate_size": 32,
+            "num_hidden_layers": 3, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+            "mrope_section": [2, 1, 1]},
         },
-        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16},
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": 16},
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -228,10 +264,14 @@ def test_features_behind_the_last_norm_begin_after_the_system_prompt(
 ) -> None:
     folder, model = seeing
     encoding = TextEncoding(models=(SEES,), reader="Qwen-Image", remedy="", num_tokens=128)
-    encoder = LanguageModelEncoder(encoding, ModelPaths(base=str(folder)), CPU, torch.float32, streaming)
+    encoder = LanguageModelEncoder(
+        encoding, ModelPaths(base=str(folder)), CPU, torch.float32, streaming
+    )
     encoder.load()
     features = [encoder.encode([caption])[0]["text"] for caption in ("", "a fox")]
-    pipeline = QwenImagePipeline(scheduler=None, vae=None, text_encoder=model, tokenizer=qwen[2], transformer=None)
+    pipeline = QwenImagePipeline(
+        scheduler=None, vae=None, text_encoder=model, tokenizer=qwen[2], transformer=None
+    )
     pipeline.prompt_template_encode = SEES.render("{}")
     pipeline.prompt_template_encode_start_idx = SEES.dropped
     for caption, rows in zip(("", "a fox"), features, strict=True):
@@ -249,7 +289,9 @@ def test_features_behind_the_last_norm_begin_after_the_system_prompt(
 
 
 def replace_in(encoding: TextEncoding, **changes: Any) -> TextEncoding:
-    return dataclasses.replace(encoding, models=(dataclasses.replace(encoding.models[0], **changes),))
+    return dataclasses.replace(
+        encoding, models=(dataclasses.replace(encoding.models[0], **changes),)
+    )
 
 
 def test_plans_count_the_last_norm_and_no_dropped_token(seeing: tuple[Path, Any]) -> None:
@@ -258,11 +300,15 @@ def test_plans_count_the_last_norm_and_no_dropped_token(seeing: tuple[Path, Any]
     built = model.build(torch.float32)
     assert [name for name in built.state_dict() if name.startswith("norm.")] == ["norm.weight"]
     assert measure_model(model, (1, 64, 64), dtype=torch.float32)[0] > 0
-    item = family_spec(**{**SPEC, "text": encoding}, shift=3.0).training.empty_item(Arch(), (1, 64, 64))
+    item = family_spec(**{**SPEC, "text": encoding}, shift=3.0).training.empty_item(
+        Arch(), (1, 64, 64)
+    )
     assert len(item["text"]) == 128 - SEES.dropped
 
 
-def test_plans_of_a_text_encoder_follow_what_is_published_and_what_is_there(qwen: tuple[Path, Any, Any]) -> None:
+def test_plans_of_a_text_encoder_follow_what_is_published_and_what_is_there(
+    qwen: tuple[Path, Any, Any],
+) -> None:
     there = text_model(ENCODING, 16, ModelPaths(base=str(qwen[0]))).build(torch.float32)
     assert len(there.get_submodule("layers")) == 4
     published = text_model(ENCODING, 2560, ModelPaths()).build(torch.bfloat16)
@@ -287,7 +333,9 @@ class Scripted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("guidance", "calls"), [(1.0, 1), (3.0, 2)])
-def test_euler_steps_are_those_of_diffusers_scheduler(tmp_path: Path, guidance: float, calls: int) -> None:
+def test_euler_steps_are_those_of_diffusers_scheduler(
+    tmp_path: Path, guidance: float, calls: int
+) -> None:
     written_vae(tmp_path, "4 channels")
     sampler = EulerSampler(
         DiffusersVae(family("4 channels"), ModelPaths(base=str(tmp_path)), CPU),
@@ -298,14 +346,17 @@ def test_euler_steps_are_those_of_diffusers_scheduler(tmp_path: Path, guidance: 
     )
     text, without = (torch.full((2, 3), value) for value in (0.5, -0.25))
     job = GenerationRequest(
-        conditions={"text": text}, negative={"text": without}, frames=1, height=48, width=32, steps=5, guidance=guidance,
+        conditions={"text": text}, negative={"text": without}, frames=1, height=48, width=32,
+        steps=5, guidance=guidance,
         shift=0.0, seed=3,
     )  # fmt: skip
     model = Scripted()
     latents = generate_latents(sampler, job, model, lambda *_: None)
     assert len(model.calls) == 5 * calls
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / 5, 5).tolist())  # as ZImagePipeline has them
+    scheduler.set_timesteps(
+        sigmas=torch.linspace(1.0, 1 / 5, 5).tolist()
+    )  # as ZImagePipeline has them
     expected = torch.randn((4, 1, 6, 4), generator=generator(3, "sample"))
     for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
         velocity = expected * float(sigma) + text.mean()
@@ -341,7 +392,9 @@ def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in item.items()}
     assert shapes == {"latents": (16, 1, 8, 12), "text": (64, 2560), "reference.0": (16, 1, 4, 4)}
     assert spec.training.num_tokens(item) == 64 + 8 * 12 // 4 + 4
-    assert (spec.data.size_step, spec.data.frame_step) == (16, 0) and spec.training.shift(item["latents"]) == 3.0
+    assert (spec.data.size_step, spec.data.frame_step) == (16, 0) and spec.training.shift(
+        item["latents"]
+    ) == 3.0
     assert spec.adapters.verify is not None and spec.demo.config.name == "demo.toml"
     assert [model.name for model in spec.auxiliary.models(Arch(), ModelPaths())] == [
         "VAE encoder",
@@ -349,8 +402,10 @@ def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
         "VAE decoder",
     ]
     usual = {
-        "head.linear.weight": "head", "blocks.0.norm_q.weight": "qk_norms", "blocks.1.norm1.bias": "norms",
-        "blocks.0.adaLN_modulation.1.weight": "modulation", "embed.time_in.0.weight": "time_mlp", "blocks.0.q.weight": "matmul",
+        "head.linear.weight": "head", "blocks.0.norm_q.weight": "qk_norms",
+        "blocks.1.norm1.bias": "norms",
+        "blocks.0.adaLN_modulation.1.weight": "modulation", "embed.time_in.0.weight": "time_mlp",
+        "blocks.0.q.weight": "matmul",
     }  # fmt: skip
     assert {name: spec.precision.op_group_of(name) for name in usual} == usual
 
@@ -360,7 +415,8 @@ def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
         return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
 
     videos = VaeFamily(
-        kind="AutoencoderKLQwenImage", published={"z_dim": 16}, is_video=True, statistics=statistics, recipe="posterior mode, {}",
+        kind="AutoencoderKLQwenImage", published={"z_dim": 16}, is_video=True,
+        statistics=statistics, recipe="posterior mode, {}",
         channels=lambda config: config["z_dim"], strides=lambda config: (4, 8),
     )  # fmt: skip
     spec = family_spec(**{**SPEC, "vae": videos}, patch=(1, 2, 2), shift=3.0)
@@ -381,19 +437,29 @@ def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
 
 
 def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the TextEncoding of Zed names no language model.*4\. Encoders"):
+    with pytest.raises(
+        UserError, match=r"the TextEncoding of Zed names no language model.*4\. Encoders"
+    ):
         TextEncoding(models=(), reader="Zed", remedy="")
-    family = VaeFamily(published={}, kind="AutoencoderKLLTXVideo", label="the VAE of Zed", is_video=True)
-    with pytest.raises(UserError, match=r"the VAE of Zed decodes with a noise level .*timestep_conditioning"):
+    family = VaeFamily(
+        published={}, kind="AutoencoderKLLTXVideo", label="the VAE of Zed", is_video=True
+    )
+    with pytest.raises(
+        UserError, match=r"the VAE of Zed decodes with a noise level .*timestep_conditioning"
+    ):
         family.build({"timestep_conditioning": True})
     assert family.build({"timestep_conditioning": False}) is not None
-    with pytest.raises(UserError, match=r"write_vae knows small sizes of .*give it sizes of AutoencoderKLLTXVideo"):
+    with pytest.raises(
+        UserError, match=r"write_vae knows small sizes of .*give it sizes of AutoencoderKLLTXVideo"
+    ):
         write_vae(tmp_path, family)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_vae_with_statistics_needs_no_recipe() -> None:
-    family = VaeFamily(published={}, statistics=lambda vae: (torch.zeros(1), torch.ones(1)), patch=2)
+    family = VaeFamily(
+        published={}, statistics=lambda vae: (torch.zeros(1), torch.ones(1)), patch=2
+    )
     vae = SimpleNamespace(family=family, config={})
     assert (
         DiffusersVae.recipe.fget(vae)
@@ -412,12 +478,16 @@ def test_a_demo_transformer_is_written_in_the_published_names(tmp_path: Path) ->
     read = lambda config, index: _Published(config["hidden_size"], tuple(config["axes"]))
     build = lambda arch, precision: nn.ModuleDict({"embed": nn.Linear(arch.width, arch.width)})
     spec = altered(TOY, infer_arch=read, build=build)
-    with pytest.raises(UserError, match=r"reads 'hidden_size' of a transformer's config\.json.*`config`"):
+    with pytest.raises(
+        UserError, match=r"reads 'hidden_size' of a transformer's config\.json.*`config`"
+    ):
         write_transformer(tmp_path, spec, _Published())
     with pytest.raises(UserError, match=r"reads another architecture"):
         write_transformer(tmp_path, spec, _Published(), {"hidden_size": 8, "axes": [2, 2]})
     assert not list(tmp_path.iterdir())
-    names = replace(TOY.architecture.names, from_native={"official": lambda name: (TensorSlice(name),)})
+    names = replace(
+        TOY.architecture.names, from_native={"official": lambda name: (TensorSlice(name),)}
+    )
     config = {"hidden_size": 4, "axes": [2, 2]}
     write_transformer(tmp_path, altered(spec, names=names), _Published(), config)
     assert json.loads((tmp_path / "transformer" / "config.json").read_text()) == config
@@ -449,7 +519,9 @@ def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec:
             arch_here(spec, ModelPaths(base=hub_id))
         return str(error.value)
 
-    assert f"by its name it is FLUX.1, and no model of {spec.name}" in answer("black-forest-labs/FLUX.1-dev")
+    assert f"by its name it is FLUX.1, and no model of {spec.name}" in answer(
+        "black-forest-labs/FLUX.1-dev"
+    )
     assert "by its name it is LTX-Video" in answer("Lightricks/LTX-Video")
     for other in (family for family in (WAN, FLUX2, ZIMAGE) if family is not spec):
         wrong = f"{next(iter(other.architecture.hub_presets))}-x"

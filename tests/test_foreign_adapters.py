@@ -1,4 +1,5 @@
-"""Adapters of models that ditkit does not train, and of another family, are called what they are, before any preset is built."""
+"""Adapters of models that ditkit does not train, and of another family, are called what they are,
+before any preset is built."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,37 +33,48 @@ UNET = (
 )
 FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
     "SDXL, kohya": (
-        ("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q", "lora_unet_output_blocks_0_1_transformer_blocks_0_ff_net_0_proj"),
+        ("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q",
+        "lora_unet_output_blocks_0_1_transformer_blocks_0_ff_net_0_proj"),
         {"ss_base_model_version": "sdxl_base_v1-0"},
         "Stable Diffusion XL",
     ),
-    "SDXL without a header": (("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q",), {}, "Stable Diffusion XL"),
+    "SDXL without a header": (("lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q",), {},
+    "Stable Diffusion XL"),
     "SD 1.5": (UNET, {"ss_base_model_version": "sd_v1"}, "Stable Diffusion 1 and 2"),
     "SD 1.5 without a header": (UNET, {}, "Stable Diffusion 1 and 2"),
     "SD 3": (("lora_unet_joint_blocks_0_x_block_attn_qkv",), {}, "Stable Diffusion 3"),
     "FLUX.1, kohya": (
-        ("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_mod_lin", "lora_unet_single_blocks_37_linear1"),
+        ("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_mod_lin",
+        "lora_unet_single_blocks_37_linear1"),
         {"modelspec.architecture": "flux-1-dev/lora"},
         "FLUX.1",
     ),
     "FLUX.1, diffusers": (
-        ("transformer.single_transformer_blocks.0.attn.to_q", "transformer.single_transformer_blocks.0.proj_mlp"),
+        ("transformer.single_transformer_blocks.0.attn.to_q",
+        "transformer.single_transformer_blocks.0.proj_mlp"),
         {},
         "FLUX.1",
     ),
-    "FLUX.1, attention of all blocks": (tuple(f"lora_unet_double_blocks_{n}_img_attn_qkv" for n in range(19)), {}, "FLUX.1"),
+    "FLUX.1, attention of all blocks": (tuple(f"lora_unet_double_blocks_{n}_img_attn_qkv" for n in range(19)),
+    {}, "FLUX.1"),
     "Chroma": (("diffusion_model.distilled_guidance_layer.layers.0.in_layer",), {}, "Chroma"),
-    "Qwen-Image": (("transformer_blocks.0.img_mlp.net.0.proj", "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
-    "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
+    "Qwen-Image": (("transformer_blocks.0.img_mlp.net.0.proj",
+    "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
+    "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv",
+    "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
     "Krea 2": (("diffusion_model.blocks.0.attn.wq",), {}, "Krea 2"),
     "SD 3, diffusers": (
-        ("transformer.transformer_blocks.23.attn.add_q_proj", "transformer.transformer_blocks.0.attn.to_q"),
+        ("transformer.transformer_blocks.23.attn.add_q_proj",
+        "transformer.transformer_blocks.0.attn.to_q"),
         {},
         "Stable Diffusion 3, FLUX.1, Qwen-Image or another",
     ),
-    "SD 3, diffusers, feed-forward": (("transformer.transformer_blocks.0.ff_context.net.0.proj",), {}, "Stable Diffusion 3"),
-    "LTX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
-    "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",), {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
+    "SD 3, diffusers, feed-forward": (("transformer.transformer_blocks.0.ff_context.net.0.proj",),
+    {}, "Stable Diffusion 3"),
+    "LTX": (("transformer.transformer_blocks.0.attn1.to_q",),
+    {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
+    "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",),
+    {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
 }  # fmt: skip
 """By description: names of modules, the header, and what the message calls the model."""
 
@@ -108,7 +120,8 @@ HEADERS = {
         "anima-preview/lora": "Anima",
     },
 }
-"""By key: what kohya's programs, musubi-tuner and ai-toolkit write there, and the model that it is."""
+"""By key: what kohya's programs, musubi-tuner and ai-toolkit write there, and the model that it
+is."""
 CLASSES = {
     "HunyuanVideoTransformer3DModel": "HunyuanVideo",
     "HunyuanVideoFramepackTransformer3DModel": "FramePack",
@@ -131,7 +144,10 @@ METHODS = {
     "LyCORIS' IA3": ("lora_unet_{}.on_input", "IA3"),
     "VeRA": ("base_model.model.{}.vera_lambda_b", "VeRA"),
     "LyCORIS' GLoRA": ("lora_unet_{}.a1.weight", "GLoRA"),
-    "peft's LoRA of an embedding": ("base_model.model.{}.lora_embedding_A", "a LoRA of an embedding"),
+    "peft's LoRA of an embedding": (
+        "base_model.model.{}.lora_embedding_A",
+        "a LoRA of an embedding",
+    ),
 }
 """By program and method: a key, and what the message calls the method."""
 
@@ -139,7 +155,10 @@ METHODS = {
 def written(path: Path, modules: Sequence[str], header: Mapping[str, str]) -> SafetensorsSource:
     tensors = {}
     for module in modules:
-        tensors |= {f"{module}.lora_down.weight": torch.ones(2, 8), f"{module}.lora_up.weight": torch.ones(8, 2)}
+        tensors |= {
+            f"{module}.lora_down.weight": torch.ones(2, 8),
+            f"{module}.lora_up.weight": torch.ones(8, 2),
+        }
     save_file(tensors, path, metadata=dict(header))
     return SafetensorsSource.open(path)
 
@@ -159,7 +178,9 @@ def test_a_model_that_is_not_trained_is_called_by_its_name(
 
 
 @pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in HEADERS for value in HEADERS[key]])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key in HEADERS for value in HEADERS[key]]
+)
 def test_a_header_is_read_as_programs_write_it(family: str, key: str, value: str) -> None:
     name = HEADERS[key][value]
     likeness, remedy = looks_like((), SPECS[family].architecture.names.others, {key: value})
@@ -167,14 +188,20 @@ def test_a_header_is_read_as_programs_write_it(family: str, key: str, value: str
         assert not likeness
     else:
         assert likeness == f" (its header names {name})"
-        assert remedy.startswith("use the " if name in OF_FAMILY.values() else "ditkit does not train that model")
+        assert remedy.startswith(
+            "use the " if name in OF_FAMILY.values() else "ditkit does not train that model"
+        )
 
 
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_class_of_diffusers_is_read_as_the_model_that_it_is(family: str, kind: str) -> None:
-    said = wrong_config({"_class_name": kind}, KeyError("x"), family, SPECS[family].architecture.names.others)
-    assert said.startswith(f"describes {CLASSES[kind]} ({kind}), and no model of {family}; ditkit does not train")
+    said = wrong_config(
+        {"_class_name": kind}, KeyError("x"), family, SPECS[family].architecture.names.others
+    )
+    assert said.startswith(
+        f"describes {CLASSES[kind]} ({kind}), and no model of {family}; ditkit does not train"
+    )
 
 
 @pytest.mark.parametrize("family", SPECS)
@@ -208,7 +235,9 @@ SHARED = (
 
 
 @pytest.mark.parametrize("module", SHARED)
-def test_a_file_of_names_that_several_models_have_is_known_by_its_sizes(tmp_path: Path, module: str) -> None:
+def test_a_file_of_names_that_several_models_have_is_known_by_its_sizes(
+    tmp_path: Path, module: str
+) -> None:
     source = written(tmp_path / "x.safetensors", [module], {})
     layers = layers_of(FLUX2.architecture.build, next(iter(FLUX2.architecture.presets.values())))
     with pytest.raises(
@@ -218,7 +247,9 @@ def test_a_file_of_names_that_several_models_have_is_known_by_its_sizes(tmp_path
     assert "\n" not in str(caught.value)
     assert not adapter_in(source, FLUX2, layers=layers).presets, "its base decides"
     name = "transformer_blocks.0.ff_context.linear_in"
-    assert not adapter_in(written(tmp_path / "y.safetensors", [module, f"transformer.{name}"], {}), FLUX2).presets
+    assert not adapter_in(
+        written(tmp_path / "y.safetensors", [module, f"transformer.{name}"], {}), FLUX2
+    ).presets
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -227,7 +258,9 @@ def test_a_method_that_is_not_read_is_called_by_its_name(tmp_path: Path, method:
     module = "blocks.0.self_attn.q"
     module = module.replace(".", "_") if key.startswith("lora_unet_") else module
     save_file({key.format(module): torch.ones(2, 2)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=rf"contains {name}, which is not supported; merge it with the program"):
+    with pytest.raises(
+        UserError, match=rf"contains {name}, which is not supported; merge it with the program"
+    ):
         adapter_in(SafetensorsSource.open(tmp_path / "x.safetensors"), WAN)
 
 
@@ -253,21 +286,31 @@ NAMED = {
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("preset", [False, True])
 @pytest.mark.parametrize("named", NAMED)
-def test_a_lora_as_the_model_is_called_a_lora(tmp_path: Path, family: str, preset: bool, named: str) -> None:
+def test_a_lora_as_the_model_is_called_a_lora(
+    tmp_path: Path, family: str, preset: bool, named: str
+) -> None:
     spec, (key, path) = SPECS[family], NAMED[named]
     (tmp_path / "lora" / "images").mkdir(parents=True)
     written(tmp_path / "lora" / "x.safetensors", ["diffusion_model.blocks.0.self_attn.q"], {})
     name = next(iter(spec.architecture.presets)) if preset else ""
     paths = ModelPaths(**{key: str(tmp_path / path), "preset": name})
-    with pytest.raises(UserError, match=r"is a LoRA and no transformer: adapter.init .* base.merge .*$"):
+    with pytest.raises(
+        UserError, match=r"is a LoRA and no transformer: adapter.init .* base.merge .*$"
+    ):
         load(spec, paths) if preset else arch_here(spec, paths)
 
 
 @pytest.mark.parametrize("key", ["transformer", "base"])
 @pytest.mark.parametrize("preset", [False, True])
-def test_a_file_of_differences_as_the_model_is_called_that(tmp_path: Path, key: str, preset: bool) -> None:
-    save_file({"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(2, 2)}, tmp_path / "x.safetensors")
-    paths = ModelPaths(**{key: str(tmp_path / "x.safetensors"), "preset": "t2v-1.3b" if preset else ""})
+def test_a_file_of_differences_as_the_model_is_called_that(
+    tmp_path: Path, key: str, preset: bool
+) -> None:
+    save_file(
+        {"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(2, 2)}, tmp_path / "x.safetensors"
+    )
+    paths = ModelPaths(
+        **{key: str(tmp_path / "x.safetensors"), "preset": "t2v-1.3b" if preset else ""}
+    )
     with pytest.raises(
         UserError, match=r"is a file of differences .* and no transformer: base.merge merges it"
     ) as caught:
@@ -277,13 +320,25 @@ def test_a_file_of_differences_as_the_model_is_called_that(tmp_path: Path, key: 
 
 def test_the_form_that_a_program_asks_for_is_written_or_refused(tmp_path: Path) -> None:
     """FLUX.2's official names have q, k and v in one, which no LoKr of one layer can say."""
-    arch = Flux2Arch(dim=64, heads=2, double_layers=1, single_layers=1, text_dim=32, guidance=False, axes=(8,) * 4)
+    arch = Flux2Arch(
+        dim=64,
+        heads=2,
+        double_layers=1,
+        single_layers=1,
+        text_dim=32,
+        guidance=False,
+        axes=(8,) * 4,
+    )
     spec = altered(FLUX2, presets={"tiny": arch})
     module = spec.architecture.build(arch, Precision())
     config = ExportConfig(forms=("diffusers",), dtype="fp32")
     (folder,) = export_merged(module, spec.for_arch(arch), tmp_path / "base", config, metadata={})
-    lokr = load(spec, ModelPaths(transformer=str(folder), preset="tiny"), LoraConfig(method="lokr", r=2))
-    with pytest.raises(UserError, match=r"the official form has .* for more or less than one layer"):
+    lokr = load(
+        spec, ModelPaths(transformer=str(folder), preset="tiny"), LoraConfig(method="lokr", r=2)
+    )
+    with pytest.raises(
+        UserError, match=r"the official form has .* for more or less than one layer"
+    ):
         lokr.save_adapter(tmp_path / "x.safetensors", form="official")
     assert not (tmp_path / "x.safetensors").exists()
     lokr.save_adapter(tmp_path / "x.safetensors")

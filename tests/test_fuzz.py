@@ -1,4 +1,5 @@
-"""Hostile input in fourteen kinds, a part of what `tools/faults/fuzz.py` tries: success or one line, nothing that hangs or takes all memory."""
+"""Hostile input in fourteen kinds, a part of what `tools/faults/fuzz.py` tries: success or one
+line, nothing that hangs or takes all memory."""
 
 import os
 import random
@@ -76,13 +77,23 @@ def test_a_child_that_hangs_or_ends_costs_one_case(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.timeout(1500)  # of a machine that does much else
 @pytest.mark.parametrize(
-    "cases", [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)]
+    "cases",
+    [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize(
-    "kinds", [SLOWER, tuple(kind for kind in ALL_KINDS if kind not in SLOWER)], ids=["slower", "quicker"]
+    "kinds",
+    [SLOWER, tuple(kind for kind in ALL_KINDS if kind not in SLOWER)],
+    ids=["slower", "quicker"],
 )
 def test_nothing_hostile_gets_more_than_a_line(kinds: tuple[str, ...], cases: int) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "faults" / "fuzz.py"), "--cases", str(cases), "--kind", *kinds]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "faults" / "fuzz.py"),
+        "--cases",
+        str(cases),
+        "--kind",
+        *kinds,
+    ]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert all(f"| {kind} | {cases} |" in ended.stdout for kind in kinds), ended.stdout

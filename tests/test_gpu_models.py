@@ -1,4 +1,5 @@
-"""tools/gpu/gpu_models.py on small models: the same layers in both adapters, steps as the loop takes them, plans next to measurements."""
+"""tools/gpu/gpu_models.py on small models: the same layers in both adapters, steps as the loop
+takes them, plans next to measurements."""
 
 import inspect
 from contextlib import nullcontext
@@ -36,34 +37,57 @@ def test_diffusers_trains_the_same_layers(models: Any, part: str) -> None:
 def test_ours_is_timed_in_several_modes_next_to_plans_and_diffusers(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "plan_of", lambda case, mode, *others: models.Planned(peak=2 * models.GIB, seconds=3.0))
+    monkeypatch.setattr(
+        models,
+        "plan_of",
+        lambda case, mode, *others: models.Planned(peak=2 * models.GIB, seconds=3.0),
+    )
     rows = list(models.models("klein4b", CPU, True))
     case = models.small(models.CASES["klein4b"][0])
     steps = {row["name"]: row for row in rows if "steps" in row}
     names = [str(mode) for mode in case.modes] + [f"diffusers, {policy}" for policy in case.theirs]
-    assert list(steps) == [f"{case.name}, {name}" for name in names] and len(steps) == len(rows) - 2 == 3
-    assert all(row["ok"] and row["seconds"] >= row["fastest"] > 0 and row["launches"] > 100 for row in steps.values())
+    assert (
+        list(steps) == [f"{case.name}, {name}" for name in names]
+        and len(steps) == len(rows) - 2 == 3
+    )
+    assert all(
+        row["ok"] and row["seconds"] >= row["fastest"] > 0 and row["launches"] > 100
+        for row in steps.values()
+    )
     plans = [(2.0, 3.0)] * len(case.modes) + [(None, None)] * len(case.theirs)
     assert [(row.get("planned GiB"), row.get("planned seconds")) for row in steps.values()] == plans
 
 
 def test_a_step_is_that_of_the_loop(models: Any) -> None:
-    """Its loss is bitwise that of `training_step` where nothing is prepared ahead, and it trains."""
+    """Its loss is bitwise that of `training_step` where nothing is prepared ahead, and it
+    trains."""
     case = models.small(models.CASES["klein4b"][0])
     torch.manual_seed(0)
     model = models.build(case, CPU, True)
-    plain = Model(model.module, models.BlockEngine(policy="full"), model.spec, model.trained.optimizer.parameters)
+    plain = Model(
+        model.module,
+        models.BlockEngine(policy="full"),
+        model.spec,
+        model.trained.optimizer.parameters,
+    )
     context = StepContext(step=0, seed=0, flow=FlowConfig())
-    expected = training_step(plain, [model.batch], model.trained.optimizer, context, lr=0.0, clip_norm=1.0).loss
+    expected = training_step(
+        plain, [model.batch], model.trained.optimizer, context, lr=0.0, clip_norm=1.0
+    ).loss
     with models.step_of(model, models.Mode(policy="full", kernels="torch")) as step:
         first, second = step(), step()
     assert first == expected and second != first
 
 
-def test_a_replayed_step_is_recorded_behind_the_first_and_its_graph_is_freed(models: Any, capsys: Any) -> None:
-    """On a CPU a stand-in records and replays; without it the step runs eagerly, and a line says why."""
+def test_a_replayed_step_is_recorded_behind_the_first_and_its_graph_is_freed(
+    models: Any, capsys: Any
+) -> None:
+    """On a CPU a stand-in records and replays; without it the step runs eagerly, and a line says
+    why."""
     case = models.small(models.CASES["klein4b"][0])
-    replayed, eager = (models.Mode(policy="full", kernels="torch", cuda_graphs=way) for way in ("on", "off"))
+    replayed, eager = (
+        models.Mode(policy="full", kernels="torch", cuda_graphs=way) for way in ("on", "off")
+    )
     losses, kept = [], []
     for mode in (eager, replayed):
         torch.manual_seed(0)
@@ -77,8 +101,8 @@ def test_a_replayed_step_is_recorded_behind_the_first_and_its_graph_is_freed(mod
     with models.step_of(model, replayed) as step:
         step()
     assert (
-        "UserWarning: train.cuda_graphs = on: micro-batches run eagerly, because the device is no GPU"
-        in capsys.readouterr().err
+        "UserWarning: train.cuda_graphs = on: micro-batches run eagerly, because the device is no "
+        "GPU" in capsys.readouterr().err
     )
 
 
@@ -108,20 +132,29 @@ def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
 
     right = row(10.4, 1.0)
     assert (
-        right["ok"] and right["planned / measured"] == pytest.approx(1.04) and right["time planned / measured"] == 0.5
+        right["ok"]
+        and right["planned / measured"] == pytest.approx(1.04)
+        and right["time planned / measured"] == 0.5
     )
     assert (right["peak GiB"], right["reserved GiB"], right["steps"]) == (10, 12, 2)
     allocated[0] = 62 * models.GIB
     assert row(81, 1.0)["value"] == "more than this GPU has" and "seconds" in row(10.4, 1.0)
-    assert not row(10.6, 1.0)["ok"] and not row(9.4, 1.0)["ok"] and not row(10.0, float("nan"))["ok"]
+    assert (
+        not row(10.6, 1.0)["ok"] and not row(9.4, 1.0)["ok"] and not row(10.0, float("nan"))["ok"]
+    )
 
 
 def test_every_case_is_a_published_model_at_its_size(models: Any) -> None:
     numbers = {}
     for part, cases in models.CASES.items():
-        assert len({(case.family, case.preset, case.method) for case in cases}) == 1, "one model for a part"
+        assert len({(case.family, case.preset, case.method) for case in cases}) == 1, (
+            "one model for a part"
+        )
         for case in cases:
             spec, arch, _, item = models.described(case, False)
             numbers[case.name] = spec.training.num_tokens(item) if spec.training.num_tokens else 0
             assert arch.dim >= 1536 and set(case.theirs) <= {"none", "full"}, part
-    assert numbers["Wan 14B 480x832x49"] == 20280 and numbers["Wan 1.3B full fine-tune 720x1280x77"] == 72000
+    assert (
+        numbers["Wan 14B 480x832x49"] == 20280
+        and numbers["Wan 1.3B full fine-tune 720x1280x77"] == 72000
+    )

@@ -45,18 +45,25 @@ def test_each_trainer_has_a_column_and_each_policy_a_line(gpu_page: Any, tmp_pat
     rows = [
         {"part": "run", "name": "commit 1234", "value": "2026-01-01"},
         {"part": "facts", "name": "NVIDIA H100", "value": "torch 2.11"},
-        step("ditkit", 0.8, cuda_graphs="off", **ours), step("ditkit", 0.4, cuda_graphs="on", **ours),
+        step("ditkit", 0.8, cuda_graphs="off", **ours), step("ditkit", 0.4, cuda_graphs="on",
+        **ours),
         step("ditkit", 9.0, cuda_graphs="off", kernels="torch"), step("diffusers", 0.69),
-        {"part": "dev", "name": "dev, none", "case": "dev", "trainer": "ditkit", "policy": "none", "value": "more than this GPU has"},
+        {"part": "dev", "name": "dev, none", "case": "dev", "trainer": "ditkit", "policy": "none",
+        "value": "more than this GPU has"},
         {"part": "dev", "status": "ok", "seconds": 60, "error": ""},
-        step("musubi-tuner", 0.75), {"part": "musubi", "status": "failed", "seconds": 5, "error": "it crashed"},
+        step("musubi-tuner", 0.75), {"part": "musubi", "status": "failed", "seconds": 5,
+        "error": "it crashed"},
         {"part": "tests", "name": "test_one", "ok": False, "value": "AssertionError"},
     ]  # fmt: skip
     text = gpu_page.page([written(tmp_path / "gpu_h100.jsonl", *rows)])
     assert "## commit 1234\n\nNVIDIA H100: torch 2.11\n" in text
-    assert "| step | ditkit | ditkit, replayed | diffusers | musubi-tuner | planned: memory, time |" in text
+    assert (
+        "| step | ditkit | ditkit, replayed | diffusers | musubi-tuner | planned: memory, time |"
+        in text
+    )
     line = (
-        "| dev, full | 0.800 s, 66.2 GiB | 0.400 s, 66.2 GiB | 0.690 s, 66.2 GiB | 0.750 s, 66.2 GiB "
+        "| dev, full | 0.800 s, 66.2 GiB | 0.400 s, 66.2 GiB | 0.690 s, 66.2 GiB | 0.750 s, 66.2 "
+        "GiB "
         "| 1.001, 0.90; 1.001, 0.90 replayed |"
     )
     assert line in text and text.count("| dev, none |") == 1, "in the rows of its part"
@@ -72,5 +79,13 @@ def test_the_last_run_that_measured_a_part_counts(gpu_page: Any) -> None:
         return {"part": part, "name": "same", "value": number}
 
     skipped = {"part": "plan", "status": "skipped", "error": "no time left"}
-    rows = [run(1), row("plan", 1), row("tests", 1), row("tests", 2), run(2), row("tests", 3), skipped]
+    rows = [
+        run(1),
+        row("plan", 1),
+        row("tests", 1),
+        row("tests", 2),
+        run(2),
+        row("tests", 3),
+        skipped,
+    ]
     assert gpu_page.latest(rows) == [run(1), run(2), row("plan", 1), row("tests", 3)]

@@ -1,4 +1,5 @@
-"""tools/gpu/gpu_truth.py without a GPU: how parts are run and reported, the clock of a GPU with stand-ins."""
+"""tools/gpu/gpu_truth.py without a GPU: how parts are run and reported, the clock of a GPU with
+stand-ins."""
 
 import json
 import signal
@@ -54,15 +55,24 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     out = tmp_path / "rows.jsonl"
     out.write_text(json.dumps({"part": "fine", "name": "of an earlier run", "ok": False}) + "\n")
     names = ("fine", "wrong", "broken", "crashing", "lacking", "hanging", "leaving", "last")
-    parts = [truth.Part(name=name, seconds=1 if name == "hanging" else 200, about=f"About {name}") for name in names]
-    failed = truth.run(parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name])
+    parts = [
+        truth.Part(name=name, seconds=1 if name == "hanging" else 200, about=f"About {name}")
+        for name in names
+    ]
+    failed = truth.run(
+        parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]
+    )
     ends = {row["part"]: row for row in truth.read(out) if "status" in row}
     assert failed == 6
     assert {name: end["status"] for name, end in ends.items()} == {
-        "fine": "ok", "wrong": "failed", "broken": "failed", "crashing": "failed", "lacking": "failed",
+        "fine": "ok", "wrong": "failed", "broken": "failed", "crashing": "failed",
+        "lacking": "failed",
         "hanging": "failed", "leaving": "failed", "last": "ok",
     }  # fmt: skip
-    assert ends["broken"]["error"] == "for a reason (status 1)" and ends["hanging"]["error"] == "ended after 1 s"
+    assert (
+        ends["broken"]["error"] == "for a reason (status 1)"
+        and ends["hanging"]["error"] == "ended after 1 s"
+    )
     assert ends["crashing"]["error"] == "(ended by SIGSEGV)"
     killed = "(ended by SIGKILL, as the system does where the machine's memory runs out)"
     lacking = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (status 1)"
@@ -70,7 +80,9 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     assert ends["leaving"]["seconds"] < 100, "what a part leaves behind is not waited for"
     (left,) = (row["value"] for row in truth.read(out) if row.get("name") == "left")
     assert not _runs(left), "it would keep memory of the GPU"
-    warned = [(row["part"], row["value"]) for row in truth.read(out) if row.get("name") == "warning"]
+    warned = [
+        (row["part"], row["value"]) for row in truth.read(out) if row.get("name") == "warning"
+    ]
     assert warned == [("lacking", "UserWarning: objects leaked")]
     there = {row["part"] for row in truth.read(out) if row.get("name") == "first"}
     assert there >= {"fine", "wrong", "broken", "crashing", "leaving", "last"}, (
@@ -79,11 +91,16 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     assert capsys.readouterr().out.count("failed") == 6
     table = truth.tables(truth.read(out)[1:], parts)
     assert f": {lacking}" in table and f": {killed}" in table
-    assert "## wrong: failed" in table and "| first | yes | 1.5 |" in table and "| second | **no** |  |" in table
+    assert (
+        "## wrong: failed" in table
+        and "| first | yes | 1.5 |" in table
+        and "| second | **no** |  |" in table
+    )
 
 
 def _runs(process: int) -> bool:
-    """Whether a process runs; one that ended may be there until its new parent asks for its status."""
+    """Whether a process runs; one that ended may be there until its new parent asks for its
+    status."""
     stat = Path(f"/proc/{process}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -91,7 +108,10 @@ def _runs(process: int) -> bool:
 def test_when_the_time_is_up_the_rest_is_skipped_and_a_running_part_ended(truth, tmp_path):
     out = tmp_path / "rows.jsonl"
     parts = [truth.Part(name=name, seconds=5000, about="") for name in ("hanging", "fine")]
-    assert truth.run(parts, out, 1, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]) == 1
+    assert (
+        truth.run(parts, out, 1, lambda part: [sys.executable, "-c", WORKS, str(out), part.name])
+        == 1
+    )
     assert [row["status"] for row in truth.read(out) if "status" in row] == ["failed", "skipped"]
 
 
@@ -116,9 +136,13 @@ elif name == "timed":
 
 
 def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
-    """Two of them wait for each other's rows: one after the other, they would wait until their time is up."""
+    """Two of them wait for each other's rows: one after the other, they would wait until their time
+    is up."""
     out, names = tmp_path / "rows.jsonl", ("left", "right", "third", "timed", "alone")
-    parts = [truth.Part(name=name, seconds=100, about="", is_timed=name in ("timed", "alone")) for name in names]
+    parts = [
+        truth.Part(name=name, seconds=100, about="", is_timed=name in ("timed", "alone"))
+        for name in names
+    ]
     assert [len(batch) for batch in truth.batches(parts)] == [3, 1, 1]
 
     def command(part: Any) -> list[str]:
@@ -126,9 +150,9 @@ def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
 
     assert truth.run(parts, out, 2000, command, side_by_side=2) == 0
     rows = truth.read(out)
-    assert {name: sum("number" in row for row in rows if row["part"] == name) for name in names} == dict.fromkeys(
-        names, 100
-    )
+    assert {
+        name: sum("number" in row for row in rows if row["part"] == name) for name in names
+    } == dict.fromkeys(names, 100)
     assert len(out.read_text().splitlines()) == 5 * 101
 
 
@@ -172,7 +196,8 @@ def test_a_part_that_never_begins_ends_with_the_run(truth, tmp_path):
 
 
 def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
-    """A part that runs next to others knows it; `--tiny` leaves out what another part runs; a trainer's part needs its checkout."""
+    """A part that runs next to others knows it; `--tiny` leaves out what another part runs; a
+    trainer's part needs its checkout."""
     commands: dict[str, list[str]] = {}
 
     def noted(parts: Any, out: Path, wall: float, command: Any, *given: Any, **named: Any) -> int:
@@ -183,14 +208,23 @@ def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
     monkeypatch.setattr(truth, "run", noted)
     handler, out = signal.getsignal(signal.SIGTERM), tmp_path / "rows.jsonl"
     try:
-        truth.main(["--out", str(out), "--side-by-side", "4", "--musubi", "here", "--commit", "1234"])
+        truth.main(
+            ["--out", str(out), "--side-by-side", "4", "--musubi", "here", "--commit", "1234"]
+        )
         assert list(commands) == [part.name for part in truth.PARTS if part.name != "diffsynth"]
         shared = {name for name, command in commands.items() if "--shared" in command}
         assert shared == {part.name for part in truth.PARTS if not part.is_timed}
-        assert commands["musubi"][-2:] == ["--checkout", "here"] and "--checkout" not in commands["facts"]
+        assert (
+            commands["musubi"][-2:] == ["--checkout", "here"]
+            and "--checkout" not in commands["facts"]
+        )
         run, skipped = truth.read(out)
         assert (run["part"], run["name"]) == ("run", "commit 1234")
-        assert skipped == {"part": "diffsynth", "status": "skipped", "error": "--diffsynth names no checkout"}
+        assert skipped == {
+            "part": "diffsynth",
+            "status": "skipped",
+            "error": "--diffsynth names no checkout",
+        }
         truth.main(["--out", str(out), "--only", "speed", "facts"])
         assert list(commands) == ["speed", "facts"], "in the order that is asked for"
         truth.main(["--out", str(out), "--side-by-side", "1", "--tiny"])
@@ -203,11 +237,16 @@ def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
 
 def test_without_a_device_nothing_else_runs_and_a_part_without_rows_has_failed(truth, tmp_path):
     out = tmp_path / "rows.jsonl"
-    code = {"silent": "pass", "lacking": f"raise SystemExit({truth.NO_DEVICE})", "fine": "raise AssertionError"}
+    code = {
+        "silent": "pass",
+        "lacking": f"raise SystemExit({truth.NO_DEVICE})",
+        "fine": "raise AssertionError",
+    }
     parts = [truth.Part(name=name, seconds=200, about="") for name in code]
     assert truth.run(parts, out, 2000, lambda part: [sys.executable, "-c", code[part.name]]) == 2
     assert [(row["status"], row["error"]) for row in truth.read(out)] == [
-        ("failed", "it measured nothing"), ("failed", f"(status {truth.NO_DEVICE})"), ("skipped", "no device"),
+        ("failed", "it measured nothing"), ("failed", f"(status {truth.NO_DEVICE})"), ("skipped",
+        "no device"),
     ]  # fmt: skip
 
 
@@ -228,7 +267,10 @@ def test_what_was_measured_is_shown_after_an_interruption_and_the_part_ends(
     run = truth.run
 
     def interrupted(parts: Any, out: Path, *given: Any, **named: Any) -> int:
-        hanging = f"import sys, time, os; sys.argv[1:] = [{str(out)!r}, 'facts']\n" + INTERRUPTS.format(number=number)
+        hanging = (
+            f"import sys, time, os; sys.argv[1:] = [{str(out)!r}, 'facts']\n"
+            + INTERRUPTS.format(number=number)
+        )
         return int(run(parts, out, 2000, lambda part: [sys.executable, "-c", hanging]))
 
     monkeypatch.setattr(truth, "run", interrupted)
@@ -259,7 +301,9 @@ def test_on_a_gpu_a_plan_has_the_workspaces_that_torch_allocates(truth, monkeypa
     budgets: list[Any] = []
     monkeypatch.setattr(profiler, "profile", lambda job: SimpleNamespace(blocks=[]))
     monkeypatch.setattr(
-        memory, "compose", lambda made, partition, given: budgets.extend(given) or [SimpleNamespace(peak=0)]
+        memory,
+        "compose",
+        lambda made, partition, given: budgets.extend(given) or [SimpleNamespace(peak=0)],
     )
     for device in ("cpu", "cuda"):
         plan_truth.plan(plan_truth.tiny_cases()[0], torch.device(device))
@@ -284,8 +328,14 @@ def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan_truth.py", "--device", "cuda", "--tiny"])
     assert plan_truth.main() == 1
     printed = capsys.readouterr()
-    assert "| wan-lora-full-bf16-1024x1 | 200 | - | - | - | - |" in printed.out and "CUDA out of memory" in printed.err
-    assert "| wan-lora-full-bf16-1024x1-swapped-between 256 | 200 | 190 | 210 | 900 | 1.053 |" in printed.out
+    assert (
+        "| wan-lora-full-bf16-1024x1 | 200 | - | - | - | - |" in printed.out
+        and "CUDA out of memory" in printed.err
+    )
+    assert (
+        "| wan-lora-full-bf16-1024x1-swapped-between 256 | 200 | 190 | 210 | 900 | 1.053 |"
+        in printed.out
+    )
     names = [case.name for case in plan_truth.grid(torch.device("cuda", 0))]
     assert len(set(names)) == len(names) > 10 and names[0] == "wan-lora-full-bf16-20280x1"
 
@@ -298,18 +348,28 @@ def test_a_plan_for_a_larger_gpu_is_said_and_not_run(truth, monkeypatch):
     small, large = gpu_parts.plan_truth.Case(model="wan"), gpu_parts.plan_truth.Case(model="flux2")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 2**30))
     monkeypatch.setattr(gpu_parts.plan_truth, "grid", lambda device: [large, small])
-    monkeypatch.setattr(gpu_parts.plan_truth, "plan", lambda case, device: (400 if case is large else 200) * 2**20)
+    monkeypatch.setattr(
+        gpu_parts.plan_truth, "plan", lambda case, device: (400 if case is large else 200) * 2**20
+    )
     found = {"peak": 201 * 2**20, "in use": 1000 * 2**20}
-    monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", lambda case, device, **variables: found)
+    monkeypatch.setattr(
+        gpu_parts.plan_truth, "in_own_process", lambda case, device, **variables: found
+    )
     first, second = gpu_parts.plan(torch.device("cuda", 0), False)
-    assert first == {"name": large.name, "planned MiB": "400", "value": "more than this GPU has free"}
+    assert first == {
+        "name": large.name,
+        "planned MiB": "400",
+        "value": "more than this GPU has free",
+    }
     assert second["ok"] and second["measured MiB"] == "201"
     assert second["in use MiB"] == "276", "724 MiB were in use before"
     shared = list(gpu_parts.plan(torch.device("cuda", 0), False, is_shared=True))[1]
     assert shared == {name: value for name, value in second.items() if name != "in use MiB"}
 
 
-def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_both_allocators(truth, monkeypatch):
+def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_both_allocators(
+    truth, monkeypatch
+):
     import torch
 
     import gpu_parts
@@ -318,7 +378,11 @@ def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_
 
     def measured(case: Any, device: Any, **variables: str) -> Any:
         asked.append(variables)
-        return {"peak": 2**30, "reserved": 3 * 2**29, "in use": 2**31} if variables else "CUDA out of memory"
+        return (
+            {"peak": 2**30, "reserved": 3 * 2**29, "in use": 2**31}
+            if variables
+            else "CUDA out of memory"
+        )
 
     case = gpu_parts.plan_truth.Case(model="flux2", between=1024)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
@@ -327,7 +391,11 @@ def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_
     monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", measured)
     first, second = gpu_parts.plan(torch.device("cuda", 0), False)
     assert (first["ok"], first["value"]) == (False, "CUDA out of memory")
-    assert second["ok"] and second["reserved MiB"] == "1,536" and "no expandable segments" in second["name"]
+    assert (
+        second["ok"]
+        and second["reserved MiB"] == "1,536"
+        and "no expandable segments" in second["name"]
+    )
     assert asked == [{}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}]
 
 
@@ -357,12 +425,24 @@ def test_a_rate_above_the_published_one_is_a_mistake(truth, monkeypatch):
     seen = SimpleNamespace(name="NVIDIA H200", total_memory=143771 * 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
     gpu = torch.device("cuda", 0)
-    found = [device_clock.of_published(rate, lambda known: known.memory_bandwidth, gpu) for rate in (4e12, 5e12, 1e13)]
-    assert [(row["of published"], row["ok"]) for row in found] == [("83%", True), ("104%", True), ("208%", False)]
+    found = [
+        device_clock.of_published(rate, lambda known: known.memory_bandwidth, gpu)
+        for rate in (4e12, 5e12, 1e13)
+    ]
+    assert [(row["of published"], row["ok"]) for row in found] == [
+        ("83%", True),
+        ("104%", True),
+        ("208%", False),
+    ]
     assert device_clock.of_published(1e30, lambda known: 0.0, gpu) == {}, "it has no such products"
-    assert device_clock.of_published(1e30, lambda known: known.memory_bandwidth, torch.device("cpu")) == {}
+    assert (
+        device_clock.of_published(1e30, lambda known: known.memory_bandwidth, torch.device("cpu"))
+        == {}
+    )
     seen.name = "NVIDIA Unheard of"
-    assert device_clock.of_published(1e30, lambda known: known.memory_bandwidth, gpu) == {}, "its rates are assumed"
+    assert device_clock.of_published(1e30, lambda known: known.memory_bandwidth, gpu) == {}, (
+        "its rates are assumed"
+    )
 
 
 def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):
@@ -371,8 +451,10 @@ def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):
     import gpu_parts
 
     alone = [
-        "a.py::test_one[cuda] PASSED                     [ 50%]", "a.py::test_two[a word-cuda] FAILED              [100%]",
-        "=== short test summary info ===", "FAILED a.py::test_two[a word-cuda] - assert 1 == 2", "=== 1 failed, 1 passed in 3s ===",
+        "a.py::test_one[cuda] PASSED                     [ 50%]",
+        "a.py::test_two[a word-cuda] FAILED              [100%]",
+        "=== short test summary info ===", "FAILED a.py::test_two[a word-cuda] - assert 1 == 2",
+        "=== 1 failed, 1 passed in 3s ===",
     ]  # fmt: skip
     shared = [
         "[gw1] [ 50%] ERROR b.py::test[a word] ",
@@ -394,7 +476,10 @@ def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):
         def __exit__(self, *error: object) -> None: ...
 
     monkeypatch.setattr(gpu_parts.subprocess, "Popen", Run)
-    rows = [{**row, "name": row["name"].partition(" -n")[0]} for row in gpu_parts.tests(torch.device("cuda", 0), False)]
+    rows = [
+        {**row, "name": row["name"].partition(" -n")[0]}
+        for row in gpu_parts.tests(torch.device("cuda", 0), False)
+    ]
     assert rows == [
         {"name": "a.py::test_two[a word-cuda]", "ok": False},
         {"name": "a.py::test_two[a word-cuda]", "value": "assert 1 == 2"},
@@ -403,5 +488,7 @@ def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):
         {"name": "pytest", "value": shared[-1], "ok": False},
     ]
     # Tests that measure memory must not share the GPU; and one failure hides no other.
-    assert " -n 0 -k not trains_as_the_cpu_does " in asked[0] and all(" -m gpu " in each for each in asked)
+    assert " -n 0 -k not trains_as_the_cpu_does " in asked[0] and all(
+        " -m gpu " in each for each in asked
+    )
     assert not any(" -x" in each for each in asked)

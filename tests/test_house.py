@@ -1,4 +1,5 @@
-"""Rules that a machine can check: what library code never does, and what the repository never holds."""
+"""Rules that a machine can check: what library code never does, and what the repository never
+holds."""
 
 import ast
 import builtins
@@ -23,7 +24,10 @@ GIVEN_NAMES = {
     "main": ("diagnostics.verification.worker", "previews.worker"),  # of programs
     **dict.fromkeys(
         ("forward", "backward"),
-        tuple(f"nn.kernels.{name}" for name in ("gated_sum", "gated_unit", "modulated_norm", "norm_rotation")),
+        tuple(
+            f"nn.kernels.{name}"
+            for name in ("gated_sum", "gated_unit", "modulated_norm", "norm_rotation")
+        ),
     ),
 }
 """Names that several modules define because something else calls each of them by it."""
@@ -38,9 +42,11 @@ PLACES_OF_RANKS = (
     "run/",
     "testing/",
 )
-"""Those that ask which of the ranks this process is. All others are given that as a value, or do not know of ranks."""
+"""Those that ask which of the ranks this process is. All others are given that as a value, or do
+not know of ranks."""
 LIBRARY_ERRORS = "ditkit_core/errors"
-"""The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
+"""The one module that catches every exception: what a library raises at a foreign file, or a
+service behind it (`given_to_library`)."""
 
 
 def core():
@@ -71,13 +77,19 @@ def forbidden(node: ast.AST) -> str | None:
         case ast.Call(func=ast.Name(id="hasattr")):
             return "hasattr: the type says what it has"
         case ast.Call(keywords=keywords) if any(
-            word.arg == "trust_remote_code" and not (isinstance(word.value, ast.Constant) and word.value.value is False)
+            word.arg == "trust_remote_code"
+            and not (isinstance(word.value, ast.Constant) and word.value.value is False)
             for word in keywords
         ):
             return "trust_remote_code"
-        case ast.ExceptHandler(type=None) | ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException")):
+        case (
+            ast.ExceptHandler(type=None)
+            | ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException"))
+        ):
             return "broad except: name what can happen"
-        case ast.Attribute(value=ast.Name(id="os"), attr="fork" | "kill" | "getuid" | "mkfifo" | "setsid"):
+        case ast.Attribute(
+            value=ast.Name(id="os"), attr="fork" | "kill" | "getuid" | "mkfifo" | "setsid"
+        ):
             return f"os.{node.attr}: not on every system"
         case _:
             return None
@@ -100,16 +112,18 @@ os.fork()
 """
     found = [node.lineno for node in ast.walk(ast.parse(guilty)) if forbidden(node)]
     assert sorted(found) == [2, 3, 4, 5, 6, 7, 8, 10, 12, 13]
-    innocent = (
-        "from_pretrained(n, trust_remote_code=False)\nos.replace(a, b)\ntry: ...\nexcept (OSError, ValueError): ...\n"
-    )
+    innocent = "from_pretrained(n, trust_remote_code=False)\nos.replace(a, b)\ntry: ...\nexcept (OSError, ValueError): ...\n"
     assert not [node for node in ast.walk(ast.parse(innocent)) if forbidden(node)]
 
 
 def test_library_code_does_nothing_forbidden():
     found, allowed = [], []
     for file in SOURCES:
-        of_file = [f"{where(file, node)}: {forbidden(node)}" for node in source(file).nodes if forbidden(node)]
+        of_file = [
+            f"{where(file, node)}: {forbidden(node)}"
+            for node in source(file).nodes
+            if forbidden(node)
+        ]
         if f"{file.parent.name}/{file.stem}" == LIBRARY_ERRORS:
             allowed.append(of_file.pop())
         found += of_file
@@ -121,13 +135,17 @@ def test_library_code_does_nothing_forbidden():
 def test_exceptions_that_docstrings_name_are_there():
     """Ours, Python's, or something that some module of ours imports."""
     nodes = [(file.name, node) for file in SOURCES for node in source(file).nodes]
-    known = {node.name for _, node in nodes if isinstance(node, ast.ClassDef | ast.alias)} | set(dir(builtins))
+    known = {node.name for _, node in nodes if isinstance(node, ast.ClassDef | ast.alias)} | set(
+        dir(builtins)
+    )
     found = [
         (file, name)
         for file, node in nodes
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
         for name in re.findall(
-            r"^    (\w+): ", (ast.get_docstring(node) or "").partition("\nRaises:\n")[2], re.MULTILINE
+            r"^    (\w+): ",
+            (ast.get_docstring(node) or "").partition("\nRaises:\n")[2],
+            re.MULTILINE,
         )
     ]
     assert len(found) > 100
@@ -137,15 +155,22 @@ def test_exceptions_that_docstrings_name_are_there():
 def uses_ranks(node: ast.AST) -> str:
     """Whether a node uses torch.distributed, or asks which rank this process is."""
     match node:
-        case ast.ImportFrom(module="ditkit_core.distributed.torchrun" | "ditkit_core.distributed.launch"):
+        case ast.ImportFrom(
+            module="ditkit_core.distributed.torchrun" | "ditkit_core.distributed.launch"
+        ):
             return "asks"
         case ast.Constant(value="WORLD_SIZE" | "LOCAL_RANK" | "LOCAL_WORLD_SIZE"):
             return "asks"
-        case ast.Call(func=ast.Name(id="distributed")) | ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+        case (
+            ast.Call(func=ast.Name(id="distributed"))
+            | ast.Attribute(value=ast.Name(id="torch"), attr="distributed")
+        ):
             return "uses"
         case ast.ImportFrom(module=str(module)) if module.startswith("torch.distributed"):
             return "uses"
-        case ast.Import(names=names) if any(name.name.startswith("torch.distributed") for name in names):
+        case ast.Import(names=names) if any(
+            name.name.startswith("torch.distributed") for name in names
+        ):
             return "uses"
         case _:
             return ""
@@ -168,13 +193,22 @@ def test_few_modules_know_ranks_and_no_model_does():
 
 def test_the_core_defines_no_public_name_twice():
     twice = defined_twice(library())
-    known = {name: [f"ditkit_core.{module}" for module in modules] for name, modules in GIVEN_NAMES.items()}
+    known = {
+        name: [f"ditkit_core.{module}" for module in modules]
+        for name, modules in GIVEN_NAMES.items()
+    }
     assert twice == known
 
 
 def test_every_folder_of_the_core_has_an_introduction_and_few_modules_are_in_none():
-    inits = {file.parent: file for file in SOURCES if file.name == "__init__.py" and CORE in f"{file.as_posix()}"}
-    outside = {file.path.removeprefix(CORE) for file in core() if "/" not in file.path.removeprefix(CORE)}
+    inits = {
+        file.parent: file
+        for file in SOURCES
+        if file.name == "__init__.py" and CORE in f"{file.as_posix()}"
+    }
+    outside = {
+        file.path.removeprefix(CORE) for file in core() if "/" not in file.path.removeprefix(CORE)
+    }
     assert outside == {"__init__.py", *MODULES_IN_NO_FOLDER}
     for folder, file in inits.items():
         if folder.name != CORE.rstrip("/").rpartition("/")[2]:
@@ -190,7 +224,8 @@ def layers_of_the_core() -> list[list[str]]:
 
 
 def wrong_in_introduction(folder: str, text: str) -> list[str]:
-    """Files to start at that are not there, and folders to import that are not those of the next line of the contract."""
+    """Files to start at that are not there, and folders to import that are not those of the next
+    line of the contract."""
     layers = layers_of_the_core()
     (line,) = [index for index, names in enumerate(layers) if folder.partition("/")[0] in names]
     said = re.search(r"the folders from (.+?) downwards", text)
@@ -206,18 +241,31 @@ def wrong_in_introduction(folder: str, text: str) -> list[str]:
 
 
 def test_an_introduction_names_files_that_are_there_and_the_folders_below():
-    texts = {folder: ROOT / CORE / folder / "__init__.py" for folder in folders_of(file.path for file in core())}
+    texts = {
+        folder: ROOT / CORE / folder / "__init__.py"
+        for folder in folders_of(file.path for file in core())
+    }
     texts = {folder: file.read_text(encoding="utf-8") for folder, file in texts.items() if folder}
     assert len(texts) > 10 and sum("downwards" in text for text in texts.values()) > 10
-    assert {folder: wrong for folder, text in texts.items() if (wrong := wrong_in_introduction(folder, text))} == {}
+    assert {
+        folder: wrong
+        for folder, text in texts.items()
+        if (wrong := wrong_in_introduction(folder, text))
+    } == {}
     guilty = "It may import the folders from planner and run downwards. Start reading at gone.py, then attention/."
     assert wrong_in_introduction("nn", guilty) == ["gone.py", "planner", "run"]
 
 
 def test_no_file_names_a_folder_of_somebodys_machine():
-    own = "|".join(re.escape(str(folder)) for folder in (ROOT, Path.home()) if len(folder.parts) > 1)
-    machine = re.compile(rf"(?:{own})\b|(?<![\w.~:/])/(?:root|work|home/\w+|Users/\w+)/|[A-Z]:\\+Users\\")
-    assert machine.search("see /ho" + "me/somebody/models") and machine.search("C:\\Us" + "ers\\somebody")
+    own = "|".join(
+        re.escape(str(folder)) for folder in (ROOT, Path.home()) if len(folder.parts) > 1
+    )
+    machine = re.compile(
+        rf"(?:{own})\b|(?<![\w.~:/])/(?:root|work|home/\w+|Users/\w+)/|[A-Z]:\\+Users\\"
+    )
+    assert machine.search("see /ho" + "me/somebody/models") and machine.search(
+        "C:\\Us" + "ers\\somebody"
+    )
     found = []
     for file in text_files():
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
@@ -233,7 +281,9 @@ def test_helper_modules_next_to_the_tests_have_names_of_their_own():
         *(ROOT / "tools").glob("*/"),
         *(member.folder / "tests" / "support" for member in MEMBERS),
     ]
-    names = Counter(file.stem for folder in folders for file in folder.glob("*.py") if file.stem != "conftest")
+    names = Counter(
+        file.stem for folder in folders for file in folder.glob("*.py") if file.stem != "conftest"
+    )
     helpers = {name: count for name, count in names.items() if not name.startswith("test_")}
     assert "workspace" in helpers
     assert [name for name, count in helpers.items() if count > 1] == []
@@ -243,16 +293,24 @@ def test_every_test_is_collected_under_a_strict_name():
     """A test file that pytest does not see passes for ever."""
     for member in MEMBERS:
         for file in (member.folder / "tests").rglob("*.py"):
-            defines = re.search(r"^def test_|^class Test", file.read_text(encoding="utf-8"), re.MULTILINE)
+            defines = re.search(
+                r"^def test_|^class Test", file.read_text(encoding="utf-8"), re.MULTILINE
+            )
             assert not defines or file.name.startswith("test_"), (
                 f"{file.relative_to(ROOT)} holds tests that are not collected"
             )
 
 
 def suites() -> set[str]:
-    """The classes of `ditkit_core/testing` that a family subclasses: `Conformance`, and those that are no part of it."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / CORE / "testing").glob("conformance*.py")]
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    """The classes of `ditkit_core/testing` that a family subclasses: `Conformance`, and those that
+    are no part of it."""
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8"))
+        for file in (ROOT / CORE / "testing").glob("conformance*.py")
+    ]
+    classes = {
+        node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)
+    }
     parts = {base.id for name in ("Conformance", "CoreChecks") for base in classes[name].bases}
     return {name for name in classes if name.endswith(("Conformance", "Checks"))} - parts
 
@@ -261,22 +319,30 @@ def suites() -> set[str]:
 def test_a_family_passes_every_suite_of_the_core(member):
     spec = importlib.import_module(f"{member.package}.cli").FAMILY.spec().architecture
     divides_tokens = any(map(spec.token_streams, spec.presets.values()))
-    tests = "".join(file.read_text(encoding="utf-8") for file in (member.folder / "tests").rglob("*.py"))
+    tests = "".join(
+        file.read_text(encoding="utf-8") for file in (member.folder / "tests").rglob("*.py")
+    )
     wanted = suites() - (set() if divides_tokens else {"ContextConformance"})
     if re.search(r"\bEverySuite\b", tests):
         wanted -= {"Conformance", *(suite.checks.__name__ for suite in SUITES.values())}
-    if marks(member.folder):  # as the generator wrote it: an author comes to the other suites with the last steps
+    if marks(
+        member.folder
+    ):  # as the generator wrote it: an author comes to the other suites with the last steps
         pytest.skip(next_step(member.folder))
     lacking = sorted(name for name in wanted if not re.search(rf"\b{name}\b", tests))
     assert not lacking, (
-        f"subclass in {member.folder.relative_to(ROOT)}/tests, as the other families do: {', '.join(lacking)}"
+        f"subclass in {member.folder.relative_to(ROOT)}/tests, as the other families do: "
+        f"{', '.join(lacking)}"
     )
 
 
 def test_what_needs_a_gpu_runs_on_a_stand_in_as_well():
-    """A body that only a GPU runs may never have run: the fixture `gpu` gives it both, and nothing else marks it."""
+    """A body that only a GPU runs may never have run: the fixture `gpu` gives it both, and nothing
+    else marks it."""
     marked = [
-        file for file in text_files() if file.suffix == ".py" and "pytest.mark." + "gpu" in file.read_text("utf-8")
+        file
+        for file in text_files()
+        if file.suffix == ".py" and "pytest.mark." + "gpu" in file.read_text("utf-8")
     ]
     assert [file.name for file in marked] == ["gpu.py"]
 

@@ -32,13 +32,20 @@ def graph(texts):
 
 
 def test_parameters_are_those_that_a_caller_gives():
-    (file,) = files({"a.py": "class A:\n def f(self, a, /, b, *c, d=1, **e): ...\nasync def g(b, cls): ...\n"})
-    assert sorted((function.name, function.parameters) for function in file.functions) == [("f", 3), ("g", 2)]
+    (file,) = files(
+        {"a.py": "class A:\n def f(self, a, /, b, *c, d=1, **e): ...\nasync def g(b, cls): ...\n"}
+    )
+    assert sorted((function.name, function.parameters) for function in file.functions) == [
+        ("f", 3),
+        ("g", 2),
+    ]
 
 
 def test_a_function_is_as_long_as_from_its_def_to_its_last_line():
     (file,) = files(
-        {"a.py": "@cache\ndef f():\n    def g():\n        'Said.'\n        return (\n            1\n        )\n"}
+        {
+            "a.py": "@cache\ndef f():\n    def g():\n        'Said.'\n        return (\n            1\n        )\n"
+        }
     )
     found = {function.name: (function.lines, function.documented) for function in file.functions}
     assert found == {"f": (6, False), "g": (5, True)}
@@ -53,7 +60,22 @@ def test_docstrings_comments_and_probes_are_counted_by_line_and_call():
 def test_the_row_of_sizes_has_every_count():
     text = "@dataclass\nclass A:\n    model: Any\n\n\nclass B: ...\n\n\ndef f(model: Any, x: Any): ...  # fmt: skip\n"
     cells = sizes(files({"a.py": text, "b.py": "x = 1\n", "c.py": "x = 1\n"}))
-    assert cells == ["3", "11", "1 / 9 / 9", "1", "0", "0", "2 (1)", "0.0", "0.0", "0%", "0.00", "1", "2", "2"]
+    assert cells == [
+        "3",
+        "11",
+        "1 / 9 / 9",
+        "1",
+        "0",
+        "0",
+        "2 (1)",
+        "0.0",
+        "0.0",
+        "0%",
+        "0.00",
+        "1",
+        "2",
+        "2",
+    ]
 
 
 def test_public_names_of_two_modules_are_found_and_methods_are_not():
@@ -126,7 +148,12 @@ def test_imports_that_run_up_are_named(inside):
         f"ditkit_core.data{module} -> ditkit_core.nn{module}",
         f"ditkit_core.errors -> ditkit_core.commands{module}",
     ]
-    own = {**texts, f"data{inside}": "", "data/other.py": f"from ditkit_core.data{module} import x\n", "errors.py": ""}
+    own = {
+        **texts,
+        f"data{inside}": "",
+        "data/other.py": f"from ditkit_core.data{module} import x\n",
+        "errors.py": "",
+    }
     assert running_up(graph(own), layers) == []
 
 
@@ -134,9 +161,23 @@ def test_files_are_counted_by_the_folder_that_they_are_in():
     paths = ["__init__.py", "errors.py", "data/__init__.py", "data/scan.py", "data/media/video.py"]
     assert folders_of(CORE + path for path in paths) == {"": 2, "data": 2, "data/media": 1}
     texts = {CORE + path: "" for path in paths}
-    texts |= {"packages/wan/src/ditkit_wan/spec.py": "from ditkit_core.data.scan import x\n", "README.md": "a\nb\n"}
+    texts |= {
+        "packages/wan/src/ditkit_wan/spec.py": "from ditkit_core.data.scan import x\n",
+        "README.md": "a\nb\n",
+    }
     tree = Tree("now", {**texts, "pyproject.toml": PYPROJECT})
-    assert Shape.of(tree, tree.groups()).cells() == ["1", "2", "1", "3", "0", "0", "0", "1", "0", "2"]
+    assert Shape.of(tree, tree.groups()).cells() == [
+        "1",
+        "2",
+        "1",
+        "3",
+        "0",
+        "0",
+        "0",
+        "1",
+        "0",
+        "2",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="reads revisions with git")
@@ -157,7 +198,11 @@ def test_a_revision_is_measured_next_to_the_working_tree(tmp_path):
     (tmp_path / CORE / "testing").mkdir()
     (tmp_path / CORE / "testing" / "b.py").write_text("def f(a, b, c, d, e, f, g, h, i): ...\n")
     lines = list(measured([tree_at(tmp_path, "HEAD"), working_tree(tmp_path)]))
-    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in lines if line.startswith("| core")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:5]]
+        for line in lines
+        if line.startswith("| core")
+    ]
     assert rows == [
         ["core", "HEAD", "1", "1"],
         ["core", "working tree", "1", "2"],

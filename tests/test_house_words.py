@@ -1,7 +1,17 @@
 """What tools/house_words.py counts, and that it only falls."""
 
 from house_measures import CORE, File
-from house_words import PAGE, Count, count, counts, grown, imports_of, is_counted, recorded, single_importers
+from house_words import (
+    PAGE,
+    Count,
+    count,
+    counts,
+    grown,
+    imports_of,
+    is_counted,
+    recorded,
+    single_importers,
+)
 from workspace import MEMBERS, source
 
 TEXT = '''"""That of a neighbour, and those
@@ -57,4 +67,6 @@ def test_the_words_of_each_folder_only_fall() -> None:
     assert len(recorded(page)) > 15
     files = [source(path) for member in MEMBERS for path in member.modules]
     files = [file for file in files if is_counted(file.path)]
-    assert grown(files, page) == [], "use nouns; after they fell: uv run tools/house_words.py --write"
+    assert grown(files, page) == [], (
+        "use nouns; after they fell: uv run tools/house_words.py --write"
+    )

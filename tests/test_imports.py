@@ -13,7 +13,8 @@ import pytest
 from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml, source
 
 NOT_ON_AN_INDEX = {"flash_attn_interface", "sageattention"}
-"""Imported where somebody built it, never required: FlashAttention 3 and SageAttention 2 are published as source only."""
+"""Imported where somebody built it, never required: FlashAttention 3 and SageAttention 2 are
+published as source only."""
 
 
 @cache
@@ -36,13 +37,20 @@ def distribution(name: str) -> str:
 def declared(member: Member) -> set[str]:
     extras = member.project.get("optional-dependencies", {}).values()
     return {
-        distribution(name) for name in [*member.project["dependencies"], *(name for extra in extras for name in extra)]
+        distribution(name)
+        for name in [*member.project["dependencies"], *(name for extra in extras for name in extra)]
     }
 
 
 def test_the_import_contracts_hold():
-    # A process of its own: import-linter disables the loggers that exist when it starts. It imports none of our code.
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    # A process of its own: import-linter disables the loggers that exist when it starts. It imports
+    # none of our code.
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+        "--no-cache",
+    ]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, encoding="utf-8")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "0 broken" in checked.stdout
@@ -64,7 +72,8 @@ def test_no_member_imports_a_model_package_but_itself(member):
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 def test_every_import_is_a_declared_dependency(member):
-    # A model package may use what the core requires: the two are released together, with one version.
+    # A model package may use what the core requires: the two are released together, with one
+    # version.
     allowed = declared(member) | declared(CORE) | {member.name}
     owners = packages_distributions()
     missing = []

@@ -13,10 +13,18 @@ from workspace import ROOT
 @pytest.mark.skipif(sys.platform == "win32", reason="starts are forks")
 def test_a_killed_run_ends_like_one_that_was_not(tmp_path: Path) -> None:
     kinds = ["--families", "wan", "--methods", "lora", "--folder", str(tmp_path / "runs")]
-    command = [sys.executable, str(ROOT / "tools" / "faults" / "kill_test.py"), "--kills", "1", *kinds]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "faults" / "kill_test.py"),
+        "--kills",
+        "1",
+        *kinds,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("\n1 kills, 0 runs that differ\n") and "| wan | lora | " in done.stdout
+    assert (
+        done.stdout.endswith("\n1 kills, 0 runs that differ\n") and "| wan | lora | " in done.stdout
+    )
 
 
 def test_a_run_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their demos."""
+"""The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their
+demos."""
 
 import os
 import re
@@ -31,7 +32,9 @@ def programs() -> dict[str, str]:
     text = PAGE.read_text(encoding="utf-8")
     lines = text.splitlines()
     return {
-        [line.removeprefix("## ") for line in lines[: block.line] if line.startswith("## ")][-1]: block.text
+        [line.removeprefix("## ") for line in lines[: block.line] if line.startswith("## ")][
+            -1
+        ]: block.text
         for block in blocks(PAGE)
         if block.language == "python"
     }
@@ -49,7 +52,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 one_family = pytest.mark.parametrize("family", ["ditkit_wan"], indirect=True, scope="module")
-"""For plans, which read a family through its spec: each package plans its presets, and the core its own model, in ways that find more."""
+"""For plans, which read a family through its spec: each package plans its presets, and the core its
+own model, in ways that find more."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,9 @@ def world(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(family: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
+def run(
+    family: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], dict[str, object]]:
     """Runs a program of the page in the world, and returns its names."""
     monkeypatch.chdir(world)
 
@@ -79,14 +85,20 @@ def run(family: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 def test_a_model_is_loaded_and_frozen(run, family):
     model = run("Load a model")["model"]
-    assert not list(model.parameters()) and not any(p.requires_grad for p in model.module.parameters())
-    assert repr(model).startswith(f"<Model {family.removeprefix('ditkit_')}") and "0 trained" in repr(model)
+    assert not list(model.parameters()) and not any(
+        p.requires_grad for p in model.module.parameters()
+    )
+    assert repr(model).startswith(
+        f"<Model {family.removeprefix('ditkit_')}"
+    ) and "0 trained" in repr(model)
 
 
 def test_a_lora_has_peft_s_rank_and_scale_and_the_engine_is_replaced(run):
     names = run("Add a LoRA, choose a policy")
     model = names["model"]
-    assert {p.shape[0] for name, p in model.trainable.items() if name.endswith("lora_A.weight")} == {8}
+    assert {
+        p.shape[0] for name, p in model.trainable.items() if name.endswith("lora_A.weight")
+    } == {8}
     assert model.origin.adapter.scaling == 16 / 8**0.5
     assert str(model.engine.schedule.policies([None, None])[0]) == "none"
 
@@ -117,7 +129,11 @@ def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
 def test_a_step_is_planned_for_a_gpu_that_is_not_here(run, capsys):
     step = run("Plan my step on that GPU")["step"]
     assert step.fits and step.job.execution.kernels == "triton"
-    assert step.seconds == step_seconds(step.profile, step.partition, parse_gpus("rtx4090"), step.work) > 0
+    assert (
+        step.seconds
+        == step_seconds(step.profile, step.partition, parse_gpus("rtx4090"), step.work)
+        > 0
+    )
     assert step.devices[0].budget.total == parse_gpus("rtx4090")[0].total and step.flops > 0
     assert capsys.readouterr().out.endswith(" s, fits\n")
 
@@ -131,15 +147,22 @@ def test_what_fits_this_machine_is_loaded_so(run):
 
 def test_a_walk_predicts_a_velocity(run):
     names = run("A walk through one model")
-    assert names["velocity"].shape == names["item"]["latents"].shape and names["velocity"].requires_grad
+    assert (
+        names["velocity"].shape == names["item"]["latents"].shape
+        and names["velocity"].requires_grad
+    )
 
 
 def test_errors_name_arguments(run, family, world):
     spec = getattr(import_module(family), family.removeprefix("ditkit_").upper())
     with keys_shown(False):
-        with pytest.raises(ditkit_core.UserError, match="^checkpointing = 'selective': unknown policy"):
+        with pytest.raises(
+            ditkit_core.UserError, match="^checkpointing = 'selective': unknown policy"
+        ):
             ditkit_core.load(spec, "checkpoint", checkpointing="selective")
-        with pytest.raises(ditkit_core.UserError, match="^targets: 'nothing' fits no layer of this model"):
+        with pytest.raises(
+            ditkit_core.UserError, match="^targets: 'nothing' fits no layer of this model"
+        ):
             ditkit_core.load(spec, "checkpoint", ditkit_core.LoraConfig(target_modules="nothing"))
         with pytest.raises(ditkit_core.UserError, match="^base = 'elsewhere' does not exist"):
             ditkit_core.load(spec, "elsewhere")
@@ -150,13 +173,32 @@ def test_errors_name_arguments(run, family, world):
 def test_ranks_divide_the_weights_in_a_loop_of_ones_own(run, family, world):
     """Under torchrun, as the page says."""
     file = world / "ranks.py"
-    file.write_text(for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8")
+    file.write_text(
+        for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8"
+    )
     (world / "cats.safetensors").unlink(missing_ok=True)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(start, cwd=world, env=quiet, capture_output=True, text=True, check=False, timeout=250)
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(file),
+    ]
+    quiet = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        start, cwd=world, env=quiet, capture_output=True, text=True, check=False, timeout=250
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    ups = [tensor for name, tensor in load_file(world / "cats.safetensors").items() if "lora_B" in name]
+    ups = [
+        tensor for name, tensor in load_file(world / "cats.safetensors").items() if "lora_B" in name
+    ]
     assert ups and all(up.any() for up in ups)
 
 
@@ -164,7 +206,9 @@ def test_the_door_offers_few_names_and_the_page_lists_them():
     assert len(ditkit_core.__all__) <= MOST_NAMES
     assert set(dir(ditkit_core)) == {*ditkit_core.__all__, "__version__"}
     listed = re.findall(r"^\| (`.+?`) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(ditkit_core.__all__)
+    assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(
+        ditkit_core.__all__
+    )
     for name in ditkit_core.__all__:
         assert getattr(ditkit_core, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'train'; it has BlockEngine, "):
@@ -174,8 +218,15 @@ def test_the_door_offers_few_names_and_the_page_lists_them():
 def test_programs_are_short_and_each_is_run():
     """Lines of code, without empty ones."""
     found = programs()
-    lengths = {heading: len([line for line in text.splitlines() if line]) for heading, text in found.items()}
+    lengths = {
+        heading: len([line for line in text.splitlines() if line])
+        for heading, text in found.items()
+    }
     assert {heading: length for heading, length in lengths.items() if length > MOST_LINES} == {}
     source = Path(__file__).read_text(encoding="utf-8")
-    run_here = [heading for heading in found if f'run("{heading}")' in source or f'programs()["{heading}"]' in source]
+    run_here = [
+        heading
+        for heading in found
+        if f'run("{heading}")' in source or f'programs()["{heading}"]' in source
+    ]
     assert run_here == list(found)

@@ -9,7 +9,9 @@ import pytest
 from pages import PAGES, prose
 from workspace import ROOT, text_files
 
-TEST_FILES = [file.relative_to(ROOT).as_posix() for file in text_files() if file.name.startswith("test_")]
+TEST_FILES = [
+    file.relative_to(ROOT).as_posix() for file in text_files() if file.name.startswith("test_")
+]
 
 
 def links(page: Path) -> Iterator[str]:
@@ -46,14 +48,19 @@ def test_every_link_of_a_page_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_file_that_a_page_names_exists(page):
     named = set(re.findall(r"(?:\w+/)*\btest_\w+\.py\b", page.read_text(encoding="utf-8")))
-    assert not [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in TEST_FILES)]
+    assert not [
+        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in TEST_FILES)
+    ]
 
 
 def test_broken_links_and_anchors_are_found(tmp_path):
     page, other = tmp_path / "page.md", tmp_path / "other.md"
-    other.write_text("# A `code` heading: it's here\n\n```\n# not a heading\n```\n", encoding="utf-8")
+    other.write_text(
+        "# A `code` heading: it's here\n\n```\n# not a heading\n```\n", encoding="utf-8"
+    )
     page.write_text(
-        "# Top\n[1](other.md) [2](other.md#a-code-heading-its-here) [3](#top) [4](https://example.org)\n"
+        "# Top\n[1](other.md) [2](other.md#a-code-heading-its-here) [3](#top) "
+        "[4](https://example.org)\n"
         "[5](gone.md) [6](other.md#not-a-heading) [7](#bottom) `[8](code.md)`\n",
         encoding="utf-8",
     )

@@ -136,8 +136,12 @@ def test_the_lock_of_the_work_tree_keeps_every_pin_and_loses_the_members():
 def test_the_lock_that_git_stores_carries_no_address():
     show = ["git", "-C", str(ROOT), "show", ":uv.lock"]
     stored = subprocess.run(show, capture_output=True, check=False, encoding="utf-8")
-    assert stored.returncode == 0, f"uv.lock is not in the index: git add uv.lock ({stored.stderr.strip()})"
-    assert "://" not in stored.stdout, "run `python tools/index_neutral_lock.py --install`, then `git add uv.lock`"
+    assert stored.returncode == 0, (
+        f"uv.lock is not in the index: git add uv.lock ({stored.stderr.strip()})"
+    )
+    assert "://" not in stored.stdout, (
+        "run `python tools/index_neutral_lock.py --install`, then `git add uv.lock`"
+    )
     assert stored.stdout == without_addresses(stored.stdout)
 
 
@@ -155,24 +159,30 @@ def test_git_stores_the_neutral_lock_and_leaves_the_file_alone(tmp_path, monkeyp
     shutil.copy(index_neutral_lock.__file__, tool)
     shutil.copy(ROOT / ".gitattributes", tmp_path)
     subprocess.run([sys.executable, str(tool), "--install"], check=True)
-    # The same filter, run by the Python of the tests: this test is about git, not about which uv is installed.
+    # The same filter, run by the Python of the tests: this test is about git, not about which uv is
+    # installed.
     python = Path(sys.executable).as_posix()
     subprocess.run(
-        [*git, "config", "filter.index-neutral.clean", f'"{python}" tools/index_neutral_lock.py'], check=True
+        [*git, "config", "filter.index-neutral.clean", f'"{python}" tools/index_neutral_lock.py'],
+        check=True,
     )
     (tmp_path / "uv.lock").write_bytes(FULL.encode())
     subprocess.run([*git, "add", "uv.lock"], check=True)
     stored = subprocess.run([*git, "show", ":uv.lock"], capture_output=True, check=True).stdout
     assert stored == NEUTRAL.encode()
     assert (tmp_path / "uv.lock").read_bytes() == FULL.encode()
-    changed = subprocess.run([*git, "diff", "--name-only"], capture_output=True, check=True, encoding="utf-8").stdout
+    changed = subprocess.run(
+        [*git, "diff", "--name-only"], capture_output=True, check=True, encoding="utf-8"
+    ).stdout
     assert changed == ""
 
     # A pin that cannot be neutral stops `git add`, so it cannot be committed by accident.
     (tmp_path / "uv.lock").write_bytes(
         FULL.replace('{ registry = "https://index', '{ git = "https://index', 1).encode()
     )
-    refused = subprocess.run([*git, "add", "uv.lock"], capture_output=True, check=False, encoding="utf-8")
+    refused = subprocess.run(
+        [*git, "add", "uv.lock"], capture_output=True, check=False, encoding="utf-8"
+    )
     assert refused.returncode != 0 and "cannot make this line neutral" in refused.stderr
 
 

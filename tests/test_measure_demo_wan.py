@@ -10,17 +10,24 @@ from measured_demos import check_taught
 from workspace import ROOT
 
 
-def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from measure_demo_wan import Look, judge, prompts, rates
 
     new, known = prompts()
     assert len({caption(*look) for look in (*new, *known)}) == 8
-    clips = [np.round(moving(*look, 3.0).paint(SIDE, SIDE, range(FRAMES))) for look in (*new, *known)]
+    clips = [
+        np.round(moving(*look, 3.0).paint(SIDE, SIDE, range(FRAMES))) for look in (*new, *known)
+    ]
     shown = [judge(clip) for clip in clips]
     assert shown == [*new, *known]
     assert set(rates([*new, *known], shown).values()) == {1.0}
-    assert judge(clips[0][::-1]).direction == "up-left" and judge(clips[0][:1].repeat(FRAMES, axis=0)).direction == ""
+    assert (
+        judge(clips[0][::-1]).direction == "up-left"
+        and judge(clips[0][:1].repeat(FRAMES, axis=0)).direction == ""
+    )
     assert rates([Look("red", "square", "up")], [Look("red", "circle", "up")])["all"] == 0
 
 

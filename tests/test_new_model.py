@@ -1,4 +1,5 @@
-"""The generator of model packages: what it writes works as written. The slow test installs and trains, as a stranger would."""
+"""The generator of model packages: what it writes works as written. The slow test installs and
+trains, as a stranger would."""
 
 import ast
 import json
@@ -20,23 +21,30 @@ from workspace import ROOT
 
 UV = shutil.which("uv")
 CHECKS = (
-    "(TestZed or TestRedFox) and (test_it_builds_on_meta or test_carries or test_every_parameter or test_names_go or test_an_item_that or test_the_stream)"
+    "(TestZed or TestRedFox) and (test_it_builds_on_meta or test_carries or test_every_parameter "
+    "or test_names_go or test_an_item_that or test_the_stream)"
     " or test_parameters or test_what_is_to_be"
 )
 """A few checks of each kind, for every change: the slow test runs all of them."""
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
-def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def package(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """The kind, and the folder of a standalone package of that kind."""
-    return request.param, write_package("zed", request.param, tmp_path_factory.mktemp(request.param) / "zed")
+    return request.param, write_package(
+        "zed", request.param, tmp_path_factory.mktemp(request.param) / "zed"
+    )
 
 
 def run(*packages_and_arguments: Path | str, seconds: int = 250) -> str:
     """Run Python in the first package, with all of them importable, and return what it printed."""
     packages = [package for package in packages_and_arguments if isinstance(package, Path)]
     arguments = packages_and_arguments[len(packages) :]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(package / "src") for package in packages)}
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(package / "src") for package in packages)
+    }
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=packages[0],
@@ -77,23 +85,30 @@ def test_what_is_written_is_checked_as_our_own_code_is(package: tuple[str, Path]
 def test_a_few_checks_pass_as_written(tmp_path: Path) -> None:
     """Of both kinds, and of a name of one word and one of two, in one process."""
     folders = [
-        write_package(name, kind, tmp_path / name) for name, kind in zip(("zed", "red-fox"), sorted(KINDS), strict=True)
+        write_package(name, kind, tmp_path / name)
+        for name, kind in zip(("zed", "red-fox"), sorted(KINDS), strict=True)
     ]
     tests = [str(folder / "tests") for folder in folders]
-    printed = run(*folders, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, *tests)
+    printed = run(
+        *folders, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, *tests
+    )
     assert f"{2 * 8} passed" in printed
     for module in ("zed", "red_fox"):
         assert f"next: step 1 of the guide, src/ditkit_{module}/presets.py:3" in printed
 
 
-def test_the_comparison_with_diffusers_has_inputs_that_the_model_takes(package: tuple[str, Path]) -> None:
+def test_the_comparison_with_diffusers_has_inputs_that_the_model_takes(
+    package: tuple[str, Path],
+) -> None:
     _, folder = package
     program = (
         "import torch; from ditkit_zed.spec import ZED; from ditkit_zed.verify import DIFFUSERS;"
         "from ditkit_core.models.precision import Precision;"
-        "arch = ZED.architecture.presets['two-blocks']; model = ZED.architecture.build(arch, Precision(matmul=torch.float32));"
+        "arch = ZED.architecture.presets['two-blocks']; model = ZED.architecture.build(arch, "
+        "Precision(matmul=torch.float32));"
         "inputs = DIFFUSERS.inputs(model); (velocity,) = model(inputs);"
-        "print(velocity.shape == inputs.latents[0].shape, DIFFUSERS.config(arch)['num_layers'] == arch.layers)"
+        "print(velocity.shape == inputs.latents[0].shape, DIFFUSERS.config(arch)['num_layers'] == "
+        "arch.layers)"
     )
     assert run(folder, "-c", program) == "True True\n"
 
@@ -107,19 +122,26 @@ def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]
     assert all(f"\n## {step}. " in guide for step in range(1, 9))
     for file in folder.rglob("*.*"):
         if file.suffix in (".py", ".md", ".toml"):
-            file.write_text(file.read_text(encoding="utf-8").replace("FILL IN", "FILLED IN"), encoding="utf-8")
+            file.write_text(
+                file.read_text(encoding="utf-8").replace("FILL IN", "FILLED IN"), encoding="utf-8"
+            )
     assert next_step(folder) == "every place is filled in"
 
 
 def test_a_name_of_several_words_is_written_as_each_place_has_it(tmp_path: Path) -> None:
     folder = write_package("red-fox", "image", tmp_path / "new")
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["name"] == "ditkit-red-fox" and project["scripts"]["red-fox-train"] == "ditkit_red_fox.cli:train"
+    assert (
+        project["name"] == "ditkit-red-fox"
+        and project["scripts"]["red-fox-train"] == "ditkit_red_fox.cli:train"
+    )
     # The spec is found, and the command's name is the family's.
     program = "from ditkit_red_fox import RED_FOX; from ditkit_red_fox.cli import FAMILY; print(RED_FOX.name == FAMILY.name, RED_FOX.name)"
     assert run(folder, "-c", program) == "True red-fox\n"
     other = write_package("red_fox", "image", tmp_path / "other")
-    written = {path.relative_to(other): path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    written = {
+        path.relative_to(other): path.read_bytes() for path in other.rglob("*") if path.is_file()
+    }
     assert written and all((folder / path).read_bytes() == text for path, text in written.items())
 
 
@@ -130,7 +152,9 @@ def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_an_existing_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
     assert main(["zed", "--kind", "image", "--standalone", str(tmp_path)]) == 1
     assert "exists; choose another name" in capsys.readouterr().err
@@ -140,7 +164,8 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.skipif(UV is None, reason="needs uv")
 def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> None:
-    """From wheels that are built here, next to the libraries of this environment; the metadata names no path."""
+    """From wheels that are built here, next to the libraries of this environment; the metadata
+    names no path."""
     folder, wheels, installed = (tmp_path / name for name in ("zed", "wheels", "installed"))
     write_package("zed", "image", folder)
     build = (UV, "build", "--offline", "--wheel", "--out-dir", wheels)
@@ -148,11 +173,17 @@ def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> Non
     for command, place in (((*build, "--package", "ditkit-core"), ROOT), (build, folder)):
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-    done = subprocess.run((*install, *wheels.glob("*.whl")), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        (*install, *wheels.glob("*.whl")), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (metadata,) = installed.glob("ditkit_zed-*.dist-info/METADATA")
-    required = re.findall(r"^Requires-Dist: (.+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
-    assert "ditkit-core~=0.1.0" in required and not [line for line in required if "@" in line or "/" in line]
+    required = re.findall(
+        r"^Requires-Dist: (.+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert "ditkit-core~=0.1.0" in required and not [
+        line for line in required if "@" in line or "/" in line
+    ]
     program = "import ditkit_core, ditkit_zed.cli as cli; print(ditkit_core.__file__, cli.__file__); cli.train()"
     variables = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -170,18 +201,38 @@ def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_package_trains_resumes_exports_samples_and_passes_every_default_check(kind: str, tmp_path: Path) -> None:
+def test_a_package_trains_resumes_exports_samples_and_passes_every_default_check(
+    kind: str, tmp_path: Path
+) -> None:
     folder = write_package("zed", kind, tmp_path / "zed")
     run_folder = tmp_path / "run"
     arguments = ["-m", "ditkit_zed.train", "--demo", "--run.folder", str(run_folder)]
     printed = run(folder, *arguments, seconds=600)
     assert "validation loss fell" in printed
-    assert all(RANDOM_SAMPLES in text for text in (printed, (run_folder / "report.html").read_text(encoding="utf-8")))
+    assert all(
+        RANDOM_SAMPLES in text
+        for text in (printed, (run_folder / "report.html").read_text(encoding="utf-8"))
+    )
     assert (run_folder / "exports" / "run.safetensors").exists()
     assert list((run_folder / "samples").glob(f"*.{KINDS[kind]['SUFFIX']}"))
     run(folder, *arguments, "--train.steps", "62", seconds=600)
     assert (run_folder / "state" / "step-000062").is_dir()
-    steps = [json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[-1] == 62
-    run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--timeout", "600", "tests", seconds=2400)
+    run(
+        folder,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "--timeout",
+        "600",
+        "tests",
+        seconds=2400,
+    )
     assert PARAMETERS > 0

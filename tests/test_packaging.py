@@ -1,4 +1,5 @@
-"""Every distribution of the workspace, as metadata (default run) and as built, installed and started wheels (slow)."""
+"""Every distribution of the workspace, as metadata (default run) and as built, installed and
+started wheels (slow)."""
 
 import importlib
 import os
@@ -37,15 +38,20 @@ def test_the_folders_that_the_page_gives_to_pip_cover_each_other():
     (first, second) = re.search(r"^pip install (\S+) (\S+)", page, re.MULTILINE).groups()
     alternatives = re.search(r"^pip install .*# or (.*)$", page, re.MULTILINE)[1].split(", ")
     for folder in (second, *alternatives):
-        projects = [read_toml(ROOT / name / "pyproject.toml")["project"] for name in (first, folder)]
+        projects = [
+            read_toml(ROOT / name / "pyproject.toml")["project"] for name in (first, folder)
+        ]
         named = {project["name"] for project in projects}
-        asked = {re.match(r"[\w-]+", line)[0] for project in projects for line in project["dependencies"]}
+        asked = {
+            re.match(r"[\w-]+", line)[0] for project in projects for line in project["dependencies"]
+        }
         assert {name for name in asked if name.startswith("ditkit-")} <= named, folder
     assert {second, *alternatives} == {f"./{member.folder.relative_to(ROOT)}" for member in MODELS}
 
 
 def test_the_root_lists_no_model_package():
-    """uv installs all members of a workspace whose root is no project, and finds them by their folder."""
+    """uv installs all members of a workspace whose root is no project, and finds them by their
+    folder."""
     root = read_toml(ROOT / "pyproject.toml")
     assert "project" not in root
     assert root["tool"]["uv"]["workspace"]["members"] == ["shared", "packages/*"]
@@ -55,15 +61,23 @@ def test_the_root_lists_no_model_package():
 @pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
 def test_every_command_starts_an_existing_function(member):
     model = member.name.removeprefix("ditkit-")
-    assert set(member.commands) == {f"{model}-{stage}" for stage in ("train", "encode", "sample", "export", "watch")}
+    assert set(member.commands) == {
+        f"{model}-{stage}" for stage in ("train", "encode", "sample", "export", "watch")
+    }
     for target in member.commands.values():
         module, function = target.split(":")
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command outside the environment of the tests, with more variables set where given."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTHON"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VIRTUAL_ENV", "PYTHON"))
+    }
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
@@ -93,10 +107,20 @@ def wheel_of(member, dist: Path) -> Path:
 @by_name
 def test_a_wheel_holds_every_file_of_its_source_and_nothing_else(member, dist):
     with zipfile.ZipFile(wheel_of(member, dist)) as wheel:
-        names = {name for name in wheel.namelist() if not name.endswith("/") and ".dist-info/" not in name}
-        licences = [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        names = {
+            name
+            for name in wheel.namelist()
+            if not name.endswith("/") and ".dist-info/" not in name
+        }
+        licences = [
+            name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")
+        ]
         assert [wheel.read(name) for name in licences] == [(ROOT / "LICENSE").read_bytes()]
-    files = {file for file in member.source.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    files = {
+        file
+        for file in member.source.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
     assert names == {file.relative_to(member.folder / "src").as_posix() for file in files}
     assert f"{member.package}/py.typed" in names
 
@@ -124,22 +148,38 @@ def test_a_wheel_installs_alone_and_its_commands_answer(member, dist, tmp_path):
     if "\nsource = { editable" not in (ROOT / "uv.lock").read_text(encoding="utf-8"):
         pytest.skip("uv.lock is as git stores it, without the members: run `uv lock`")
     environment = tmp_path / "alone"
-    # The locked dependencies of this member alone, out of uv's cache; then the built wheels in place of the work tree.
+    # The locked dependencies of this member alone, out of uv's cache; then the built wheels in
+    # place of the work tree.
     synced = run(
         UV, "sync", "--frozen", "--offline", "--no-dev", "--no-editable", "--package", member.name,
         cwd=ROOT, UV_PROJECT_ENVIRONMENT=str(environment), UV_PYTHON=sys.executable,
     )  # fmt: skip
     if "network was disabled" in synced.stderr:
-        pytest.skip(f"uv's cache lacks what {member.name} needs: {synced.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"uv's cache lacks what {member.name} needs: {synced.stderr.strip().splitlines()[-1]}"
+        )
     assert synced.returncode == 0, synced.stderr
     wheels = [wheel_of(part, dist) for part in {CORE.name: CORE, member.name: member}.values()]
-    installed = run(UV, "pip", "install", "--offline", "--no-deps", "--reinstall", "--python", environment, *wheels)
+    installed = run(
+        UV,
+        "pip",
+        "install",
+        "--offline",
+        "--no-deps",
+        "--reinstall",
+        "--python",
+        environment,
+        *wheels,
+    )
     assert installed.returncode == 0, installed.stderr
     complete = run(UV, "pip", "check", "--python", environment)
     assert complete.returncode == 0, complete.stderr
     programs = environment / ("Scripts" if os.name == "nt" else "bin")
 
-    modules = [".".join(file.relative_to(member.folder / "src").with_suffix("").parts) for file in member.modules]
+    modules = [
+        ".".join(file.relative_to(member.folder / "src").with_suffix("").parts)
+        for file in member.modules
+    ]
     modules = [
         module.removesuffix(".__init__") for module in modules if ".testing" not in module
     ]  # an extra: needs pytest
@@ -161,10 +201,12 @@ def test_a_wheel_installs_alone_and_its_commands_answer(member, dist, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not in_git(), reason="not a git checkout")
 def test_a_package_that_is_added_and_removed_changes_no_other_file(tmp_path):
-    """The lock's list of members and the members' own entries are not stored, so git sees no difference."""
+    """The lock's list of members and the members' own entries are not stored, so git sees no
+    difference."""
     clone = tmp_path / "clone"
     assert run("git", "clone", "--quiet", ROOT, clone).returncode == 0
-    # This Python runs the filter: the test is about what it leaves, not about which uv is installed.
+    # This Python runs the filter: the test is about what it leaves, not about which uv is
+    # installed.
     command = f'"{Path(sys.executable).as_posix()}" tools/index_neutral_lock.py'
     assert run("git", "config", "filter.index-neutral.clean", command, cwd=clone).returncode == 0
     shutil.copyfile(ROOT / "uv.lock", clone / "uv.lock")

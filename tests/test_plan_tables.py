@@ -1,4 +1,5 @@
-"""The table of docs/memory.md is what tools/docs/plan_tables.py would write, and README.md shows a part of the plan there."""
+"""The table of docs/memory.md is what tools/docs/plan_tables.py would write, and README.md shows a
+part of the plan there."""
 
 import pytest
 import torch
@@ -27,16 +28,18 @@ def test_a_row_of_the_page_is_what_the_planner_says_today(written):
 
 def test_the_page_has_all_rows_and_todays_assumptions(written):
     lines = between(written, TABLE, MEMORY.name).splitlines()
-    assert [each.split(" | ")[0].removeprefix("| ") for each in lines if each.startswith("| ")][1:] == [
-        row.name for row in ROWS
-    ]
+    assert [each.split(" | ")[0].removeprefix("| ") for each in lines if each.startswith("| ")][
+        1:
+    ] == [row.name for row in ROWS]
     rates = notes().partition("Planned, not measured")[0]
     assert any(each.startswith(rates) for each in lines)
 
 
 def test_the_readme_shows_a_part_of_the_plan_on_the_page(written):
     shown = between(written, EXAMPLE, MEMORY.name)
-    printed = shown.strip().removeprefix("```console").removesuffix("```").strip().partition("\n")[2]
+    printed = (
+        shown.strip().removeprefix("```console").removesuffix("```").strip().partition("\n")[2]
+    )
     assert shown == f"\n{example(printed)}\n"
     part = between(README.read_text(encoding="utf-8"), EXCERPT, README.name)
     assert part == f"\n{excerpt(printed)}\n"
@@ -46,7 +49,9 @@ def test_the_readme_shows_a_part_of_the_plan_on_the_page(written):
 def test_rows_name_presets_and_sizes_that_the_run_files_have_not_fixed():
     assert {row.spec.name for row in ROWS} == {"wan", "flux2"}
     for row in ROWS:
-        assert (row.config.data.height, row.config.data.width) == row.size[1:] and row.config.model.preset in row.name
+        assert (row.config.data.height, row.config.data.width) == row.size[
+            1:
+        ] and row.config.model.preset in row.name
 
 
 def test_only_what_is_between_the_markers_is_replaced():

@@ -1,4 +1,5 @@
-"""What is said of programs that load adapter files: by form, kind and module; every remedy that is named holds.
+"""What is said of programs that load adapter files: by form, kind and module; every remedy that is
+named holds.
 
 The rows themselves are compared with the programs by tools/clients, where somebody has them.
 """
@@ -25,7 +26,13 @@ LAYOUTS = [
     (form, naming, method, dora)
     for form in (*ADAPTER_FORMS, "videox", "onetrainer", "peft", "lycoris", "bare", "prefixed")
     for naming in ("official", "diffusers")
-    for method, dora in (("lora", ""), ("lora", "base"), ("lora", "merged"), ("lokr", ""), ("loha", ""))
+    for method, dora in (
+        ("lora", ""),
+        ("lora", "base"),
+        ("lora", "merged"),
+        ("lokr", ""),
+        ("loha", ""),
+    )
 ]
 
 
@@ -35,7 +42,8 @@ def modules_of(preset):
 
 
 def sentences(preset) -> Iterator[tuple[AdapterLayout, list[str], str, str]]:
-    """What is said of each program, of each layout with all modules, and with one of each kind of module."""
+    """What is said of each program, of each layout with all modules, and with one of each kind of
+    module."""
     modules = modules_of(preset)
     one_of_each = {re.sub(r"\d+", "*", name): name for name in modules}
     for form, naming, method, dora in LAYOUTS:
@@ -67,7 +75,10 @@ def test_what_comfyui_leaves_out_of_flux2_in_diffusers_names_is_said_by_module(f
     """Ten of 74 keys with `all-linear`; the blocks alone are loaded whole."""
     modules = modules_of("klein-base-4b")
     said = readers_of(FLUX2, form, modules, use_dora=False)["ComfyUI"]
-    assert said.startswith(f"loads a part of it: leaves 5 of {len(modules)} modules out") and "--to musubi" in said
+    assert (
+        said.startswith(f"loads a part of it: leaves 5 of {len(modules)} modules out")
+        and "--to musubi" in said
+    )
     blocks = [name for name in modules if not name.startswith("embed.")]
     assert readers_of(FLUX2, form, blocks, use_dora=False)["ComfyUI"] == ""
     with pytest.raises(UserError, match="cannot store"):
@@ -94,7 +105,10 @@ def test_no_program_loads_a_mixed_file_whole_that_lacks_one_of_its_kinds(preset)
 def test_an_inspection_does_not_call_differences_loaded(tmp_path, capsys):
     file, stem = tmp_path / "x.safetensors", "diffusion_model.blocks.0.self_attn.q"
     dim = WAN.architecture.presets["t2v-1.3b"].dim
-    matrices = {f"{stem}.lora_A.weight": torch.ones(2, dim), f"{stem}.lora_B.weight": torch.ones(dim, 2)}
+    matrices = {
+        f"{stem}.lora_A.weight": torch.ones(2, dim),
+        f"{stem}.lora_B.weight": torch.ones(dim, 2),
+    }
     save_file({**matrices, f"{stem}.diff_b": torch.ones(dim)}, file)
     assert cli.run(WAN, "export", ["--inspect", str(file)]) == 0
     text = capsys.readouterr().out

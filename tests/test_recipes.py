@@ -1,4 +1,5 @@
-"""Recipes are accepted, fit as their page says and train in miniature; the messages of the troubleshooting page are the code's."""
+"""Recipes are accepted, fit as their page says and train in miniature; the messages of the
+troubleshooting page are the code's."""
 
 import ast
 import json
@@ -54,23 +55,33 @@ ROWS = {
 }
 """The table's cells by run file."""
 EACH_CHANGE = ("klein_4b_full_12gb", "wan_14b_24gb_16gb", "wan_a14b_character_24gb")
-"""Recipes that each change trains in miniature: a full fine-tune, two GPUs, two experts. The others are trained at night."""
+"""Recipes that each change trains in miniature: a full fine-tune, two GPUs, two experts. The others
+are trained at night."""
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = [
-    line for block in re.findall(r"```text\n(.+?)```", TROUBLES, flags=re.DOTALL) for line in block.splitlines()
+    line
+    for block in re.findall(r"```text\n(.+?)```", TROUBLES, flags=re.DOTALL)
+    for line in block.splitlines()
 ]
 
 
 def all_but(chosen: Collection[str]) -> list[Any]:
     """The recipes, as parameters of a test that each change runs for the chosen ones."""
     return [
-        pytest.param(recipe, marks=pytest.mark.slow if name in chosen else pytest.mark.exhaustive, id=name)
+        pytest.param(
+            recipe, marks=pytest.mark.slow if name in chosen else pytest.mark.exhaustive, id=name
+        )
         for name, recipe in FILES.items()
     ]
 
 
 def test_the_page_has_a_row_and_a_section_for_each_run_file():
-    files = {file.stem for one in ALL for file in one.recipe.path.parent.glob("*.toml") if file.stem != "index"}
+    files = {
+        file.stem
+        for one in ALL
+        for file in one.recipe.path.parent.glob("*.toml")
+        if file.stem != "index"
+    }
     assert sorted(FILES) == sorted(files) and len(FILES) >= 20
     assert list(ROWS) == list(FILES)
     headings = re.findall("^## (.+)$", PAGE, flags=re.MULTILINE)
@@ -101,7 +112,10 @@ def test_the_page_says_no_more_hours_than_a_recipe_promises(recipe):
 def test_who_wants_a_night_finds_it():
     recipes = [one.recipe for one in ALL]
     promised = {(recipe.goal, recipe.model, recipe.gpus): recipe.hours for recipe in recipes}
-    assert promised["character", "Wan 2.2 A14B", "24GiB"] <= 8 and promised["motion", "Wan 2.2 A14B", "24GiB"] <= 10
+    assert (
+        promised["character", "Wan 2.2 A14B", "24GiB"] <= 8
+        and promised["motion", "Wan 2.2 A14B", "24GiB"] <= 10
+    )
     for recipe in recipes:
         days = PAGE.partition(f"## {recipe.section}\n")[2].partition("\n## ")[0]
         assert recipe.hours <= 20 or "**These take" in days
@@ -131,9 +145,13 @@ def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
     assert planned.hours(gpus) <= promise.hours
     # The table's numbers are those of a plan.
     assert planned.division == report.step.partition and planned.host == report.step.streamed
-    assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
+    assert [device.peak for device in planned.devices(gpus)] == [
+        device.peak for device in report.devices
+    ]
     assert planned.seconds(gpus) == pytest.approx(report.step.seconds)
-    if f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE:  # others hold other amounts
+    if (
+        f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE
+    ):  # others hold other amounts
         assert row(recipe).strip("| ").split(" | ") == ROWS[recipe.file]
 
 
@@ -159,7 +177,14 @@ def test_hours_count_everything_that_runs_the_model():
     def hours(spec: ModelSpec, **more: object) -> float:
         run = create_run(spec, resolve(RunConfig, flags=flags | more))
         return (
-            Timed(jobs=jobs_of(run), step=step, profile=None, division=None, one="one", sample="sample").hours(())
+            Timed(
+                jobs=jobs_of(run),
+                step=step,
+                profile=None,
+                division=None,
+                one="one",
+                sample="sample",
+            ).hours(())
             * 3600
         )
 
@@ -170,7 +195,9 @@ def test_hours_count_everything_that_runs_the_model():
     assert hours(WAN, **wan, **{"sample.guidance": 1.0}) == pytest.approx(360 + sampled / 2)
     assert hours(WAN, **wan, **{"held_out.clips": 0, "sample.captions": 0}) == pytest.approx(300)
     experts = {"model.preset": "t2v-a14b", "experts.steps": [200, 100]}
-    assert hours(WAN, **experts) == pytest.approx(900 + 4 * (5 * 5 + 3 * 4) + sampled)  # 0.9 is no level of the second
+    assert hours(WAN, **experts) == pytest.approx(
+        900 + 4 * (5 * 5 + 3 * 4) + sampled
+    )  # 0.9 is no level of the second
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -186,14 +213,30 @@ def test_hours_of_a_small_run_are_those_of_its_plan():
         "sample.steps": 1,
     }
     run = create_run(TOY, resolve(RunConfig, flags=flags))
-    planned, report, gpus = PlannedRun.of(jobs_of(run)), make_report(run, "8GiB"), parse_gpus("8GiB")
+    planned, report, gpus = (
+        PlannedRun.of(jobs_of(run)),
+        make_report(run, "8GiB"),
+        parse_gpus("8GiB"),
+    )
     assert planned.division == report.step.partition and planned.host == report.step.streamed > 0
-    assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
+    assert [device.peak for device in planned.devices(gpus)] == [
+        device.peak for device in report.devices
+    ]
     step, hours = planned.seconds(gpus), planned.hours(gpus)
-    assert step == pytest.approx(report.step.seconds) and 1000 * step / 3600 < hours < 1300 * step / 3600
+    assert (
+        step == pytest.approx(report.step.seconds)
+        and 1000 * step / 3600 < hours < 1300 * step / 3600
+    )
 
 
-OF_THE_DEMO = ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.bucket_step")
+OF_THE_DEMO = (
+    "model.base",
+    "data.folder",
+    "data.frames",
+    "data.height",
+    "data.width",
+    "data.bucket_step",
+)
 """Keys that a miniature of a recipe takes from the family's demo, as far as the demo sets them."""
 FEW = {
     "model.preset": "",  # the checkpoint's own
@@ -211,21 +254,33 @@ VARIANTS = {"ti2v-5b": "ti2v", "t2v-a14b": "t2v-a14b"}
 
 
 def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any]:
-    """The settings that make a small run on the CPU of a recipe's: the demo's checkpoint and media, sizes, and steps. Levers stay."""
+    """The settings that make a small run on the CPU of a recipe's: the demo's checkpoint and media,
+    sizes, and steps. Levers stay."""
     spec.demo.write(folder / "inputs")
     demo = read_config_file(RunConfig, spec.demo.config)
     values = {key: demo[key] for key in OF_THE_DEMO if key in demo}
-    values |= {key: each.replace("{run}", str(folder)) for key, each in values.items() if isinstance(each, str)}
-    if config.data.frames == 1:  # of a model of videos that learns from photographs, and generates the demo's size
+    values |= {
+        key: each.replace("{run}", str(folder))
+        for key, each in values.items()
+        if isinstance(each, str)
+    }
+    if (
+        config.data.frames == 1
+    ):  # of a model of videos that learns from photographs, and generates the demo's size
         values["data.frames"] = 1
     if config.data.resolutions:
         step, largest = spec.data.size_step, demo["data.height"]
-        values["data.resolutions"] = [largest - step * index for index in range(len(config.data.resolutions))]
+        values["data.resolutions"] = [
+            largest - step * index for index in range(len(config.data.resolutions))
+        ]
         del values["data.height"], values["data.width"]
     if variant := VARIANTS.get(config.model.preset):
         shutil.rmtree(values["model.base"])
         write_checkpoint(Path(values["model.base"]), [clip.caption for clip in CLIPS], variant)
-    few = FEW | {"run.folder": str(folder / "run"), "train.swap_blocks": [min(1, n) for n in config.train.swap_blocks]}
+    few = FEW | {
+        "run.folder": str(folder / "run"),
+        "train.swap_blocks": [min(1, n) for n in config.train.swap_blocks],
+    }
     if config.experts.steps:
         few["experts.steps"] = [few["train.steps"]]
     if config.sample.frames:
@@ -247,7 +302,9 @@ def test_a_recipe_trains_in_miniature(recipe, tmp_path, capsys):
         for text in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
     ]
     with PretendDevices() if config.train.devices else nullcontext():
-        assert cli.run(spec, "train", [str(recipe.recipe.path), *flags]) == 0, capsys.readouterr().err
+        assert cli.run(spec, "train", [str(recipe.recipe.path), *flags]) == 0, (
+            capsys.readouterr().err
+        )
 
     run = tmp_path / "run"
     asked, used = config_values(config), config_values(resolve(RunConfig, stored=run))
@@ -255,21 +312,31 @@ def test_a_recipe_trains_in_miniature(recipe, tmp_path, capsys):
     assert {key for key in used if used[key] != asked[key]} <= {*small, "train.kernels"}
     parts = sorted(run.glob("*_noise")) or [run]  # of two experts, or of one
     for part in parts:
-        records = [json.loads(line) for line in (part / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        assert [math.isfinite(record["loss"]) for record in records if "loss" in record] == [True, True]
+        records = [
+            json.loads(line)
+            for line in (part / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        assert [math.isfinite(record["loss"]) for record in records if "loss" in record] == [
+            True,
+            True,
+        ]
     assert list((run / "samples").iterdir())
     exports = [load_file(export) for export in (run / "exports").rglob("*.safetensors")]
     assert len(exports) >= len(parts)
     start = load_file(next((Path(small["model.base"]) / "transformer").glob("*.safetensors")))
     for tensors in exports:  # the second factor of a LoRA is zero before its first step
         names = [name for name in tensors if config.adapter.method == "full" or "lora_B" in name]
-        before = {name: start[name].to(tensors[name].dtype) if name in start else torch.zeros(()) for name in names}
+        before = {
+            name: start[name].to(tensors[name].dtype) if name in start else torch.zeros(())
+            for name in names
+        }
         assert names and any((tensors[name] != before[name]).any() for name in names)
 
 
 @cache
 def literals() -> str:
-    """All texts of the code; where a value goes into one, and between two, there is a line's end."""
+    """All texts of the code; where a value goes into one, and between two, there is a line's
+    end."""
     found = []
     for file in (file for member in MEMBERS for file in member.modules):
         for node in source(file).nodes:
@@ -280,7 +347,9 @@ def literals() -> str:
 
 def clauses(message: str) -> list[str]:
     """What a message has between values, colons, semicolons and brackets."""
-    return [part for each in re.split(r"…|[:;] | \(|\)", message) if (part := each.strip(" ,:;()."))]
+    return [
+        part for each in re.split(r"…|[:;] | \(|\)", message) if (part := each.strip(" ,:;()."))
+    ]
 
 
 def test_the_page_has_messages():

@@ -1,4 +1,5 @@
-"""The page of tasks: each piece of a run file is accepted with the model that it is for, and trains in miniature."""
+"""The page of tasks: each piece of a run file is accepted with the model that it is for, and trains
+in miniature."""
 
 import json
 import math
@@ -33,7 +34,8 @@ SPECS = {"wan": (WAN, "t2v-1.3b"), "flux2": (FLUX2, "klein-base-4b")}
 FILES = ("adapter.init", "base.merge", "base.assistant", "sample.adapter")
 """Keys that name files of adapters."""
 FOLDERS = {
-    "style": "a circle", "photos": "a woman at a desk", "anna": "annx, a woman", "ben": "benx, a man",
+    "style": "a circle", "photos": "a woman at a desk", "anna": "annx, a woman",
+    "ben": "benx, a man",
     "class_images": "a dog", "before": "", "after": "make it blue",
 }  # fmt: skip
 """Folders that the pieces name, and the caption of their pictures."""
@@ -56,13 +58,18 @@ def test_a_piece_is_accepted_with_its_model(family, variant, text, tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with what the pieces name: pictures, clips, adapters of each family, and the demos' checkpoints."""
+    """A folder with what the pieces name: pictures, clips, adapters of each family, and the demos'
+    checkpoints."""
     folder = tmp_path_factory.mktemp("world")
     for name, caption in FOLDERS.items():
         (folder / name).mkdir()
         for number in range(12):
-            pixels = np.random.default_rng([number, len(name)]).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{name if name in ('anna', 'ben') else 'a'}{number}.png")
+            pixels = np.random.default_rng([number, len(name)]).integers(
+                0, 255, (64, 64, 3), dtype=np.uint8
+            )
+            Image.fromarray(pixels).save(
+                folder / name / f"{name if name in ('anna', 'ben') else 'a'}{number}.png"
+            )
             if caption:
                 text = folder / name / f"{name if name in ('anna', 'ben') else 'a'}{number}.txt"
                 text.write_text(f"{caption} {number}")
@@ -74,18 +81,25 @@ def world(tmp_path_factory):
 
 
 def train(folder, family, run, text, *, base=""):
-    """Two steps with a piece of a run file, and what the demo's tiny models need. Returns the records of the metrics."""
+    """Two steps with a piece of a run file, and what the demo's tiny models need. Returns the
+    records of the metrics."""
     spec, _ = SPECS[family]
     file = folder / f"{run}.toml"
     file.write_text(text, encoding="utf-8")
     piece = read_config_file(RunConfig, file)
     flags = {
-        "run.folder": f"runs/{run}", "model.base": base or f"{family}/checkpoint", "model.dtype": "fp32", "encode.text_dtype": "fp32",
-        "encode.cache": f"cache_{family}", "train.threads": 1, "train.steps": 2, "train.batch_size": 2, "save.every_steps": 1,
+        "run.folder": f"runs/{run}", "model.base": base or f"{family}/checkpoint",
+        "model.dtype": "fp32", "encode.text_dtype": "fp32",
+        "encode.cache": f"cache_{family}", "train.threads": 1, "train.steps": 2,
+        "train.batch_size": 2, "save.every_steps": 1,
         "log.tensorboard": False, "sample.steps": 2, "sample.every_steps": 0,
     }  # fmt: skip
     flags |= {"data.frames": 9} if family == "wan" else {}
-    flags |= {"data.resolutions": [32, 64]} if "data.resolutions" in piece else {"data.height": 64, "data.width": 64}
+    flags |= (
+        {"data.resolutions": [32, 64]}
+        if "data.resolutions" in piece
+        else {"data.height": 64, "data.width": 64}
+    )
     flags |= {"data.bucket_step": 16, "data.folder": "clips" if family == "wan" else "photos"}
     for key in ("data.folder", "optim.lr", "adapter.init"):
         if key in piece:
@@ -120,9 +134,14 @@ def test_the_pieces_train(family, world, monkeypatch):
         if of != family:
             continue
         records = train(world, family, f"task{piece.id}", text, base=variant)
-        assert [math.isfinite(record["loss"]) for record in records if "loss" in record] == [True, True], piece.id
+        assert [math.isfinite(record["loss"]) for record in records if "loss" in record] == [
+            True,
+            True,
+        ], piece.id
         if "[prior]\n" in text and "match_base" not in text:
-            trained_on = (world / "runs" / f"task{piece.id}" / "data.json").read_text(encoding="utf-8")
+            trained_on = (world / "runs" / f"task{piece.id}" / "data.json").read_text(
+                encoding="utf-8"
+            )
             assert trained_on.count(PRIOR_MARK) >= 2, piece.id
         if "clips = " in text:
             assert any("held_out" in record for record in records), piece.id

@@ -1,4 +1,5 @@
-"""Plans take the times that an H100 measured, and benchmarks/time_truth.md is what tools/bench/time_truth.py prints today."""
+"""Plans take the times that an H100 measured, and benchmarks/time_truth.md is what
+tools/bench/time_truth.py prints today."""
 
 import json
 from dataclasses import replace
@@ -27,9 +28,12 @@ def steps_of(truth, *names):
 
 
 def test_a_step_that_waits_for_the_host_and_one_that_does_not_take_what_was_measured(truth):
-    """Of one model with few tokens, and of one with many: launched, replayed, and each kind of kernel."""
+    """Of one model with few tokens, and of one with many: launched, replayed, and each kind of
+    kernel."""
     small, large = steps_of(
-        truth, "FLUX.2 klein 4B, 512×512, full, triton", "Wan 14B, 480×832×49, 4 blocks, full, triton"
+        truth,
+        "FLUX.2 klein 4B, 512×512, full, triton",
+        "Wan 14B, 480×832×49, 4 blocks, full, triton",
     )
     assert small.off() <= truth.BOUND and large.off() <= truth.BOUND
     assert small.planned() > 3 * small.planned(replayed=True), "the host feeds it"
@@ -38,7 +42,8 @@ def test_a_step_that_waits_for_the_host_and_one_that_does_not_take_what_was_meas
     for step in (small, large):
         for kind, measured in step.kinds.items():
             assert step.planned_kinds()[kind] == pytest.approx(measured, rel=truth.BOUND)
-        # Since these rows were measured, a Wan block with LoRAs launches thirteen kernels fewer in each direction.
+        # Since these rows were measured, a Wan block with LoRAs launches thirteen kernels fewer in
+        # each direction.
         assert 0.8 * step.launches < step.planned_launches() < (1 + truth.BOUND) * step.launches
         if not made_with_another_torch:
             assert truth.whole_row(step) in PAGE and truth.kinds_row(step) in PAGE
@@ -57,11 +62,15 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])]
+    "name",
+    [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])],
 )
 def test_a_launched_and_a_replayed_step_need_the_memory_that_was_measured(truth, name):
-    """Whose gradients have memory of their own for the whole step, which a plan of an eager step is 1 to 3 % short of."""
-    rows = (ROOT / "benchmarks" / "gpu_h100_08d556ef.jsonl").read_text(encoding="utf-8").splitlines()
+    """Whose gradients have memory of their own for the whole step, which a plan of an eager step is
+    1 to 3 % short of."""
+    rows = (
+        (ROOT / "benchmarks" / "gpu_h100_08d556ef.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     measured = {row["name"]: row["peak GiB"] for row in map(json.loads, rows) if "peak GiB" in row}
     (step,) = steps_of(truth, name)
     launched, replayed = step.planned_peak() / GIB, step.planned_peak(replayed=True) / GIB
@@ -83,5 +92,9 @@ def test_a_plan_that_is_off_is_reported_by_its_distance(truth):
     planned, replayed = step.planned(), step.planned(replayed=True)
     for measured, off in ((planned, 0.0), (2 * planned, 0.5), (0.5 * planned, 1.0)):
         assert replace(step, seconds=(measured,), replayed=()).off() == pytest.approx(off)
-    assert replace(step, seconds=(planned,), replayed=(2 * replayed,)).off() == pytest.approx(0.5), "the worse of both"
-    assert replace(step, seconds=(0.5 * planned, 2 * planned), replayed=()).off() == 0, "measurements scatter"
+    assert replace(step, seconds=(planned,), replayed=(2 * replayed,)).off() == pytest.approx(
+        0.5
+    ), "the worse of both"
+    assert replace(step, seconds=(0.5 * planned, 2 * planned), replayed=()).off() == 0, (
+        "measurements scatter"
+    )

@@ -1,4 +1,5 @@
-"""tools/demo/train_demo_base_flux2.py: what its shortcut relies on, and the whole script in its smallest run."""
+"""tools/demo/train_demo_base_flux2.py: what its shortcut relies on, and the whole script in its
+smallest run."""
 
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from workspace import ROOT
 
 
 @torch.no_grad()
-def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_rows_with_a_bias_stand_for_all_of_the_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from train_demo_base_flux2 import PADDING_ROWS, ROWS, TEXT, demo, velocity
 
@@ -25,14 +28,24 @@ def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.
     edges = torch.linspace(ROWS, TEXT.num_tokens, PADDING_ROWS + 1)
     some = velocity(model, noised, sigma, text, padding_at=((edges[:-1] + edges[1:]) / 2).long())
     none = velocity(model, noised, sigma, text, padding_at=torch.tensor([TEXT.num_tokens - 1]))
-    assert (some - every).norm() < 0.1 * every.norm() and (some - every).norm() < 0.5 * (none - every).norm()
+    assert (some - every).norm() < 0.1 * every.norm() and (some - every).norm() < 0.5 * (
+        none - every
+    ).norm()
 
 
 @pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_the_weights(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "demo" / "train_demo_base_flux2.py"), "--steps", "2", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "demo" / "train_demo_base_flux2.py"),
+        "--steps",
+        "2",
+        "2",
+    ]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == ["transformer", "vae"]
-    assert "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout
+    assert (
+        "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout
+    )

@@ -1,4 +1,5 @@
-"""tools/demo/train_demo_base_wan.py: what its shortcuts rely on, and the whole script in its smallest run."""
+"""tools/demo/train_demo_base_wan.py: what its shortcuts rely on, and the whole script in its
+smallest run."""
 
 import subprocess
 import sys
@@ -44,11 +45,22 @@ def test_a_bias_stands_for_the_padding_that_is_left_out(monkeypatch: pytest.Monk
 
 @pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_a_package(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "demo" / "train_demo_base_wan.py"), "--steps", "2", "--clips", "1"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "demo" / "train_demo_base_wan.py"),
+        "--steps",
+        "2",
+        "--clips",
+        "1",
+    ]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
     for _ in range(2):  # the second time, every stage is found done
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == ["text_encoder", "transformer", "vae"]
+        assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == [
+            "text_encoder",
+            "transformer",
+            "vae",
+        ]
         assert "PSNR of 40 held-out clips with bf16 weights" in done.stdout
     assert "2/2" not in done.stdout

@@ -1,4 +1,5 @@
-"""tools/demo/train_demo_base_zimage.py: the VAE that it makes of another, and the whole script in its smallest run."""
+"""tools/demo/train_demo_base_zimage.py: the VAE that it makes of another, and the whole script in
+its smallest run."""
 
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from workspace import ROOT
 
 
 @torch.no_grad()
-def test_the_vae_is_that_of_flux2s_demo_with_normalised_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vae_is_that_of_flux2s_demo_with_normalised_latents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from place_bases import in_bf16, pixels_of
     from train_demo_base_zimage import demo, flux2, vae_weights
@@ -22,9 +25,14 @@ def test_the_vae_is_that_of_flux2s_demo_with_normalised_latents(monkeypatch: pyt
     theirs.load_state_dict(load_file(flux2.WEIGHTS / "vae.safetensors"))
     ours.load_state_dict(vae_weights())
     pixels = pixels_of([render(example.image) for example in IMAGES if example.image.height == 64])
-    before, latents = theirs.encode(pixels).latent_dist.mode(), ours.encode(pixels).latent_dist.mode()
+    before, latents = (
+        theirs.encode(pixels).latent_dist.mode(),
+        ours.encode(pixels).latent_dist.mode(),
+    )
     assert latents.mean().abs() < 0.1 and 0.8 < latents.std() < 1.3
-    torch.testing.assert_close(ours.decode(latents).sample, theirs.decode(before).sample, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        ours.decode(latents).sample, theirs.decode(before).sample, atol=1e-4, rtol=0
+    )
     stored = load_file(demo.WEIGHTS / "vae.safetensors")
     made = in_bf16(vae_weights())
     assert stored.keys() == made.keys()
@@ -34,9 +42,16 @@ def test_the_vae_is_that_of_flux2s_demo_with_normalised_latents(monkeypatch: pyt
 
 @pytest.mark.exhaustive
 def test_two_steps_make_the_weights(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "demo" / "train_demo_base_zimage.py"), "--steps", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "demo" / "train_demo_base_zimage.py"),
+        "--steps",
+        "2",
+    ]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == ["transformer", "vae"]
-    assert "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout
+    assert (
+        "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout
+    )

@@ -1,4 +1,5 @@
-"""The repository as the tests in this folder see it: members of the workspace and files that git knows."""
+"""The repository as the tests in this folder see it: members of the workspace and files that git
+knows."""
 
 import shutil
 import subprocess
@@ -49,7 +50,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def members() -> list[Member]:
     """The core first, then the model packages."""
-    folders = [ROOT / "shared", *sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))]
+    folders = [
+        ROOT / "shared",
+        *sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml")),
+    ]
     return [Member(folder, read_toml(folder / "pyproject.toml")["project"]) for folder in folders]
 
 
@@ -70,13 +74,29 @@ def in_git() -> bool:
 
 @cache
 def text_files() -> list[Path]:
-    """Every text file that is, or would be, committed; without git, every text file outside hidden folders."""
+    """Every text file that is, or would be, committed; without git, every text file outside hidden
+    folders."""
     if in_git():
-        listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listing, capture_output=True, check=True, encoding="utf-8").stdout.split("\0")
+        listing = [
+            "git",
+            "-C",
+            str(ROOT),
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ]
+        names = subprocess.run(
+            listing, capture_output=True, check=True, encoding="utf-8"
+        ).stdout.split("\0")
         files = [ROOT / name for name in names if name]
     else:
         files = [
-            file for file in ROOT.rglob("*") if not any(part.startswith(".") for part in file.relative_to(ROOT).parts)
+            file
+            for file in ROOT.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(ROOT).parts)
         ]
-    return sorted(file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:8192])
+    return sorted(
+        file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:8192]
+    )

@@ -1,19 +1,24 @@
-"""Size and shape of the code as a markdown table, of the working tree and of any revisions next to it.
+"""Size and shape of the code as a markdown table, of the working tree and of any revisions next to
+it.
 
     uv run tools/house_measures.py                   # the working tree
     uv run tools/house_measures.py --rev 58d647d     # a revision before it, for comparison
     uv run tools/house_measures.py --rev A --rev B   # several
 
-Only text and syntax trees are looked at: nothing of the code is imported, so that any revision can be measured. What is counted:
+Only text and syntax trees are looked at: nothing of the code is imported, so that any revision can
+be measured. What is counted:
 
-- Lines are all lines. Docstring lines are those of modules, classes and functions as `inspect.cleandoc` leaves them; comment lines are lines
-  of a comment alone.
-- Functions include methods and functions inside functions. Their length is from `def` to the last line, without decorators; `self` and `cls` are
-  no parameters.
-- `: Any` counts parameters, by the text `: Any` before a comma or a bracket; `model: Any` counts fields and variables too.
-- The core is counted without its folder `testing`. Folders of the core are those directly in it; one inside another is listed by itself.
-- An import counts wherever it stands, also inside a function. An import runs up if the importing module's line of the layers contract is below that
-  of what it imports, or is the same line and the two have different names.
+- Lines are all lines. Docstring lines are those of modules, classes and functions as
+  `inspect.cleandoc` leaves them; comment lines are lines of a comment alone.
+- Functions include methods and functions inside functions. Their length is from `def` to the last
+  line, without decorators; `self` and `cls` are no parameters.
+- `: Any` counts parameters, by the text `: Any` before a comma or a bracket; `model: Any` counts
+  fields and variables too.
+- The core is counted without its folder `testing`. Folders of the core are those directly in it;
+  one inside another is listed by itself.
+- An import counts wherever it stands, also inside a function. An import runs up if the importing
+  module's line of the layers contract is below that of what it imports, or is the same line and the
+  two have different names.
 """
 
 import argparse
@@ -98,8 +103,14 @@ class File:
     @property
     def num_probes(self) -> int:
         """Calls of `hasattr`, and of `getattr` with a default."""
-        calls = [node for node in self.nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-        names = [(node.func.id, len(node.args)) for node in calls if isinstance(node.func, ast.Name)]
+        calls = [
+            node
+            for node in self.nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        ]
+        names = [
+            (node.func.id, len(node.args)) for node in calls if isinstance(node.func, ast.Name)
+        ]
         return sum(name == "hasattr" or (name == "getattr" and given > 2) for name, given in names)
 
     @property
@@ -136,14 +147,17 @@ def module_of(path: str) -> str:
 
 
 def import_graph(files: Iterable[File]) -> dict[str, set[str]]:
-    """Which of these modules imports which, wherever the import stands; the package around all of them is left out."""
+    """Which of these modules imports which, wherever the import stands; the package around all of
+    them is left out."""
     modules = {module_of(file.path): file for file in files}
     graph: dict[str, set[str]] = {}
     for module, file in modules.items():
         package = module if file.path.endswith("/__init__.py") else module.rpartition(".")[0]
         named = (name for node in file.nodes for name in _imported(node, package))
         # `from a.b import c` names a.b.c: a module, or else something in a.b
-        targets = (next((n for n in (name, name.rpartition(".")[0]) if n in modules), "") for name in named)
+        targets = (
+            next((n for n in (name, name.rpartition(".")[0]) if n in modules), "") for name in named
+        )
         graph[module] = {target for target in targets if "." in target and target != module}
     return graph
 
@@ -160,7 +174,11 @@ def _imported(node: ast.AST, package: str) -> Iterator[str]:
 def cycles(graph: Graph) -> list[list[str]]:
     """Groups of modules that import each other, directly or not, sorted."""
     reached = {module: _reached(graph, module) for module in graph}
-    groups = {tuple(sorted(other for other in reached[m] if m in reached[other])) for m in graph if m in reached[m]}
+    groups = {
+        tuple(sorted(other for other in reached[m] if m in reached[other]))
+        for m in graph
+        if m in reached[m]
+    }
     return [list(group) for group in sorted(groups)]
 
 
@@ -179,12 +197,16 @@ def layers_of(pyproject: str, container: str = "ditkit_core") -> list[list[str]]
     linter = tomllib.loads(pyproject).get("tool", {}).get("importlinter", {})
     for contract in linter.get("contracts", []):
         if contract["type"] == "layers" and contract.get("containers") == [container]:
-            return [[name.strip(" ()") for name in re.split(r"[|:]", line)] for line in contract["layers"]]
+            return [
+                [name.strip(" ()") for name in re.split(r"[|:]", line)]
+                for line in contract["layers"]
+            ]
     return []
 
 
 def running_up(graph: Graph, layers: Sequence[Sequence[str]]) -> list[str]:
-    """Imports against the contract between what is directly in the package: folders, and modules outside of them."""
+    """Imports against the contract between what is directly in the package: folders, and modules
+    outside of them."""
     rank = {name: number for number, line in enumerate(layers) for name in line}
     found = []
     for module, targets in sorted(graph.items()):
@@ -197,7 +219,8 @@ def running_up(graph: Graph, layers: Sequence[Sequence[str]]) -> list[str]:
 
 
 def folders_of(paths: Iterable[str]) -> dict[str, int]:
-    """How many files each folder of the core has of its own, by its path in the core; the core itself is the empty path."""
+    """How many files each folder of the core has of its own, by its path in the core; the core
+    itself is the empty path."""
     folders = Counter(str(PurePosixPath(path.removeprefix(CORE)).parent) for path in paths)
     return {"" if folder == "." else folder: count for folder, count in sorted(folders.items())}
 
@@ -210,7 +233,11 @@ class Tree:
     texts: Texts
 
     def files(self, *prefixes: str) -> list[File]:
-        paths = [path for path in sorted(self.texts) if path.endswith(".py") and path.startswith(prefixes)]
+        paths = [
+            path
+            for path in sorted(self.texts)
+            if path.endswith(".py") and path.startswith(prefixes)
+        ]
         return [File.parse(path, self.texts[path]) for path in paths]
 
     def groups(self) -> dict[str, list[File]]:
@@ -222,14 +249,20 @@ class Tree:
             "core testing": testing,
             "packages/wan": self.files("packages/wan/src/"),
             "packages/flux2": self.files("packages/flux2/src/"),
-            "tests": self.files("tests/", "shared/tests/", "packages/wan/tests/", "packages/flux2/tests/"),
+            "tests": self.files(
+                "tests/", "shared/tests/", "packages/wan/tests/", "packages/flux2/tests/"
+            ),
             "tools": self.files("tools/"),
         }
 
 
 def working_tree(root: Path) -> Tree:
     """What is, or would be, committed."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").decode().split("\0")
+    listed = (
+        _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        .decode()
+        .split("\0")
+    )
     paths = [path for path in listed if _is_read(path) and (root / path).is_file()]
     return Tree("working tree", {path: (root / path).read_text(encoding="utf-8") for path in paths})
 
@@ -237,9 +270,13 @@ def working_tree(root: Path) -> Tree:
 def tree_at(root: Path, revision: str) -> Tree:
     """What a revision has."""
     texts = {}
-    with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", "--format=tar", revision))) as archive:
+    with tarfile.open(
+        fileobj=io.BytesIO(_git(root, "archive", "--format=tar", revision))
+    ) as archive:
         for member in archive:
-            content = archive.extractfile(member) if member.isfile() and _is_read(member.name) else None
+            content = (
+                archive.extractfile(member) if member.isfile() and _is_read(member.name) else None
+            )
             if content is not None:
                 texts[member.name] = content.read().decode("utf-8")
     return Tree(revision, texts)
@@ -250,7 +287,9 @@ def _is_read(path: str) -> bool:
 
 
 def _git(root: Path, *arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, check=True
+    ).stdout
 
 
 SIZES = (
@@ -336,11 +375,18 @@ class Shape:
         modules = {module_of(file.path) for file in core}
         whole = import_graph([*core, *groups["packages/wan"], *groups["packages/flux2"]])
         outside = [file.path for file in core if "/" not in file.path.removeprefix(CORE)]
-        imported = {target for module, targets in whole.items() if module not in modules for target in targets}
+        imported = {
+            target
+            for module, targets in whole.items()
+            if module not in modules
+            for target in targets
+        }
         return cls(
             folders=folders_of(file.path for file in core),
             num_outside=len([path for path in outside if not path.endswith("__init__.py")]),
-            graph={module: targets & modules for module, targets in whole.items() if module in modules},
+            graph={
+                module: targets & modules for module, targets in whole.items() if module in modules
+            },
             layers=layers_of(tree.texts.get("pyproject.toml", "")),
             twice=defined_twice(core),
             num_imported=len(imported & modules),
@@ -372,19 +418,30 @@ class Shape:
             yield f"- cycle: {', '.join(group)}"
         for edge in running_up(self.graph, self.layers):
             yield f"- runs up: {edge}"
-        short = {name: ", ".join(module.partition(".")[2] for module in found) for name, found in self.twice.items()}
+        short = {
+            name: ", ".join(module.partition(".")[2] for module in found)
+            for name, found in self.twice.items()
+        }
         named = [f"`{name}` ({modules})" for name, modules in short.items()]
         yield f"- defined twice: {', '.join(named) or 'none'}"
 
 
 def function_lists(groups: Mapping[str, Sequence[File]]) -> Iterator[str]:
     """The functions that are too long, and those with too many parameters, the worst first."""
-    every = [(function, file.path) for files in groups.values() for file in files for function in file.functions]
+    every = [
+        (function, file.path)
+        for files in groups.values()
+        for file in files
+        for function in file.functions
+    ]
     for what, value, most in (
         ("lines", lambda function: function.lines, LONGEST_FUNCTION),
         ("parameters", lambda function: function.parameters, MOST_PARAMETERS),
     ):
-        over = sorted(((value(function), f"{path}: {function.name}") for function, path in every), reverse=True)
+        over = sorted(
+            ((value(function), f"{path}: {function.name}") for function, path in every),
+            reverse=True,
+        )
         named = [f"{count} `{name}`" for count, name in over if count > most]
         yield f"- over {most} {what}: {', '.join(named) or 'none'}"
 
@@ -411,10 +468,18 @@ def measured(trees: Sequence[Tree]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rev", action="append", default=[], metavar="REV", help="a revision to measure as well")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rev", action="append", default=[], metavar="REV", help="a revision to measure as well"
+    )
     revisions = parser.parse_args().rev
-    print("\n".join(measured([*(tree_at(ROOT, revision) for revision in revisions), working_tree(ROOT)])))
+    print(
+        "\n".join(
+            measured([*(tree_at(ROOT, revision) for revision in revisions), working_tree(ROOT)])
+        )
+    )
 
 
 if __name__ == "__main__":

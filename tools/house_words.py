@@ -1,15 +1,19 @@
-"""Words and threads of the code by folder, as a table of `benchmarks/house.md`: numbers that may only fall.
+"""Words and threads of the code by folder, as a table of `benchmarks/house.md`: numbers that may
+only fall.
 
     uv run tools/house_words.py                  # print the table, of the working tree
     uv run tools/house_words.py --rev fd759269   # of a revision
     uv run tools/house_words.py --write          # put it into the page
 
-- Words are names that say nothing of what they name (`WORDS`), wherever they stand in the code: variables, parameters, attributes, functions.
-- Phrases are "that of", "those of" and "of which" in code, comments and docstrings, which take the place of a noun.
+- Words are names that say nothing of what they name (`WORDS`), wherever they stand in the code:
+  variables, parameters, attributes, functions.
+- Phrases are "that of", "those of" and "of which" in code, comments and docstrings, which take the
+  place of a noun.
 - Signatures are functions with a parameter that is a `RunContext`, and fields that are one.
 
-The core is counted by its folders. What is counted for the whole core stands under the table: the library is everything below the
-configuration of a run, and the application is the folders of `APPLICATION`.
+The core is counted by its folders. What is counted for the whole core stands under the table: the
+library is everything below the configuration of a run, and the application is the folders of
+`APPLICATION`.
 """
 
 import argparse
@@ -31,7 +35,9 @@ from marked import replaced
 
 PAGE = ROOT / "benchmarks" / "house.md"
 MARKERS = ("<!-- words -->", "<!-- /words -->")
-WORDS = frozenset({"each", "own", "found", "given", "made", "place", "places", "whole", "what", "known", "seen"})
+WORDS = frozenset(
+    {"each", "own", "found", "given", "made", "place", "places", "whole", "what", "known", "seen"}
+)
 APPLICATION = ("config", "run", "planner", "diagnostics", "previews", "commands")
 PACKAGES = ("wan", "flux2")
 HEAD = ("folder", "words", "of 1,000 names", "phrases", "signatures")
@@ -63,17 +69,23 @@ def count(file: File) -> Count:
     """The counts of one file."""
     tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
     names = Counter(
-        token.string for token in tokens if token.type == tokenize.NAME and not keyword.iskeyword(token.string)
+        token.string
+        for token in tokens
+        if token.type == tokenize.NAME and not keyword.iskeyword(token.string)
     )
     words = sum(number for name, number in names.items() if name in WORDS)
-    return Count(words, names.total(), len(_PHRASE.findall(file.text)), sum(map(has_run, file.nodes)))
+    return Count(
+        words, names.total(), len(_PHRASE.findall(file.text)), sum(map(has_run, file.nodes))
+    )
 
 
 def has_run(node: ast.AST) -> bool:
     """Whether a function takes a run, or a field is one."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        return any(argument.annotation and _names_run(argument.annotation) for argument in arguments)
+        return any(
+            argument.annotation and _names_run(argument.annotation) for argument in arguments
+        )
     return isinstance(node, ast.AnnAssign) and _names_run(node.annotation)
 
 
@@ -109,7 +121,12 @@ def counts(files: Iterable[File]) -> dict[str, Count]:
 def single_importers(files: Iterable[File]) -> int:
     """Modules of the core that one module alone imports."""
     graph = import_graph(files)
-    importers = Counter(target for targets in graph.values() for target in targets if target.startswith("ditkit_core."))
+    importers = Counter(
+        target
+        for targets in graph.values()
+        for target in targets
+        if target.startswith("ditkit_core.")
+    )
     return sum(number == 1 for number in importers.values())
 
 
@@ -125,7 +142,9 @@ def report(tree: Tree) -> Iterator[str]:
     yield from (row(HEAD), row(["---"] + ["---:"] * (len(HEAD) - 1)))
     for folder, number in folders.items():
         yield row([f"`{folder}`", *number.cells()])
-    core = sum((number for name, number in folders.items() if name not in PACKAGES), Count(0, 0, 0, 0))
+    core = sum(
+        (number for name, number in folders.items() if name not in PACKAGES), Count(0, 0, 0, 0)
+    )
     yield row(["the core", *core.cells()])
     lines: Counter[str] = Counter()
     for file in files:
@@ -141,8 +160,13 @@ def report(tree: Tree) -> Iterator[str]:
 
 def recorded(page: str) -> Mapping[str, tuple[int, int, int]]:
     """Words, phrases and signatures of each folder in the page's table."""
-    rows = re.findall(r"^\| `(.+?)` \| (\d+) \| [\d.]+ \| (\d+) \| (\d+) \|$", page, flags=re.MULTILINE)
-    return {folder: (int(words), int(phrases), int(signatures)) for folder, words, phrases, signatures in rows}
+    rows = re.findall(
+        r"^\| `(.+?)` \| (\d+) \| [\d.]+ \| (\d+) \| (\d+) \|$", page, flags=re.MULTILINE
+    )
+    return {
+        folder: (int(words), int(phrases), int(signatures))
+        for folder, words, phrases, signatures in rows
+    }
 
 
 def grown(files: Iterable[File], page: str) -> list[str]:
@@ -163,13 +187,19 @@ def grown(files: Iterable[File], page: str) -> list[str]:
 
 def write(page: Path, lines: Iterable[str]) -> None:
     text = page.read_text(encoding="utf-8")
-    page.write_text(replaced(text, MARKERS, "\n".join(lines), page.name), encoding="utf-8", newline="\n")
+    page.write_text(
+        replaced(text, MARKERS, "\n".join(lines), page.name), encoding="utf-8", newline="\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rev", metavar="REV", help="a revision instead of the working tree")
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/house.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into benchmarks/house.md"
+    )
     arguments = parser.parse_args()
     lines = list(report(tree_at(ROOT, arguments.rev) if arguments.rev else working_tree(ROOT)))
     if arguments.write:

@@ -1,11 +1,14 @@
-"""Writes a model package that works as written, for an author to fill in: installs, trains its demo, exports, samples, and passes conformance.
+"""Writes a model package that works as written, for an author to fill in: installs, trains its
+demo, exports, samples, and passes conformance.
 
     uv run tools/new_model.py zed --kind image               packages/zed, found by its folder
     uv run tools/new_model.py zed --kind video --standalone ../zed      a project of its own
-    uv run tools/new_model.py red-fox --kind image           several words: red-fox-train, packages/red_fox, class RedFox
+    uv run tools/new_model.py red-fox --kind image           several words: red-fox-train,
+    packages/red_fox, class RedFox
 
-The package has a transformer of two blocks of its own. Each place that an author fills in is marked with FILL IN and the number of the step;
-docs/adding_a_model.md explains the steps, and the package's tests say which is next.
+The package has a transformer of two blocks of its own. Each place that an author fills in is marked
+with FILL IN and the number of the step; docs/adding_a_model.md explains the steps, and the
+package's tests say which is next.
 """
 
 import argparse
@@ -45,10 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "name", help="name of the family, lower case: zed for ditkit-zed and zed-train; words are joined by -"
+        "name",
+        help="name of the family, lower case: zed for ditkit-zed and zed-train; words are joined by -",
     )
     parser.add_argument("--kind", choices=sorted(KINDS), required=True, help="what it generates")
-    parser.add_argument("--standalone", type=Path, help="write a project of its own into this folder")
+    parser.add_argument(
+        "--standalone", type=Path, help="write a project of its own into this folder"
+    )
     options = parser.parse_args(arguments)
     try:
         folder = write_package(options.name, options.kind, options.standalone)
@@ -58,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"wrote {folder}")
     install = "uv sync" if options.standalone is None else f"cd {folder} && uv sync"
     print(
-        f"next: {install}, then `uv run {options.name.replace('_', '-')}-train --demo`, then `uv run pytest {folder}/tests -n 2`"
+        f"next: {install}, then `uv run {options.name.replace('_', '-')}-train --demo`, then `uv "
+        f"run pytest {folder}/tests -n 2`"
     )
     print(f"{len(marks(folder))} places are marked with FILL IN: docs/adding_a_model.md")
     return 0
@@ -68,9 +75,11 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     """Write a package.
 
     Args:
-        name: Of the family: words joined by `-` or `_`. Commands and the distribution have it with `-`, folder and module with `_`.
+        name: Of the family: words joined by `-` or `_`. Commands and the distribution have it with
+            `-`, folder and module with `_`.
         kind: `image` or `video`.
-        standalone: The folder of a project outside of this repository; None writes into `packages/`.
+        standalone: The folder of a project outside of this repository; None writes into
+            `packages/`.
 
     Returns:
         Its folder.
@@ -80,16 +89,21 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     """
     if not re.fullmatch(r"(?=.{2,20}$)[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or name in RESERVED:
         raise UserError(
-            f"{name!r} cannot name a family: use two to twenty lower-case letters and digits, such as `zed`, or words joined by `-`"
+            f"{name!r} cannot name a family: use two to twenty lower-case letters and digits, such "
+            f"as `zed`, or words joined by `-`"
         )
     module = name.replace("-", "_")
     folder = ROOT / "packages" / module if standalone is None else standalone.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists; choose another name or remove it")
     values = KINDS[kind] | {"NUM_PARAMETERS": f"{PARAMETERS:_}"}
-    written = folder.with_name(f".{folder.name}.new")  # renamed at the end, so that nothing is half-written
+    written = folder.with_name(
+        f".{folder.name}.new"
+    )  # renamed at the end, so that nothing is half-written
     shutil.rmtree(written, ignore_errors=True)
-    for file in sorted(path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+    for file in sorted(
+        path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ):
         relative = file.relative_to(TEMPLATE)
         if relative.name.startswith("encoders_"):
             if relative.stem != f"encoders_{kind}":
@@ -100,7 +114,9 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
             relative = Path("src", f"ditkit_{module}", *relative.parts[1:])
         target = written / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(filled(file.read_text(encoding="utf-8"), name, values), encoding="utf-8", newline="\n")
+        target.write_text(
+            filled(file.read_text(encoding="utf-8"), name, values), encoding="utf-8", newline="\n"
+        )
     shutil.copy(ROOT / "LICENSE", written / "LICENSE")
     (written / "src" / f"ditkit_{module}" / "py.typed").touch()
     if standalone is not None:
@@ -118,9 +134,20 @@ def filled(text: str, name: str, values: dict[str, str]) -> str:
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
     words = re.split("[-_]", name)
-    module, command, title = "_".join(words), "-".join(words), "".join(word.title() for word in words)
-    for theirs, ours in (("ditkit_zed", f"ditkit_{module}"), ("ZED", module.upper()), ("Zed", title), ("zed", command)):
-        text = re.sub(rf"(?<![A-Za-z]){theirs}(?=[^a-z]|$)" if theirs != "Zed" else r"Zed", ours, text)
+    module, command, title = (
+        "_".join(words),
+        "-".join(words),
+        "".join(word.title() for word in words),
+    )
+    for theirs, ours in (
+        ("ditkit_zed", f"ditkit_{module}"),
+        ("ZED", module.upper()),
+        ("Zed", title),
+        ("zed", command),
+    ):
+        text = re.sub(
+            rf"(?<![A-Za-z]){theirs}(?=[^a-z]|$)" if theirs != "Zed" else r"Zed", ours, text
+        )
     return text
 
 
@@ -136,12 +163,20 @@ def ruff_options(name: str) -> list[str]:
 
 def _format(folder: Path, name: str) -> None:
     """Sort imports and wrap lines, which the length of a name decides."""
-    for command in (["check", "--no-cache", "--fix", "--quiet"], ["format", "--no-cache", "--quiet"]):
-        subprocess.run([sys.executable, "-m", "ruff", *command, *ruff_options(name), "."], cwd=folder, check=True)
+    for command in (
+        ["check", "--no-cache", "--fix", "--quiet"],
+        ["format", "--no-cache", "--quiet"],
+    ):
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *ruff_options(name), "."],
+            cwd=folder,
+            check=True,
+        )
 
 
 def _stand_alone(folder: Path, written: Path) -> None:
-    """Make a project of a package that is `written` and will be in `folder`: the core is this clone's, until one is released."""
+    """Make a project of a package that is `written` and will be in `folder`: the core is this
+    clone's, until one is released."""
     project = written / "pyproject.toml"
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     markers = re.search(r"markers = \[.*?\n\]", settings, re.DOTALL)
@@ -156,13 +191,16 @@ def _stand_alone(folder: Path, written: Path) -> None:
     text = project.read_text(encoding="utf-8") + (
         "\n[dependency-groups]\n"
         'dev = ["ditkit-core[testing]", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]\n\n'
-        "[tool.uv.sources]\n# The clone that wrote this package. Remove it once ditkit-core is on the index that you use.\n"
+        "[tool.uv.sources]\n# The clone that wrote this package. Remove it once ditkit-core is on "
+        "the index that you use.\n"
         f'ditkit-core = {{ path = "{Path(core).as_posix()}", editable = true }}\n\n{metadata[0]}\n[tool.pytest.ini_options]\n'
         'addopts = ["--import-mode=importlib", "--strict-markers", "-m=not slow and not exhaustive and not gpu"]\n'
         f'testpaths = ["tests"]\ntimeout = 300\n{markers[0]}\n'
     )
     project.write_text(text, encoding="utf-8", newline="\n")
-    (written / ".gitignore").write_text(".venv/\n__pycache__/\nruns/\ndist/\n", encoding="utf-8", newline="\n")
+    (written / ".gitignore").write_text(
+        ".venv/\n__pycache__/\nruns/\ndist/\n", encoding="utf-8", newline="\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A setting in a message has the name that its reader wrote: a key in a command, an argument in any other program."""
+"""A setting in a message has the name that its reader wrote: a key in a command, an argument in any
+other program."""
 
 from collections.abc import Callable
 
@@ -26,7 +27,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "r": (lambda: LoraConfig(r=0), "{adapter.}rank = 0, "),
     "split": (
         lambda: place_blocks(make_model(TOY, ToyArch()), ["cpu"], (1,)),  # type: ignore[arg-type,list-item]
-        "{train.}split_points = [1] splits over several devices, and {train.}devices names one; name more",
+        (
+            "{train.}split_points = [1] splits over several devices, and {train.}devices names one; "
+            "name more"
+        ),
     ),
     "steps": (lambda: TrainConfig(steps=-1), "{train.}steps = -1 must be at least 0"),
     "quantize": (

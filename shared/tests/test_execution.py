@@ -48,11 +48,27 @@ def test_a_run_states_all_of_its_execution() -> None:
     assert execution.devices == ("cuda:0", "cuda:1"), "names: this machine need not have them"
     assert execution.schedule.policies([None] * 3) == (AttentionOnly(), Full(), Full())
     assert execution.precision == Precision(matmul=torch.float32, residual=torch.float64)
-    assert (execution.attention, execution.kernels, execution.cuda_graphs) == ("flex", "triton", "off")
+    assert (execution.attention, execution.kernels, execution.cuda_graphs) == (
+        "flex",
+        "triton",
+        "off",
+    )
     assert execution.routing == TokenRouting(0, 1, 0.5)
-    assert (execution.split_points, execution.reserve, execution.swap_blocks) == ((2,), (1.0,), (1,))
-    assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))
-    same = [field.name for field in fields(Execution) if getattr(execution, field.name) == getattr(default, field.name)]
+    assert (execution.split_points, execution.reserve, execution.swap_blocks) == (
+        (2,),
+        (1.0,),
+        (1,),
+    )
+    assert (execution.quantize, execution.compute, execution.ranks) == (
+        "fp8",
+        "fp8",
+        RanksConfig(shard=4, context=2),
+    )
+    same = [
+        field.name
+        for field in fields(Execution)
+        if getattr(execution, field.name) == getattr(default, field.name)
+    ]
     assert same == ["device"], "devices take its place; and no field that no key of a run decides"
 
 
@@ -61,12 +77,17 @@ ADDED = 4
 
 
 def test_a_setting_that_is_added_is_one_field_in_one_file(tmp_path: Path) -> None:
-    """With its description and resume rule it is in run files, help, schema and stored runs, and runs, plans and searches have it."""
-    found = printed(Path(__file__).parent / "support" / "added_setting.py", str(tmp_path), **ANOTHER_PROCESS)
+    """With its description and resume rule it is in run files, help, schema and stored runs, and
+    runs, plans and searches have it."""
+    found = printed(
+        Path(__file__).parent / "support" / "added_setting.py", str(tmp_path), **ANOTHER_PROCESS
+    )
     assert found.pop("doc") == "A setting made up for a test, such as `4`."
     assert found.pop("resume") == [f"train.haste {ADDED} -> 3"]
     assert found.pop("help") is True and found.pop("schema") == 3 and found.pop("library") == 5
-    assert found == dict.fromkeys(("stored", "run", "planned step", "searched", "fitted run"), ADDED)
+    assert found == dict.fromkeys(
+        ("stored", "run", "planned step", "searched", "fitted run"), ADDED
+    )
 
 
 def test_the_defaults_are_those_of_a_run() -> None:
@@ -75,7 +96,11 @@ def test_the_defaults_are_those_of_a_run() -> None:
 
 
 def test_names_become_devices_of_this_machine() -> None:
-    assert Execution(devices=("cpu",)).torch_devices == Execution(device="cpu").torch_devices == (torch.device("cpu"),)
+    assert (
+        Execution(devices=("cpu",)).torch_devices
+        == Execution(device="cpu").torch_devices
+        == (torch.device("cpu"),)
+    )
     with pytest.raises(UserError, match="twice"):
         _ = Execution(devices=("cpu", "cpu")).torch_devices
 

@@ -1,14 +1,18 @@
-"""Measure how long a block takes the host, forward and backward, ours and diffusers', where kernels compute nothing. No GPU is needed.
+"""Measure how long a block takes the host, forward and backward, ours and diffusers', where kernels
+compute nothing. No GPU is needed.
 
     uv run tools/bench/bench_host_time.py > benchmarks/host_time.md       # some minutes on one core
 
-With few tokens a GPU computes faster than the host launches, and a step takes the host's time. Here CPU tensors of two tokens go the way of those on a
-GPU, so that the calls of torch's operations take the time, and not their arithmetic. Triton's kernels are compiled for an H100 and launched by
-Triton's own launcher, which is linked with a CUDA driver that does nothing. Two operations have a stand-in: products of bf16 with results in
-fp32, which a CPU lacks, are fp32 products, and diffusers' norms convert to fp32 first, as autocast does on a GPU alone, and are one operation.
+With few tokens a GPU computes faster than the host launches, and a step takes the host's time. Here
+CPU tensors of two tokens go the way of those on a GPU, so that the calls of torch's operations take
+the time, and not their arithmetic. Triton's kernels are compiled for an H100 and launched by
+Triton's own launcher, which is linked with a CUDA driver that does nothing. Two operations have a
+stand-in: products of bf16 with results in fp32, which a CPU lacks, are fp32 products, and
+diffusers' norms convert to fp32 first, as autocast does on a GPU alone, and are one operation.
 
-Both have a LoRA of diffusers' and our default layers of attention; diffusers' blocks run under autocast to bf16, as its training scripts do. The
-time is the processor's, of one thread; ours and diffusers' take turns, and the least of all repeats counts. On a GPU, the work of CUDA's driver and
+Both have a LoRA of diffusers' and our default layers of attention; diffusers' blocks run under
+autocast to bf16, as its training scripts do. The time is the processor's, of one thread; ours and
+diffusers' take turns, and the least of all repeats counts. On a GPU, the work of CUDA's driver and
 of cuBLAS comes on top of it for both.
 """
 
@@ -74,7 +78,8 @@ R cuTensorMapEncodeIm2col() { return 0; }
 
 
 class NoGPU(CudaDriver):  # type: ignore[misc]
-    """Triton's driver of NVIDIA's GPUs, with its launcher, on the device -1, as torch calls a CPU's."""
+    """Triton's driver of NVIDIA's GPUs, with its launcher, on the device -1, as torch calls a
+    CPU's."""
 
     def __init__(self) -> None:
         self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
@@ -87,18 +92,34 @@ class NoGPU(CudaDriver):  # type: ignore[misc]
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Inside the block a CPU's tensors take the paths of a GPU's, and Triton launches kernels that do nothing."""
+    """Inside the block a CPU's tensors take the paths of a GPU's, and Triton launches kernels that
+    do nothing."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
         source.write_text(DRIVER, encoding="utf-8")
         compiler = os.environ.get("CC", "gcc")
         subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O2", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True
+            [
+                compiler,
+                "-shared",
+                "-fPIC",
+                "-O2",
+                "-w",
+                "-Wl,-soname,libcuda.so.1",
+                "-o",
+                library,
+                source,
+            ],
+            check=True,
         )
         Path(folder, "libcuda.so").symlink_to(library)
-        torch.ones((), requires_grad=True).backward()  # looks for GPUs, and would take that library for a broken driver
+        torch.ones(
+            (), requires_grad=True
+        ).backward()  # looks for GPUs, and would take that library for a broken driver
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        stack.enter_context(patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f"{folder}/cache"))
+        stack.enter_context(
+            patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f"{folder}/cache")
+        )
         stack.enter_context(patch.object(driver, "_active", NoGPU()))
         stack.enter_context(as_on("cuda"))
         for module in (bf16_parts, lora):
@@ -119,7 +140,8 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of ours and of diffusers, each as a closure from inputs that are there to results."""
+    """One block of ours and of diffusers, each as a closure from inputs that are there to
+    results."""
 
     name: str
     ours: Callable[[], Sequence[Tensor]]
@@ -136,11 +158,17 @@ def wan() -> Pair:
 
     arch = WanArch(dim=32, ffn_dim=32, heads=2, layers=1, text_dim=16, text_tokens=2)
     theirs, ours = diffusers_models.wan(arch), WanTransformer(arch, Precision(matmul=BF16))
-    diffusers_models.share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, BF16)
+    diffusers_models.share_weights(
+        ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, BF16
+    )
     diffusers_models.share_adapters(
         ours, theirs, WAN.architecture.names, ("q", "k", "v", "o"), WAN.adapters.targets, RANK
     )
-    latents, text, timestep = torch.randn(1, 16, 1, 2, 4), torch.randn(1, 2, 16).to(BF16), torch.tensor([731.25])
+    latents, text, timestep = (
+        torch.randn(1, 16, 1, 2, 4),
+        torch.randn(1, 2, 16).to(BF16),
+        torch.tensor([731.25]),
+    )
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
@@ -163,25 +191,37 @@ def flux2() -> Pair:
 
     axes = (4, 4, 4, 4)
     arch = Flux2Arch(
-        dim=32, heads=2, double_layers=1, single_layers=1, text_dim=16, text_tokens=2, guidance=False, axes=axes, mlp_ratio=1.0
+        dim=32, heads=2, double_layers=1, single_layers=1, text_dim=16, text_tokens=2,
+        guidance=False, axes=axes, mlp_ratio=1.0
     )  # fmt: skip
     theirs = Flux2Transformer2DModel(
-        num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=16, joint_attention_dim=16,
+        num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=16,
+        joint_attention_dim=16,
         guidance_embeds=False, axes_dims_rope=axes, mlp_ratio=1.0,
     )  # fmt: skip
     ours = Flux2Transformer(arch, Precision(matmul=BF16))
-    diffusers_models.share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, BF16)
+    diffusers_models.share_weights(
+        ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, BF16
+    )
     diffusers_models.share_adapters(
         ours, theirs, FLUX2.architecture.names, ("attention",), FLUX2.adapters.targets, RANK
     )
-    latents, text, sigma = torch.randn(1, 128, 1, 1, 2), torch.randn(1, 2, 16).to(BF16), torch.tensor([0.73125])
+    latents, text, sigma = (
+        torch.randn(1, 128, 1, 1, 2),
+        torch.randn(1, 2, 16).to(BF16),
+        torch.tensor([0.73125]),
+    )
     places = token_positions(2, (1, 2), [], torch.device("cpu"))
     rows = latents.flatten(2).transpose(1, 2).to(BF16)
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
-        predict=lambda engine: ours(Flux2Inputs(list(latents), sigma, None, list(text), [[]]), engine),
-        their_predict=lambda: theirs(rows, text, sigma, places[2:], places[:2], None, return_dict=False)[0],
+        predict=lambda engine: ours(
+            Flux2Inputs(list(latents), sigma, None, list(text), [[]]), engine
+        ),
+        their_predict=lambda: theirs(
+            rows, text, sigma, places[2:], places[:2], None, return_dict=False
+        )[0],
         target=latents,
         shape="",
     )
@@ -213,7 +253,9 @@ def blocks_of(pair: Pair) -> Iterator[Block]:
     def note(module: nn.Module, positional: Any, named: Any) -> None:
         calls.setdefault(type(module).__name__, (module, positional, named))
 
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in pair.theirs.modules()]
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in pair.theirs.modules()
+    ]
     with torch.no_grad(), autocast():
         pair.their_predict()
     for hook in hooks:
@@ -231,8 +273,12 @@ def blocks_of(pair: Pair) -> Iterator[Block]:
             )
 
 
-def _our_call(block: nn.Module, carry: Any, fields: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
-    carry = carry._replace(**{name: getattr(carry, name).clone().requires_grad_() for name in fields})
+def _our_call(
+    block: nn.Module, carry: Any, fields: Sequence[str]
+) -> Callable[[], Sequence[Tensor]]:
+    carry = carry._replace(
+        **{name: getattr(carry, name).clone().requires_grad_() for name in fields}
+    )
     settings = BlockSettings(kernels="triton")
 
     def call() -> Sequence[Tensor]:
@@ -243,10 +289,14 @@ def _our_call(block: nn.Module, carry: Any, fields: Sequence[str]) -> Callable[[
     return call
 
 
-def _their_call(block: nn.Module, positional: Any, named: Any, advanced: int) -> Callable[[], Sequence[Tensor]]:
+def _their_call(
+    block: nn.Module, positional: Any, named: Any, advanced: int
+) -> Callable[[], Sequence[Tensor]]:
     positional, named = tree_map_only(Tensor, lambda x: x.clone(), (positional, named))
     streams = [
-        x for x in (*positional, *(named.get(f"{name}hidden_states") for name in ("", "encoder_"))) if x is not None
+        x
+        for x in (*positional, *(named.get(f"{name}hidden_states") for name in ("", "encoder_")))
+        if x is not None
     ]
     for x in streams[:advanced]:
         x.requires_grad_()
@@ -265,13 +315,17 @@ def autocast() -> torch.autocast:
 
 
 class NormOnGPU(nn.Module):
-    """A norm as a GPU computes it under autocast: one operation, in fp32. A CPU's autocast leaves norms as they are, and composes RMS norms."""
+    """A norm as a GPU computes it under autocast: one operation, in fp32. A CPU's autocast leaves
+    norms as they are, and composes RMS norms."""
 
     def __init__(self, norm: Any):
         super().__init__()
         self.eps, self.shape = norm.eps, norm.normalized_shape
         is_rms = isinstance(norm, nn.RMSNorm)
-        self.weight, self.offset = norm.weight, torch.zeros_like(norm.weight) if is_rms else norm.bias
+        self.weight, self.offset = (
+            norm.weight,
+            torch.zeros_like(norm.weight) if is_rms else norm.bias,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if row is None else row.float() for row in (self.weight, self.offset))
@@ -316,13 +370,19 @@ class HostTime:
 
 
 def by_triton(
-    self: Launcher, grid: Any, tensors: Any, numbers: Any = (), constants: Any = (), num_warps: int = 4
+    self: Launcher,
+    grid: Any,
+    tensors: Any,
+    numbers: Any = (),
+    constants: Any = (),
+    num_warps: int = 4,
 ) -> None:
     """In place of `Launcher`: Triton launches everything."""
     names = self._parameters[len(tensors) + len(numbers) :]
     with device_current(tensors[0]):
         self.kernel[grid](
-            *tensors, *numbers, **dict(zip(names, constants, strict=True)), num_warps=num_warps, enable_fp_fusion=self._fusion
+            *tensors, *numbers, **dict(zip(names, constants, strict=True)), num_warps=num_warps,
+            enable_fp_fusion=self._fusion
         )  # fmt: skip
 
 
@@ -343,23 +403,35 @@ def measured(block: Block, repeats: int) -> tuple[HostTime, HostTime, HostTime]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100, help="turns of eight forwards and backwards")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=100, help="turns of eight forwards and backwards"
+    )
     repeats = parser.parse_args(arguments).repeats
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # its small products take longer than torch's own
     print(
         "# The host's time of a block\n\n"
-        f"Printed by `tools/bench/bench_host_time.py` with torch {torch.__version__} and Triton {triton.__version__}, which says how it is measured.\n\n"
-        "Forward + backward of a block with a LoRA, in microseconds of one CPU core, where kernels compute nothing; on a GPU, the work of CUDA's driver\n"
-        "and of cuBLAS is added to all columns. diffusers: under bf16 autocast, with peft. The third column has launches of our kernels by Triton alone.\n\n"
-        "| block | ours | ours, launched by Triton | diffusers | ours / diffusers |\n|---|---|---|---|---|"
+        f"Printed by `tools/bench/bench_host_time.py` with torch {torch.__version__} and Triton "
+        f"{triton.__version__}, which says how it is measured.\n\n"
+        "Forward + backward of a block with a LoRA, in microseconds of one CPU core, where kernels "
+        "compute nothing; on a GPU, the work of CUDA's driver\n"
+        "and of cuBLAS is added to all columns. diffusers: under bf16 autocast, with peft. The "
+        "third column has launches of our kernels by Triton alone.\n\n"
+        "| block | ours | ours, launched by Triton | diffusers | ours / diffusers "
+        "|\n|---|---|---|---|---|"
     )
     with without_gpu():
         for make in (wan, flux2):
             for block in blocks_of(make()):
                 ours, plain, theirs = measured(block, repeats)
-                print(f"| {block.name} | {ours} | {plain} | {theirs} | {ours.both / theirs.both:.2f} |", flush=True)
+                print(
+                    f"| {block.name} | {ours} | {plain} | {theirs} | {ours.both / theirs.both:.2f} "
+                    f"|",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Time a training step of ours against diffusers' under each instruction set of a CPU: a table of benchmarks/step_cpu.md.
+"""Time a training step of ours against diffusers' under each instruction set of a CPU: a table of
+benchmarks/step_cpu.md.
 
     uv run tools/bench/bench_instruction_sets.py            # print the table
     uv run tools/bench/bench_instruction_sets.py --write    # write it into the page, too
 
-Each row is a process of its own, because libraries choose their kernels when they are loaded; `tools/bench/bench_step.py` has what is timed. Both
-sides take turns in one process. Still, ratios on a machine that does other work are worth nothing.
+Each row is a process of its own, because libraries choose their kernels when they are loaded;
+`tools/bench/bench_step.py` has what is timed. Both sides take turns in one process. Still, ratios
+on a machine that does other work are worth nothing.
 """
 
 import argparse
@@ -36,7 +38,8 @@ SETS = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", **AVX2},
     "default of ATen": {"ATEN_CPU_CAPABILITY": "default", **AVX2},
 }
-"""Environment variables of torch, oneDNN and MKL by the name of the set. Products are oneDNN's and MKL's, so the last has AVX2 there."""
+"""Environment variables of torch, oneDNN and MKL by the name of the set. Products are oneDNN's and
+MKL's, so the last has AVX2 there."""
 CASES = tuple((model, dtype) for model in ("wan", "flux2") for dtype in ("fp32", "bf16"))
 
 
@@ -46,10 +49,13 @@ def one(arguments: Sequence[str]) -> dict[str, Any]:
     dtype = parse_dtype(args.dtype)
     pair = bench_step.PAIRS[args.model](args, dtype)
     steps = bench_step.steps_of(args, pair, dtype)
-    found = bench_step.measured({"ours": steps.ours, "diffusers": steps.theirs}, args.repeats, args.device)
+    found = bench_step.measured(
+        {"ours": steps.ours, "diffusers": steps.theirs}, args.repeats, args.device
+    )
     share = bench_step.floor_share(steps.ours, args.device)
     return {name: row.seconds for name, row in found.items()} | {
-        "share": share, "capability": torch.backends.cpu.get_cpu_capability(), "tokens": args.tokens,
+        "share": share, "capability": torch.backends.cpu.get_cpu_capability(),
+        "tokens": args.tokens,
     }  # fmt: skip
 
 
@@ -59,19 +65,38 @@ def table(given: Sequence[str]) -> Iterator[str]:
     yield "|" + "---|" * 8
     for name, variables in SETS.items():
         for model, dtype in CASES:
-            command = [sys.executable, str(Path(__file__)), "--one", *given, "--model", model, "--dtype", dtype]
-            done = subprocess.run(command, env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True)
+            command = [
+                sys.executable,
+                str(Path(__file__)),
+                "--one",
+                *given,
+                "--model",
+                model,
+                "--dtype",
+                dtype,
+            ]
+            done = subprocess.run(
+                command, env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True
+            )
             row = json.loads(done.stdout.splitlines()[-1])
             ours, theirs = row["ours"], row["diffusers"]
             times = f"{ours * 1e3:.0f} ms | {theirs * 1e3:.0f} ms | **{ours / theirs:.3f}** | {ours * row['share'] / theirs:.3f}"
-            print(f"{name} ({row['capability']}), {model} {dtype}: {times}", file=sys.stderr, flush=True)
+            print(
+                f"{name} ({row['capability']}), {model} {dtype}: {times}",
+                file=sys.stderr,
+                flush=True,
+            )
             yield f"| {name} ({row['capability']}) | {model} | {row['tokens']:,} | {dtype} | {times} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into benchmarks/step_cpu.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into benchmarks/step_cpu.md"
+    )
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args, others = parser.parse_known_args(arguments)
     if args.one:
@@ -81,12 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [
         *table(given),
         "",
-        f"`tools/bench/bench_step.py {' '.join(given)}`, torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread.",
+        (
+            f"`tools/bench/bench_step.py {' '.join(given)}`, torch {torch.__version__}, "
+            f"{platform.processor() or platform.machine()}, one thread."
+        ),
     ]
     print("\n".join(lines))
     if args.write:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(replaced(page, TABLE, "\n".join(["", *lines, ""]), PAGE.name), encoding="utf-8")
+        PAGE.write_text(
+            replaced(page, TABLE, "\n".join(["", *lines, ""]), PAGE.name), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

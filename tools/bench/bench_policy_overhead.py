@@ -1,11 +1,14 @@
-"""Measure the overhead of a checkpointing policy besides recomputation: microseconds a call, as a share of a training step.
+"""Measure the overhead of a checkpointing policy besides recomputation: microseconds a call, as a
+share of a training step.
 
     uv run tools/bench/bench_policy_overhead.py
 
-An empty block (a carry of Wan's form, one multiplication, two calls of attention whose kernel does nothing) runs forward and backward
-under each policy, interleaved, one thread; the least CPU time of the repeats counts. From it goes what a bare `torch.utils.checkpoint` takes for
-the same, and what is left is set against a block's part of a CPU step at 1k tokens, of the model that `bench_step.py` times. The last rows
-are the account of a step's time (`seconds/forward` and others in the metrics): the same through an engine with its marks, above without.
+An empty block (a carry of Wan's form, one multiplication, two calls of attention whose kernel does
+nothing) runs forward and backward under each policy, interleaved, one thread; the least CPU time of
+the repeats counts. From it goes what a bare `torch.utils.checkpoint` takes for the same, and what
+is left is set against a block's part of a CPU step at 1k tokens, of the model that `bench_step.py`
+times. The last rows are the account of a step's time (`seconds/forward` and others in the metrics):
+the same through an engine with its marks, above without.
 """
 
 import argparse
@@ -60,7 +63,9 @@ class Empty(nn.Module):
 
 def carry() -> Carry:
     """A carry of tiny tensors."""
-    return Carry(torch.ones(1, 2, 1, 4).requires_grad_(), *(torch.ones(1, 2, 4) for _ in range(3)), (2,))
+    return Carry(
+        torch.ones(1, 2, 1, 4).requires_grad_(), *(torch.ones(1, 2, 4) for _ in range(3)), (2,)
+    )
 
 
 def under_policy(blocks: list[Empty], policy: str) -> Callable[[], Tensor]:
@@ -84,7 +89,9 @@ def bare(blocks: list[Empty]) -> Callable[[], Tensor]:
         state = carry()
         x, rest = state.tokens, state[1:]
         for block in blocks:
-            x = checkpoint(lambda x, *rest, block=block: _bare_block(block, x), x, *rest, use_reentrant=False)
+            x = checkpoint(
+                lambda x, *rest, block=block: _bare_block(block, x), x, *rest, use_reentrant=False
+            )
         x.sum().backward()
         return x
 
@@ -120,7 +127,8 @@ class Chain(nn.Module):
 
 
 def accounted(blocks: list[Empty], policy: str, clock: StepClock) -> Callable[[], Tensor]:
-    """A forward and backward through the engine, as a training step has them, with the marks of a clock or of none."""
+    """A forward and backward through the engine, as a training step has them, with the marks of a
+    clock or of none."""
     model, engine = Chain(blocks), BlockEngine(policy=policy, backend="nothing", clock=clock)
 
     def work() -> Tensor:
@@ -137,20 +145,29 @@ def accounted(blocks: list[Empty], policy: str, clock: StepClock) -> Callable[[]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--width", type=int, default=768, help="of the model whose step is the measure")
+    parser.add_argument(
+        "--width", type=int, default=768, help="of the model whose step is the measure"
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     args = parser.parse_args()
     torch.set_num_threads(1)
     BACKENDS["nothing"] = Backend(
-        kernel=lambda q, k, v, padding_mask, dropout: q.view_as(q), takes_mask=True, takes_dropout=True, half_only=False
+        kernel=lambda q, k, v, padding_mask, dropout: q.view_as(q),
+        takes_mask=True,
+        takes_dropout=True,
+        half_only=False,
     )
     blocks = [Empty() for _ in range(BLOCKS)]
     work = {BARE: bare(blocks)} | {policy: under_policy(blocks, policy) for policy in POLICIES}
     for policy in ACCOUNTED:
         work[f"{policy}, engine"] = accounted(blocks, policy, StepClock())
-        work[f"{policy}, with the account"] = accounted(blocks, policy, StepClock([torch.device("cpu")]))
+        work[f"{policy}, with the account"] = accounted(
+            blocks, policy, StepClock([torch.device("cpu")])
+        )
     least = dict.fromkeys(work, float("inf"))
     for _ in range(args.repeats):
         for name, run in work.items():
@@ -162,11 +179,13 @@ def main() -> None:
     pair = wan_pair(pair_args, parse_dtype(args.dtype))
     block = step_seconds(pair, "full", args.repeats) / pair_args.blocks
     print(
-        f"torch {torch.__version__}, one thread, least of {args.repeats}; a block's part of a step at 1024 tokens, width {args.width}, "
+        f"torch {torch.__version__}, one thread, least of {args.repeats}; a block's part of a step "
+        f"at 1024 tokens, width {args.width}, "
         f"{args.dtype}, LoRA, full: {block * 1e3:.1f} ms"
     )
     print(
-        "| policy | microseconds a block | above (a bare checkpoint; the engine) | share of a step |\n|---|---|---|---|"
+        "| policy | microseconds a block | above (a bare checkpoint; the engine) | share of a step "
+        "|\n|---|---|---|---|"
     )
     for name, taken in micro.items():
         policy, _, kind = name.partition(", ")

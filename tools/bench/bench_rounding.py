@@ -1,13 +1,15 @@
-"""Full fine-tuning in bf16 where rounding to nearest stalls, against fp32 weights: the table of the documentation.
+"""Full fine-tuning in bf16 where rounding to nearest stalls, against fp32 weights: the table of the
+documentation.
 
-    uv run tools/bench/bench_rounding.py                      # in under two minutes on one CPU thread
-    uv run tools/bench/bench_rounding.py --steps 2000 --lr 3e-6
+    uv run tools/bench/bench_rounding.py                      # in under two minutes on one CPU
+    thread uv run tools/bench/bench_rounding.py --steps 2000 --lr 3e-6
 
-A small transformer (the toy of the conformance checks) learns the velocities of another one whose weights are 2 % away, at a constant
-learning rate of which bf16 keeps few updates. Every row starts at the same values, which bf16 has, and trains with the same samples and
-the same optimizer, AdamW; what differs is the dtype of weights and matmuls, and how an update is written. Printed: the loss left, as a
-share of that before, computed in fp32 from the weights that an export would have; the share of weights that moved; and bytes per weight
-that the step keeps.
+A small transformer (the toy of the conformance checks) learns the velocities of another one whose
+weights are 2 % away, at a constant learning rate of which bf16 keeps few updates. Every row starts
+at the same values, which bf16 has, and trains with the same samples and the same optimizer, AdamW;
+what differs is the dtype of weights and matmuls, and how an update is written. Printed: the loss
+left, as a share of that before, computed in fp32 from the weights that an export would have; the
+share of weights that moved; and bytes per weight that the step keeps.
 """
 
 import argparse
@@ -33,7 +35,11 @@ def inputs(step: int) -> ToyInputs:
     """Latents, noise levels and texts that are a function of the step."""
     random = torch.Generator().manual_seed(step)
     latents = [torch.randn(4, 2, 4, 4, generator=random) for _ in range(4)]
-    return ToyInputs(latents, torch.rand(4, generator=random), [torch.randn(5, 8, generator=random) for _ in range(4)])
+    return ToyInputs(
+        latents,
+        torch.rand(4, generator=random),
+        [torch.randn(5, 8, generator=random) for _ in range(4)],
+    )
 
 
 def error(model: nn.Module, teacher: nn.Module, step: int) -> Tensor:
@@ -41,7 +47,9 @@ def error(model: nn.Module, teacher: nn.Module, step: int) -> Tensor:
     made = inputs(step)
     with torch.no_grad():
         wanted = teacher(made)
-    return torch.stack([(a - b).square().mean() for a, b in zip(model(made), wanted, strict=True)]).mean()
+    return torch.stack(
+        [(a - b).square().mean() for a, b in zip(model(made), wanted, strict=True)]
+    ).mean()
 
 
 def measured(model: nn.Module, teacher: nn.Module, arch: ToyArch) -> float:
@@ -59,7 +67,9 @@ def row(name: str, teacher: nn.Module, arch: ToyArch, args: argparse.Namespace) 
     model.load_state_dict(make_model(TOY, arch, dtype=torch.bfloat16).state_dict())
     trained = dict(model.named_parameters())
     before = {one: weight.detach().clone() for one, weight in trained.items()}
-    optimizer = NamedOptimizer(trained, OptimConfig(lr=args.lr, weight_decay=0.0, rounding=rounding))
+    optimizer = NamedOptimizer(
+        trained, OptimConfig(lr=args.lr, weight_decay=0.0, rounding=rounding)
+    )
     start = measured(model, teacher, arch)
     for step in range(args.steps):
         optimizer.zero_grad()
@@ -67,7 +77,9 @@ def row(name: str, teacher: nn.Module, arch: ToyArch, args: argparse.Namespace) 
         error(model, teacher, step).backward()
         optimizer.step(args.lr)
     matrices = [one for one, weight in trained.items() if not TOY.precision.keep_fp32(one)]
-    moved = sum(int((trained[one] != before[one]).sum()) for one in matrices) / sum(before[o].numel() for o in matrices)
+    moved = sum(int((trained[one] != before[one]).sum()) for one in matrices) / sum(
+        before[o].numel() for o in matrices
+    )
     count = sum(weight.numel() for weight in trained.values())
     tensors = [*trained.values(), *optimizer.gradients().values(), *optimizer.state()[0].values()]
     kept = sum(tensor.nbytes for tensor in tensors) / count
@@ -76,7 +88,9 @@ def row(name: str, teacher: nn.Module, arch: ToyArch, args: argparse.Namespace) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--width", type=int, default=64)
@@ -89,8 +103,13 @@ def main() -> None:
     for parameter in teacher.parameters():
         parameter.data *= 1 + 0.02 * torch.randn(parameter.shape, generator=random)
     teacher.requires_grad_(False)
-    print(f"torch {torch.__version__}, width {args.width}, {args.steps} steps of AdamW at {args.lr:g}")
-    print("| weights | loss left | weights that moved | bytes per weight: weight, gradient, state |\n|---|---|---|---|")
+    print(
+        f"torch {torch.__version__}, width {args.width}, {args.steps} steps of AdamW at {args.lr:g}"
+    )
+    print(
+        "| weights | loss left | weights that moved | bytes per weight: weight, gradient, state "
+        "|\n|---|---|---|---|"
+    )
     for name in ROWS:
         print(row(name, teacher, arch, args), flush=True)
 

@@ -1,16 +1,21 @@
-"""Time one training step of ours against diffusers': same weights, inputs, adapter and checkpointing, one process, interleaved.
+"""Time one training step of ours against diffusers': same weights, inputs, adapter and
+checkpointing, one process, interleaved.
 
-    uv run tools/bench/bench_step.py                                   # the grid of the project's target, on this CPU
-    uv run tools/bench/bench_step.py --model flux2                     # the same for FLUX.2, and likewise zimage
-    uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
-    uv run tools/bench/bench_step.py --device cuda                     # 4 blocks of Wan 14B's width, 20,280 tokens
-    uv run tools/bench/bench_step.py --device cuda --model flux2       # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
-    uv run tools/bench/bench_step.py --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice in memory
+    uv run tools/bench/bench_step.py                                   # the grid of the project's
+    target, on this CPU uv run tools/bench/bench_step.py --model flux2                     # the
+    same for FLUX.2, and likewise zimage uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16
+    --repeats 15 uv run tools/bench/bench_step.py --device cuda                     # 4 blocks of
+    Wan 14B's width, 20,280 tokens uv run tools/bench/bench_step.py --device cuda --model flux2
+    # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024 uv run tools/bench/bench_step.py
+    --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice
+    in memory
 
-A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block; Z-Image:
-every linear layer of the blocks); no optimizer, which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which is how training
-scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios, peaks, and the floor: the time our step spends inside
-matmuls and attention, below which nothing can go without changing the arithmetic. A step for which memory is short gets a dash.
+A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and
+both layers of a single block; Z-Image: every linear layer of the blocks); no optimizer, which is
+the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which
+is how training scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios,
+peaks, and the floor: the time our step spends inside matmuls and attention, below which nothing can
+go without changing the arithmetic. A step for which memory is short gets a dash.
 """
 
 import argparse
@@ -38,13 +43,20 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.weights.quantize import compute_in_8_bits, linears_of_blocks, replace_layer
 
-MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
+MATMULS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product",
+    "aten::mkldnn_linear",
+)
 Predict = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Ours and diffusers' model with equal weights and adapters, each as a closure from fixed inputs to the prediction."""
+    """Ours and diffusers' model with equal weights and adapters, each as a closure from fixed
+    inputs to the prediction."""
 
     ours: nn.Module
     theirs: nn.Module
@@ -62,10 +74,16 @@ def wan_arch(args: argparse.Namespace) -> Any:
     if args.preset:
         return replace(
             PRESETS[args.preset],
-            **({"dim": args.width, "heads": args.width // 128, "layers": 1, **text} if args.tiny else {}),
+            **(
+                {"dim": args.width, "heads": args.width // 128, "layers": 1, **text}
+                if args.tiny
+                else {}
+            ),
         )
     ffn_dim = {5120: 13824}.get(args.width, 4 * args.width)
-    return WanArch(dim=args.width, ffn_dim=ffn_dim, heads=args.width // 128, layers=args.blocks, **text)
+    return WanArch(
+        dim=args.width, ffn_dim=ffn_dim, heads=args.width // 128, layers=args.blocks, **text
+    )
 
 
 def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
@@ -78,18 +96,27 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
         theirs = diffusers_models.wan(arch)
         ours = WanTransformer(arch, Precision(matmul=dtype))
-    diffusers_models.share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
-    diffusers_models.share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
+    diffusers_models.share_weights(
+        ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype
+    )
+    diffusers_models.share_adapters(
+        ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank
+    )
     latents, target = torch.randn(2, 1, arch.out_channels, *size).to(device)
     text = torch.randn(1, arch.text_tokens, arch.text_dim).to(device, dtype)
     timestep = torch.tensor([731.25], device=device)
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
-        predict=lambda engine: torch.stack(ours(WanInputs(list(latents), timestep, list(text)), engine)),
+        predict=lambda engine: torch.stack(
+            ours(WanInputs(list(latents), timestep, list(text)), engine)
+        ),
         # what its training scripts do: the model's dtype in, the prediction in fp32 for the loss
         their_predict=lambda: theirs(
-            hidden_states=latents.to(dtype), timestep=timestep, encoder_hidden_states=text, return_dict=False
+            hidden_states=latents.to(dtype),
+            timestep=timestep,
+            encoder_hidden_states=text,
+            return_dict=False,
         )[0],
         target=target,
         shape=f"blocks {arch.layers} tokens {args.tokens}",
@@ -102,7 +129,8 @@ def flux2_arch(args: argparse.Namespace) -> Any:
 
     text = {"text_tokens": 16} if args.tiny else {}
     slice_of_it = {
-        "dim": args.width, "heads": args.width // 128, "double_layers": max(1, args.blocks // 2), "single_layers": args.blocks,
+        "dim": args.width, "heads": args.width // 128, "double_layers": max(1, args.blocks // 2),
+        "single_layers": args.blocks,
         "text_dim": 5 * args.width // 2, **text,
     }  # fmt: skip
     if args.preset:
@@ -111,7 +139,8 @@ def flux2_arch(args: argparse.Namespace) -> Any:
 
 
 def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """Half as many double as single blocks, or those of a published model; 512 rows of text next to the image's tokens."""
+    """Half as many double as single blocks, or those of a published model; 512 rows of text next to
+    the image's tokens."""
     from ditkit_flux2.model.inputs import Flux2Inputs
     from ditkit_flux2.model.rope import token_positions
     from ditkit_flux2.model.transformer import Flux2Transformer
@@ -123,19 +152,28 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
         theirs = diffusers_models.flux2(arch)
         ours = Flux2Transformer(arch, Precision(matmul=dtype))
-    diffusers_models.share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
-    targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
+    diffusers_models.share_weights(
+        ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype
+    )
+    targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q",
+        "txt_attn.k", "txt_attn.v", "txt_attn.proj",
                "linear1", "linear2")  # fmt: skip
-    diffusers_models.share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
+    diffusers_models.share_adapters(
+        ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank
+    )
     latents, target = torch.randn(2, 1, 128, 1, *grid).to(device)
-    text, sigma = torch.randn(1, num_text, arch.text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    text, sigma = (
+        torch.randn(1, num_text, arch.text_dim).to(device, dtype),
+        torch.tensor([0.73125], device=device),
+    )
     guidance = torch.tensor([3.5], device=device) if arch.guidance else None
     positions = token_positions(num_text, grid, [], device)
 
     def their_predict() -> Tensor:
         rows = latents.flatten(2).transpose(1, 2).to(dtype)
         out = theirs(
-            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=guidance, img_ids=positions[num_text:],
+            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=guidance,
+            img_ids=positions[num_text:],
             txt_ids=positions[:num_text], return_dict=False,
         )[0]  # fmt: skip
         return out.transpose(1, 2).unflatten(-1, (1, *grid))
@@ -143,7 +181,9 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
-        predict=lambda engine: torch.stack(ours(Flux2Inputs(list(latents), sigma, guidance, list(text), [[]]), engine)),
+        predict=lambda engine: torch.stack(
+            ours(Flux2Inputs(list(latents), sigma, guidance, list(text), [[]]), engine)
+        ),
         their_predict=their_predict,
         target=target,
         shape=f"blocks {arch.double_layers}+{arch.single_layers} tokens {args.tokens}+{num_text}",
@@ -154,7 +194,12 @@ def zimage_arch(args: argparse.Namespace) -> Any:
     """The published model's architecture, or that of a slice, with one refiner of each kind."""
     from ditkit_zimage.presets import PRESETS, ZImageArch
 
-    slice_of_it = {"dim": args.width, "heads": args.width // 128, "layers": args.blocks, "refiner_layers": 1}
+    slice_of_it = {
+        "dim": args.width,
+        "heads": args.width // 128,
+        "layers": args.blocks,
+        "refiner_layers": 1,
+    }
     if args.preset:
         return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
     return ZImageArch(**slice_of_it)
@@ -171,18 +216,25 @@ def zimage_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
         ours = ZImageTransformer(arch, Precision(matmul=dtype))
         theirs = diffusers_models.made(DIFFUSERS, arch)
-    diffusers_models.share_weights(ours, theirs, ZIMAGE.architecture.names, ZIMAGE.precision.keep_fp32, dtype)
+    diffusers_models.share_weights(
+        ours, theirs, ZIMAGE.architecture.names, ZIMAGE.precision.keep_fp32, dtype
+    )
     diffusers_models.share_adapters(
         ours, theirs, ZIMAGE.architecture.names, ("blocks",), ZIMAGE.adapters.targets, args.rank
     )
     latents, target = torch.randn(2, arch.in_channels, 1, 2 * height, 2 * width).to(device)
-    text, sigma = torch.randn(75, arch.text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    text, sigma = (
+        torch.randn(75, arch.text_dim).to(device, dtype),
+        torch.tensor([0.73125], device=device),
+    )
     item = with_padded_text({"latents": latents, "text": text})
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
         predict=lambda engine: ours(make_inputs([latents], sigma, [item], 1.0), engine)[0],
-        their_predict=lambda: -theirs([latents.to(dtype)], 1 - sigma, [text], return_dict=False)[0][0],
+        their_predict=lambda: (
+            -theirs([latents.to(dtype)], 1 - sigma, [text], return_dict=False)[0][0]
+        ),
         target=target,
         shape=f"blocks {arch.refiner_layers}+{arch.refiner_layers}+{arch.layers} tokens {args.tokens}+96",
     )
@@ -211,7 +263,9 @@ class Steps:
     """diffusers' under autocast to the matmuls' dtype."""
 
 
-def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, kernels: str = "torch") -> Steps:
+def steps_of(
+    args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, kernels: str = "torch"
+) -> Steps:
     """The steps, ours with the kernels of `train.kernels`."""
     engine = BlockEngine(policy=args.checkpointing, kernels=kernels)
     if args.checkpointing != "none":
@@ -239,10 +293,15 @@ def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, kernel
 
 @contextmanager
 def computed_in(model: Any, kind: str) -> Iterator[None]:
-    """Inside the block the frozen matrices of a model's blocks are `int8` or `fp8`, and their codes are multiplied."""
+    """Inside the block the frozen matrices of a model's blocks are `int8` or `fp8`, and their codes
+    are multiplied."""
     layers = {name: model.get_submodule(name) for name in linears_of_blocks(model)}
     # No adapter, and not kept in fp32.
-    frozen = {n: x for n, x in layers.items() if not x.weight.requires_grad and x.weight.dtype == torch.bfloat16}
+    frozen = {
+        n: x
+        for n, x in layers.items()
+        if not x.weight.requires_grad and x.weight.dtype == torch.bfloat16
+    }
     for name, layer in frozen.items():
         replace_layer(model, name, kind)
         made = model.get_submodule(name)
@@ -261,7 +320,10 @@ def floor_share(step: Callable[[], Tensor], device: torch.device) -> float:
     """Share of a step that is spent inside matmuls and attention."""
     if device.type == "cuda":
         _, taken = by_kind(launches(step, device))
-        return sum(taken[kind] for kind in taken if kind.startswith(("matmul", "attention"))) / taken.total()
+        return (
+            sum(taken[kind] for kind in taken if kind.startswith(("matmul", "attention")))
+            / taken.total()
+        )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     rows = profile.key_averages()
@@ -278,14 +340,25 @@ class Row:
     peak: int | None = None
 
 
-def measured(steps: Mapping[str, Callable[[], Tensor]], repeats: int, device: torch.device) -> dict[str, Row]:
+def measured(
+    steps: Mapping[str, Callable[[], Tensor]], repeats: int, device: torch.device
+) -> dict[str, Row]:
     """Loss, median of interleaved times and peak of each step."""
-    losses = {name: unless_out_of_memory(lambda step=step: float(step())) for name, step in steps.items()}
+    losses = {
+        name: unless_out_of_memory(lambda step=step: float(step())) for name, step in steps.items()
+    }
     alive = {name: steps[name] for name, loss in losses.items() if loss is not None}
     times = dict(zip(alive, interleaved(list(alive.values()), repeats, device), strict=True))
-    peaks = {name: unless_out_of_memory(lambda step=step: peak_bytes(step, device)) for name, step in alive.items()}
+    peaks = {
+        name: unless_out_of_memory(lambda step=step: peak_bytes(step, device))
+        for name, step in alive.items()
+    }
     return {
-        name: Row(loss=loss, seconds=statistics.median(times[name]) if name in times else None, peak=peaks.get(name))
+        name: Row(
+            loss=loss,
+            seconds=statistics.median(times[name]) if name in times else None,
+            peak=peaks.get(name),
+        )
         for name, loss in losses.items()
     }
 
@@ -317,12 +390,15 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
         else f"{ours.seconds * share / theirs.seconds:.3f}"
     )
     times = ", ".join(f"{name} {milliseconds(row.seconds)}" for name, row in found.items())
-    ratios = ", ".join(f"{ratio(ours, row)} of {name}" for name, row in found.items() if row is not ours)
+    ratios = ", ".join(
+        f"{ratio(ours, row)} of {name}" for name, row in found.items() if row is not ours
+    )
     peaks = ", ".join(f"{name} {mebibytes(row.peak)}" for name, row in found.items())
     losses = " / ".join("-" if row.loss is None else f"{row.loss:.5f}" for row in found.values())
     print(
         f"{shape}: {times}; ratio {ratios}, floor/diffusers {floor} "
-        f"(matmul+SDPA are {'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; losses {losses}",
+        f"(matmul+SDPA are {'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; "
+        f"losses {losses}",
         flush=True,
     )
 
@@ -333,20 +409,31 @@ def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     from ditkit_wan.presets import PRESETS as WAN_PRESETS
     from ditkit_zimage.presets import PRESETS as ZIMAGE_PRESETS
 
-    archs: Mapping[str, Any] = {"wan": WAN_PRESETS, "flux2": FLUX2_PRESETS, "zimage": ZIMAGE_PRESETS}[args.model]
+    archs: Mapping[str, Any] = {
+        "wan": WAN_PRESETS,
+        "flux2": FLUX2_PRESETS,
+        "zimage": ZIMAGE_PRESETS,
+    }[args.model]
     # Others have conditions, which a step here does not make.
     names = [
-        name for name, arch in archs.items() if args.model != "wan" or (arch.in_channels == 16 and not arch.vace_layers)
+        name
+        for name, arch in archs.items()
+        if args.model != "wan" or (arch.in_channels == 16 and not arch.vace_layers)
     ]
     if args.preset not in names:
         parser.error(f"--preset {args.preset} is none of --model {args.model}: {', '.join(names)}")
     if args.width or args.blocks:
-        parser.error("--preset has a width and a number of blocks of its own: leave out --width and --blocks")
+        parser.error(
+            "--preset has a width and a number of blocks of its own: leave out --width and --blocks"
+        )
 
 
 def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with what depends on the device filled in, and lists of all `sizes` and `dtypes`; `tokens` is the first size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The arguments, with what depends on the device filled in, and lists of all `sizes` and
+    `dtypes`; `tokens` is the first size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(PAIRS), default="wan")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -356,19 +443,27 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of the image or clip; default: two sizes; on a GPU 20,280 for Wan",
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both; on a GPU bf16")
-    parser.add_argument("--width", type=int, help="default: 768; on a GPU that of Wan 14B, FLUX.2 dev or Z-Image")
     parser.add_argument(
-        "--blocks", type=int, help="FLUX.2: single blocks, and half as many double blocks; default: 2; on a GPU 4"
+        "--width", type=int, help="default: 768; on a GPU that of Wan 14B, FLUX.2 dev or Z-Image"
     )
     parser.add_argument(
-        "--preset", default="", help="a published model in place of width and blocks, such as klein-base-4b or t2v-1.3b"
+        "--blocks",
+        type=int,
+        help="FLUX.2: single blocks, and half as many double blocks; default: 2; on a GPU 4",
+    )
+    parser.add_argument(
+        "--preset",
+        default="",
+        help="a published model in place of width and blocks, such as klein-base-4b or t2v-1.3b",
     )
     parser.add_argument("--rank", type=int, help="default: 16; on a GPU 32")
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--tiny", action="store_true", help="a look at whether everything runs: small and fast, and worth nothing"
+        "--tiny",
+        action="store_true",
+        help="a look at whether everything runs: small and fast, and worth nothing",
     )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
@@ -382,7 +477,11 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if args.model == "wan" and not args.tokens:
             args.sizes = [20280]
         args.dtypes = [args.dtype or "bf16"]
-        usual = {"width": {"wan": 5120, "flux2": 6144, "zimage": 3840}[args.model], "blocks": 4, "rank": 32}
+        usual = {
+            "width": {"wan": 5120, "flux2": 6144, "zimage": 3840}[args.model],
+            "blocks": 4,
+            "rank": 32,
+        }
     if args.preset:
         check_preset(parser, args)
     for name, value in usual.items():
@@ -394,8 +493,16 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = configured(arguments)
-    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{args.threads} thread(s)"
-    print(f"torch {torch.__version__}, {where}, LoRA rank {args.rank}, {args.repeats} interleaved repeats", flush=True)
+    where = (
+        torch.cuda.get_device_name(args.device)
+        if args.device.type == "cuda"
+        else f"{args.threads} thread(s)"
+    )
+    print(
+        f"torch {torch.__version__}, {where}, LoRA rank {args.rank}, {args.repeats} interleaved "
+        f"repeats",
+        flush=True,
+    )
     for count in args.sizes:
         for dtype in args.dtypes:
             measure(argparse.Namespace(**{**vars(args), "tokens": count}), dtype)

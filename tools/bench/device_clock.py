@@ -18,9 +18,12 @@ Step = Callable[[], object]
 
 KINDS = ("attention", "attention backward", "matmul", "matmul fp32", "copy", "elementwise")
 VIEWS = (
-    "view", "reshape", "transpose", "expand", "as_strided", "slice", "select", "unsqueeze", "squeeze", "aten::t", "permute", "detach",
-    "empty", "flatten", "unflatten", "unbind", "split", "chunk", "narrow", "resize", "alias", "is_", "result_type", "to", "set_", "item",
-    "size", "stride", "lift", "_local_scalar", "data_ptr", "record_stream", "_backward", "T", "broadcast", "movedim", "real", "imag",
+    "view", "reshape", "transpose", "expand", "as_strided", "slice", "select", "unsqueeze",
+    "squeeze", "aten::t", "permute", "detach",
+    "empty", "flatten", "unflatten", "unbind", "split", "chunk", "narrow", "resize", "alias", "is_",
+    "result_type", "to", "set_", "item",
+    "size", "stride", "lift", "_local_scalar", "data_ptr", "record_stream", "_backward", "T",
+    "broadcast", "movedim", "real", "imag",
 )  # fmt: skip
 """Operations that compute nothing, by the start of their name."""
 
@@ -85,19 +88,25 @@ def unless_out_of_memory(measure: Callable[[], Result]) -> Result | None:
 
 
 def attempted(name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Rows, and one that says why if they end early: too little memory, or no compiler for kernels, costs what needs it alone."""
+    """Rows, and one that says why if they end early: too little memory, or no compiler for kernels,
+    costs what needs it alone."""
     try:
         yield from rows()
         return
     except Exception as error:  # noqa: BLE001  # whatever it is: the rows after these are worth as much
-        reason = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0][:200]
+        reason = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[
+            0
+        ][:200]
         release_frames(error)
     release_memory()
     yield {"name": name, "value": reason, "ok": False}
 
 
-def of_published(rate: float, published: Callable[[GPU], float], device: torch.device) -> dict[str, Any]:
-    """Columns with the share of a GPU's published rate that was reached; one well above it is a mistake of the measurement.
+def of_published(
+    rate: float, published: Callable[[GPU], float], device: torch.device
+) -> dict[str, Any]:
+    """Columns with the share of a GPU's published rate that was reached; one well above it is a
+    mistake of the measurement.
 
     Args:
         rate: What was measured, in units per second.
@@ -123,7 +132,8 @@ class Launch:
 
 
 def launches(step: Step, device: torch.device, trace: str = "") -> list[Launch]:
-    """The kernels of one step by torch's profiler, in order; on a CPU its operations that compute something.
+    """The kernels of one step by torch's profiler, in order; on a CPU its operations that compute
+    something.
 
     Args:
         trace: File for the profiler's trace; empty for none.
@@ -132,13 +142,19 @@ def launches(step: Step, device: torch.device, trace: str = "") -> list[Launch]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without
+    with torch.profiler.profile(
+        activities=activities, acc_events=True
+    ) as profile:  # torch 2.11 warns without
         step()
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace:
         profile.export_chrome_trace(trace)
-    found = [event for event in profile.events() or () if (_is_kernel if on_gpu else _is_operation)(event)]
+    found = [
+        event
+        for event in profile.events() or ()
+        if (_is_kernel if on_gpu else _is_operation)(event)
+    ]
     made = [
         Launch(
             name=each.name,
@@ -152,7 +168,8 @@ def launches(step: Step, device: torch.device, trace: str = "") -> list[Launch]:
 
 
 def kind_of(name: str, *, on_gpu: bool) -> str:
-    """The kind of an operation (CPU) or a kernel (GPU); a product in fp32 is only recognised on a GPU."""
+    """The kind of an operation (CPU) or a kernel (GPU); a product in fp32 is only recognised on a
+    GPU."""
     low = name.lower()
     if on_gpu:
         is_attention = any(word in low for word in ("flash", "fmha", "sdpa", "attention"))
@@ -167,7 +184,11 @@ def kind_of(name: str, *, on_gpu: bool) -> str:
             else "attention"
         )
     if is_product:
-        return "matmul fp32" if on_gpu and any(word in low for word in ("sgemm", "simt", "f32f32_f32f32")) else "matmul"
+        return (
+            "matmul fp32"
+            if on_gpu and any(word in low for word in ("sgemm", "simt", "f32f32_f32f32"))
+            else "matmul"
+        )
     return "copy" if low.startswith(("memcpy", "memset")) else "elementwise"
 
 
@@ -178,7 +199,8 @@ def _is_kernel(event: Any) -> bool:
 
 
 def _is_operation(event: Any) -> bool:
-    """Whether it computes something, and is not a part of a product or of attention, nor only made of others that count."""
+    """Whether it computes something, and is not a part of a product or of attention, nor only made
+    of others that count."""
     if not event.name.startswith("aten::") or _is_view(event.name):
         return False
     parent = event.cpu_parent
@@ -206,7 +228,8 @@ def by_kind(found: Sequence[Launch]) -> tuple[Counter[str], Counter[str]]:
 
 
 def busy_and_span(found: Sequence[Launch]) -> tuple[float, float]:
-    """Microseconds in which something ran, and from the first begin to the last end: the rest are gaps."""
+    """Microseconds in which something ran, and from the first begin to the last end: the rest are
+    gaps."""
     busy, until = 0.0, float("-inf")
     for launch in found:
         busy += max(0.0, launch.end - max(launch.begin, until))
@@ -225,7 +248,8 @@ def mebibytes(value: int | None) -> str:
 
 
 def interleaved(steps: Sequence[Step], repeats: int, device: torch.device) -> list[list[float]]:
-    """Seconds of each step, taken in turns, so that whatever slows the machine slows all of them."""
+    """Seconds of each step, taken in turns, so that whatever slows the machine slows all of
+    them."""
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(repeats):
         for step, times in zip(steps, taken, strict=True):

@@ -1,4 +1,5 @@
-"""Models of diffusers with random weights, or with the weights and adapters of a model of ours, for the benchmarks."""
+"""Models of diffusers with random weights, or with the weights and adapters of a model of ours, for
+the benchmarks."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,8 @@ from ditkit_core.models.state_dict import StateDictNames
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block models are made in a dtype: in fp32 the weights of a published model may take more memory than a GPU has."""
+    """Inside the block models are made in a dtype: in fp32 the weights of a published model may
+    take more memory than a GPU has."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -31,7 +33,8 @@ def wan(arch: Any) -> Any:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
-        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, in_channels=arch.in_channels, out_channels=arch.out_channels,
+        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim,
+        in_channels=arch.in_channels, out_channels=arch.out_channels,
         text_dim=arch.text_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers,
     )  # fmt: skip
 
@@ -41,8 +44,10 @@ def flux2(arch: Any) -> Any:
     from diffusers import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
-        num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
-        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
+        num_layers=arch.double_layers, num_single_layers=arch.single_layers,
+        num_attention_heads=arch.heads,
+        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim,
+        guidance_embeds=arch.guidance,
     )  # fmt: skip
 
 
@@ -52,7 +57,11 @@ def made(model: DiffusersModel, arch: Any) -> Any:
 
 
 def share_weights(
-    ours: nn.Module, theirs: nn.Module, names: StateDictNames, keep_fp32: Callable[[str], bool], dtype: torch.dtype
+    ours: nn.Module,
+    theirs: nn.Module,
+    names: StateDictNames,
+    keep_fp32: Callable[[str], bool],
+    dtype: torch.dtype,
 ) -> None:
     """Give both the same values in the dtypes that each is trained in."""
     theirs.requires_grad_(False)

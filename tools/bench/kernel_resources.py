@@ -1,9 +1,12 @@
-"""What each Triton kernel takes of a GPU's multiprocessors, in the steps of Wan 14B and FLUX.2 dev. No GPU and no weights are needed.
+"""What each Triton kernel takes of a GPU's multiprocessors, in the steps of Wan 14B and FLUX.2 dev.
+No GPU and no weights are needed.
 
-    uv run tools/bench/kernel_resources.py > benchmarks/kernel_resources.md     # some minutes on one core
+    uv run tools/bench/kernel_resources.py > benchmarks/kernel_resources.md     # some minutes on
+    one core
 
-Steps run on fake tensors, as in plans, and every call of a kernel is noted. Triton then compiles the kernels of these calls as it would when
-a GPU first launches them, with the properties that it finds of their arguments, for six architectures.
+Steps run on fake tensors, as in plans, and every call of a kernel is noted. Triton then compiles
+the kernels of these calls as it would when a GPU first launches them, with the properties that it
+finds of their arguments, for six architectures.
 """
 
 import re
@@ -38,7 +41,8 @@ from roofline import CASES, job_of
 
 @dataclass(frozen=True, kw_only=True)
 class Multiprocessor:
-    """Limits of a multiprocessor, from the CUDA programming guide's table of compute capabilities."""
+    """Limits of a multiprocessor, from the CUDA programming guide's table of compute
+    capabilities."""
 
     name: str
     warps: int
@@ -53,7 +57,11 @@ class Multiprocessor:
         per_warp = -(-found.registers * 32 // 256) * 256
         by_registers = self.registers // per_warp // 4 * 4 // found.warps
         by_shared = self.shared_bytes // (found.shared_bytes + 1024)
-        return min(self.programs, self.warps // found.warps, by_registers, by_shared) * found.warps / self.warps
+        return (
+            min(self.programs, self.warps // found.warps, by_registers, by_shared)
+            * found.warps
+            / self.warps
+        )
 
 
 ARCHITECTURES = {
@@ -78,8 +86,11 @@ class Given(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """A tensor like it without memory; its storage begins at an address that 16 divides, as torch's do."""
-        return torch.empty(0, dtype=self.dtype, device="meta").as_strided(self.shape, self.stride, self.offset)
+        """A tensor like it without memory; its storage begins at an address that 16 divides, as
+        torch's do."""
+        return torch.empty(0, dtype=self.dtype, device="meta").as_strided(
+            self.shape, self.stride, self.offset
+        )
 
 
 class Call(NamedTuple):
@@ -102,16 +113,22 @@ class Launch:
     @property
     def title(self) -> str:
         """File and function, with the constants that decide about sizes."""
-        kernel = f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.fn.__name__.strip('_')}"
+        kernel = (
+            f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.fn.__name__.strip('_')}"
+        )
         constants = {
-            name: value for name, value in self.named.items() if name.isupper() and name not in ("TINY", "OFFSET")
+            name: value
+            for name, value in self.named.items()
+            if name.isupper() and name not in ("TINY", "OFFSET")
         }
         return f"{kernel} | {', '.join(f'{name} {value}' for name, value in constants.items())}"
 
     @property
     def has_fp8(self) -> bool:
         """Whether one of its tensors is in fp8, which Triton converts from Ada on."""
-        return any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in self.positional)
+        return any(
+            isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in self.positional
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +155,9 @@ def jobs() -> Iterator[StepJob]:
         yield from (job_of(case, kernels="triton", base=base) for base in ("int8", "fp8"))
         yield from (plain.with_execution(quantize=stored) for stored in ("int8", "nf4"))
         for rounding in ("split", "stochastic"):
-            yield replace(plain, adapter=AdapterConfig(method="full"), optim=OptimConfig(rounding=rounding))
+            yield replace(
+                plain, adapter=AdapterConfig(method="full"), optim=OptimConfig(rounding=rounding)
+            )
 
 
 @cache
@@ -147,7 +166,8 @@ def _calls(on_hopper: bool) -> Counter[Call]:
 
 
 def launches_on(capability: int) -> list[Launch]:
-    """The kernels that the steps launch on GPUs of a compute capability; only for Hopper some are others."""
+    """The kernels that the steps launch on GPUs of a compute capability; only for Hopper some are
+    others."""
     on_hopper = capability == HOPPER
     with _pretending(on_hopper):
         return [launch for call in _calls(on_hopper) for launch in launches_of(call)]
@@ -171,7 +191,9 @@ def calls_of(job: StepJob, *, on_hopper: bool = False) -> Counter[Call]:
             positional, named = tree_map_only(Tensor, _given, (args, kwargs or {}))
             found[Call(func._opname, positional, tuple(named.items()))] += 1
         if func is torch.ops.aten._scaled_mm.out:
-            return kwargs["out"]  # unknown to fake tensors: torch would multiply zeros of this size for minutes
+            return kwargs[
+                "out"
+            ]  # unknown to fake tensors: torch would multiply zeros of this size for minutes
         return dispatched(self, func, types, args, kwargs)
 
     with patch.object(Meter, "__torch_dispatch__", noted), _pretending(on_hopper):
@@ -189,13 +211,17 @@ def launches_of(call: Call) -> list[Launch]:
     found: list[Launch] = []
 
     def noted(kernel: Any, grid: tuple[int, ...]) -> Any:
-        return lambda *given, **named: found.append(Launch(kernel=kernel, grid=grid, positional=given, named=named))
+        return lambda *given, **named: found.append(
+            Launch(kernel=kernel, grid=grid, positional=given, named=named)
+        )
 
     def made(x: Any) -> Any:
         return x.tensor() if isinstance(x, Given) else x
 
     with patch.object(JITFunction, "__getitem__", noted):
-        IMPLEMENTATIONS[call.name](*map(made, call.positional), **{name: made(x) for name, x in call.named})
+        IMPLEMENTATIONS[call.name](
+            *map(made, call.positional), **{name: made(x) for name, x in call.named}
+        )
     return found
 
 
@@ -223,12 +249,14 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def compiled(launch: Launch) -> Any:
-    """The kernel as the launch would compile it, inside `compiling_for`; Triton keeps and returns the same for the same properties."""
+    """The kernel as the launch would compile it, inside `compiling_for`; Triton keeps and returns
+    the same for the same properties."""
     return launch.kernel.warmup(*launch.positional, grid=launch.grid, **launch.named)
 
 
 def resources_of(code: Any) -> Resources:
-    """What a compiled kernel takes, read off its binary, and off its PTX for the width of accesses."""
+    """What a compiled kernel takes, read off its binary, and off its PTX for the width of
+    accesses."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.asm["cubin"])
         file.flush()
@@ -239,7 +267,8 @@ def resources_of(code: Any) -> Resources:
     registers, stack, local = map(int, sizes.groups())
     load, store = (_widest(code.asm["ptx"], instruction) for instruction in ("ld", "st"))
     return Resources(
-        registers=registers, spilled_bytes=stack + local, shared_bytes=code.metadata.shared, warps=code.metadata.num_warps,
+        registers=registers, spilled_bytes=stack + local, shared_bytes=code.metadata.shared,
+        warps=code.metadata.num_warps,
         widest_load=load, widest_store=store,
     )  # fmt: skip
 
@@ -248,7 +277,10 @@ def _widest(ptx: str, instruction: str) -> int:
     found = re.findall(rf"\b{instruction}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
     widths = [int(parts or 1) * int(bits) // 8 for parts, bits in found]
     if instruction == "ld":  # also what a thread reads ahead into shared memory
-        widths += [int(size, 16) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global .*?, (0x[0-9a-f]+)", ptx)]
+        widths += [
+            int(size, 16)
+            for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global .*?, (0x[0-9a-f]+)", ptx)
+        ]
     # Tiles come and go by sixteen bytes or more.
     between = {"ld": r"shared::\w+\.global", "st": r"global\.shared::\w+"}[instruction]
     widths += [16] * bool(re.search(rf"\bcp\.async\.bulk\.tensor\.\dd\.{between}\b", ptx))
@@ -265,21 +297,40 @@ def main() -> None:
                 code = None if launch.has_fp8 and capability < FP8_FROM else compiled(launch)
                 if code is not None and (key := (launch.title, code.hash)) not in seen:
                     seen.add(key)
-                    rows.setdefault(launch.title, {}).setdefault(capability, []).append(resources_of(code))
+                    rows.setdefault(launch.title, {}).setdefault(capability, []).append(
+                        resources_of(code)
+                    )
     print(_page(rows))
 
 
 def _page(rows: Mapping[str, Mapping[int, Sequence[Resources]]]) -> str:
-    names = [f"{limits.name} ({capability / 10:.1f})" for capability, limits in ARCHITECTURES.items()]
+    names = [
+        f"{limits.name} ({capability / 10:.1f})" for capability, limits in ARCHITECTURES.items()
+    ]
     lines = [
         "# Resources of the Triton kernels",
         "",
-        f"Printed by `tools/bench/kernel_resources.py` with torch {torch.__version__} and Triton {triton.__version__}: compiled, not run.",
+        (
+            f"Printed by `tools/bench/kernel_resources.py` with torch {torch.__version__} and Triton "
+            f"{triton.__version__}: compiled, not run."
+        ),
         "",
-        "The kernels of a LoRA's step, of quantized bases and of full fine-tunes in bf16, for Wan 14B at 75,600 tokens and FLUX.2 dev at 1024x1024.",
-        "For each GPU: registers of a thread, and the share of a multiprocessor's warps that the kernel's programs fill at once, as registers, shared",
-        "memory and the numbers of programs and warps allow; with spilled bytes of a thread, if there are any. Load and store: bytes of a thread in the",
-        "widest instruction. Where arguments of several kinds make several kernels, a row has the one with the most registers. On Hopper some kernels",
+        (
+            "The kernels of a LoRA's step, of quantized bases and of full fine-tunes in bf16, for Wan "
+            "14B at 75,600 tokens and FLUX.2 dev at 1024x1024."
+        ),
+        (
+            "For each GPU: registers of a thread, and the share of a multiprocessor's warps that the "
+            "kernel's programs fill at once, as registers, shared"
+        ),
+        (
+            "memory and the numbers of programs and warps allow; with spilled bytes of a thread, if "
+            "there are any. Load and store: bytes of a thread in the"
+        ),
+        (
+            "widest instruction. Where arguments of several kinds make several kernels, a row has the "
+            "one with the most registers. On Hopper some kernels"
+        ),
         "are others, or have other constants.",
         "",
         f"| kernel | constants | warps | shared bytes | load | store | {' | '.join(names)} |",
@@ -291,8 +342,14 @@ def _page(rows: Mapping[str, Mapping[int, Sequence[Resources]]]) -> str:
             for capability, found in by_capability.items()
         }
         every = list(worst.values())
-        cells = [str(max(each.warps for each in every)), f"{max(each.shared_bytes for each in every):,}"]
-        cells += [str(min(each.widest_load for each in every)), str(min(each.widest_store for each in every))]
+        cells = [
+            str(max(each.warps for each in every)),
+            f"{max(each.shared_bytes for each in every):,}",
+        ]
+        cells += [
+            str(min(each.widest_load for each in every)),
+            str(min(each.widest_store for each in every)),
+        ]
         for capability, limits in ARCHITECTURES.items():
             cells.append(_cell(worst[capability], limits) if capability in worst else "-")
         lines.append(f"| {title} | {' | '.join(cells)} |")

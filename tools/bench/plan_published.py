@@ -2,8 +2,8 @@
 
     uv run tools/bench/plan_published.py > benchmarks/plan_published.md
 
-Nobody publishes everything that a plan depends on. The rest is assumed, and a note says so; nothing is tuned to meet a figure.
-No GPU and no weights: every profile is a step on fake tensors.
+Nobody publishes everything that a plan depends on. The rest is assumed, and a note says so; nothing
+is tuned to meet a figure. No GPU and no weights: every profile is a step on fake tensors.
 """
 
 import datetime
@@ -38,7 +38,8 @@ from step_jobs import step_job
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
 TI2V_5B = replace(WAN_PRESETS["ti2v-5b"], token_times=False)
-"""Its timesteps are put in below, one for each token, as the official code has them: ours has one for each kind of token."""
+"""Its timesteps are put in below, one for each token, as the official code has them: ours has one
+for each kind of token."""
 I2V_A14B = WAN_PRESETS["i2v-a14b"]
 T2V_1_3B, T2V_14B = WAN_PRESETS["t2v-1.3b"], WAN_PRESETS["t2v-14b"]
 DEV, KLEIN_9B = FLUX2_PRESETS["dev"], FLUX2_PRESETS["klein-base-9b"]
@@ -48,9 +49,11 @@ RANKS = 8
 GATHERED = 2
 """Blocks whose whole weights FSDP has on a GPU: one at work, the next on its way."""
 MIDDLE_OF_DEV = DEV.double_layers + 1 + DEV.single_layers // 2
-"""The block of FLUX.2 dev that a second GPU begins with: its 24th single block; the join is a block."""
+"""The block of FLUX.2 dev that a second GPU begins with: its 24th single block; the join is a
+block."""
 IN_USE = int(1.5 * GIB)
-"""Bytes of each GPU that the log of the split A14B run shows in use before the model is placed there: 31.8 GiB, of them 30.3 free."""
+"""Bytes of each GPU that the log of the split A14B run shows in use before the model is placed
+there: 31.8 GiB, of them 30.3 free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +71,15 @@ class Line:
 
 
 @cache
-def _all_weights(arch: WanArch, size: Size, batch: int, policy: str, *, fast: bool = False) -> Profile:
+def _all_weights(
+    arch: WanArch, size: Size, batch: int, policy: str, *, fast: bool = False
+) -> Profile:
     """A full fine-tune whose matmuls are in bf16."""
     spec = WAN
     if arch is TI2V_5B:
         spec = altered(WAN, make_inputs=_with_timestep_per_token)
-        # Its VAE makes one latent pixel of 16 × 16, twice the stride of models without timesteps for tokens.
+        # Its VAE makes one latent pixel of 16 × 16, twice the stride of models without timesteps
+        # for tokens.
         size = size[0], size[1] // 2, size[2] // 2
     return profile(step_job(spec, arch, size, rank=0, batch=batch, policy=policy, fast=fast))
 
@@ -94,10 +100,11 @@ def _numbers(spec: ModelSpec, arch: Any) -> list[int]:
 
 
 def _with_masters(made: Profile, numbers: Sequence[int], ranks: int) -> Profile:
-    """The profile with fp32 weights, gradients and Adam's two averages in place of bf16 ones, each shared by `ranks` GPUs.
+    """The profile with fp32 weights, gradients and Adam's two averages in place of bf16 ones, each
+    shared by `ranks` GPUs.
 
-    On more than one GPU the bf16 weights of `GATHERED` blocks are there besides; the gradients of the block at work are in its own
-    `backward_extra` already.
+    On more than one GPU the bf16 weights of `GATHERED` blocks are there besides; the gradients of
+    the block at work are in its own `backward_extra` already.
     """
 
     def given(cost: StageCost, count: int, gathered: int = 0) -> StageCost:
@@ -108,7 +115,9 @@ def _with_masters(made: Profile, numbers: Sequence[int], ranks: int) -> Profile:
     assert GATHERED == 2
     embed, *blocks, head = [
         given(cost, count, 2 * largest if index == 0 and ranks > 1 else 0)
-        for index, (cost, count) in enumerate(zip((made.embed, *made.blocks, made.head), numbers, strict=True))
+        for index, (cost, count) in enumerate(
+            zip((made.embed, *made.blocks, made.head), numbers, strict=True)
+        )
     ]
     return replace(made, embed=embed, blocks=tuple(blocks), head=head)
 
@@ -120,7 +129,8 @@ def _alone(made: Profile) -> DevicePlan:
 
 
 def _parts(plan: DevicePlan, *, masters: bool) -> str:
-    """What a peak is made of; where all is trained, frozen weights are what is gathered of others' shares."""
+    """What a peak is made of; where all is trained, frozen weights are what is gathered of others'
+    shares."""
     words = {"adapters": "weights", "weights": "gathered"} if masters else {}
     held = {words.get(name, name): size / GB for name, size in plan.purposes.items()}
     return ", ".join(f"{name} {size:.1f}" for name, size in held.items() if size >= 0.05)
@@ -143,42 +153,67 @@ def full_5b(height: int, width: int) -> Iterator[Line]:
         peaks[frames, batch, policy] = plan.peak
         yield Line(
             setting=f"TI2V-5B, full fine-tune, {frames} frames of {size}, micro-batch {batch}, checkpointing {policy} [2]",
-            published=f"{figure:g} GB" if figure else "out of memory", figure=figure * GB, predicted=plan.peak,
+            published=f"{figure:g} GB" if figure else "out of memory", figure=figure * GB,
+            predicted=plan.peak,
             made_of=_parts(plan, masters=True),
         )  # fmt: skip
     for words, figure, more, less in (
-        ("what checkpointing saves at 37 frames, micro-batch 2", 109 - 40.7, (37, 2, "none"), (37, 2, "full")),
-        ("what 121 frames add to 37, micro-batch 2, full", 51.1 - 40.7, (121, 2, "full"), (37, 2, "full")),
-        ("what micro-batch 4 adds to 2 at 121 frames, full", 69.8 - 51.1, (121, 4, "full"), (121, 2, "full")),
+        (
+            "what checkpointing saves at 37 frames, micro-batch 2",
+            109 - 40.7,
+            (37, 2, "none"),
+            (37, 2, "full"),
+        ),
+        (
+            "what 121 frames add to 37, micro-batch 2, full",
+            51.1 - 40.7,
+            (121, 2, "full"),
+            (37, 2, "full"),
+        ),
+        (
+            "what micro-batch 4 adds to 2 at 121 frames, full",
+            69.8 - 51.1,
+            (121, 4, "full"),
+            (121, 2, "full"),
+        ),
     ):
         yield Line(
-            setting=f"TI2V-5B, {size}: {words} [3]", published=f"{figure:.1f} GB", figure=figure * GB,
+            setting=f"TI2V-5B, {size}: {words} [3]", published=f"{figure:.1f} GB",
+            figure=figure * GB,
             predicted=peaks[more] - peaks[less], made_of="difference of two rows",
         )  # fmt: skip
 
 
 def steps_1_3b() -> Iterator[Line]:
-    """Wan 2.1 T2V-1.3B, 77 frames, all weights: at the size that was published, and at that of the data which its recipe prepares."""
+    """Wan 2.1 T2V-1.3B, 77 frames, all weights: at the size that was published, and at that of the
+    data which its recipe prepares."""
     numbers = _numbers(WAN, T2V_1_3B)
     for height, width, fast in ((720, 1280, False), (480, 832, False), (480, 832, True)):
-        size, peaks = f"77 frames of {height}×{width}{', precision.preset = fast' if fast else ''}", {}
+        size, peaks = (
+            f"77 frames of {height}×{width}{', precision.preset = fast' if fast else ''}",
+            {},
+        )
         for policy, figure in (("full", 26.82), ("attn_only", 28.88)):
             made = _all_weights(T2V_1_3B, (77, height, width), 1, policy, fast=fast)
             plan = _alone(_with_masters(made, numbers, 1))
             peaks[policy] = plan.peak
             yield Line(
-                setting=f"T2V-1.3B, {size}, checkpointing {policy}, full fine-tune [4]", published=f"{figure} GB",
+                setting=f"T2V-1.3B, {size}, checkpointing {policy}, full fine-tune [4]",
+                published=f"{figure} GB",
                 figure=figure * GB, predicted=plan.peak, made_of=_parts(plan, masters=True),
             )  # fmt: skip
         yield Line(
-            setting=f"T2V-1.3B, {size}: what attn_only adds to full [3][4]", published="2.06 GB", figure=2.06 * GB,
+            setting=f"T2V-1.3B, {size}: what attn_only adds to full [3][4]", published="2.06 GB",
+            figure=2.06 * GB,
             predicted=peaks["attn_only"] - peaks["full"], made_of="difference of two rows",
         )  # fmt: skip
 
 
 def _divided(made: Profile, cut: int) -> tuple[DevicePlan, ...]:
     devices = tuple(int(index >= cut) for index in range(len(made.blocks)))
-    return compose(made, Partition(devices=devices), [Budget(name="", total=2**60, workspace=0)] * 2)
+    return compose(
+        made, Partition(devices=devices), [Budget(name="", total=2**60, workspace=0)] * 2
+    )
 
 
 def _adapter_bytes(made: Profile) -> int:
@@ -188,7 +223,14 @@ def _adapter_bytes(made: Profile) -> int:
 
 def split_a14b() -> Iterator[Line]:
     """Wan 2.2 I2V-A14B over two GPUs."""
-    job = step_job(WAN, I2V_A14B, (49, 480, 832), targets=("q,k,v,o,ffn.0,ffn.2",), policy="full", quantize="fp8")
+    job = step_job(
+        WAN,
+        I2V_A14B,
+        (49, 480, 832),
+        targets=("q,k,v,o,ffn.0,ffn.2",),
+        policy="full",
+        quantize="fp8",
+    )
     made = profile(job)
     plans = _divided(made, 20)
     auxiliary = {
@@ -202,34 +244,45 @@ def split_a14b() -> Iterator[Line]:
             held["text encoder and VAE"] = encoders
         held["in use before"] = IN_USE
         yield Line(
-            setting=f"I2V-A14B in fp8, LoRA of rank 32, split at block 20, before the step: cuda:{index} [5]", published=f"{figure} GiB",
+            setting=f"I2V-A14B in fp8, LoRA of rank 32, split at block 20, before the step: cuda:{index} [5]",
+            published=f"{figure} GiB",
             figure=figure * GIB, predicted=sum(held.values()), made_of=_in_gib(held),
         )  # fmt: skip
     for index, plan in enumerate(plans):
         yield Line(
-            setting=f"the same at the peak of a step at 480×832×49, without the encoders: cuda:{index}", published="not published",
-            figure=0, predicted=plan.peak, made_of=_in_gib({k: v for k, v in plan.purposes.items() if v > GIB / 20}),
+            setting=f"the same at the peak of a step at 480×832×49, without the encoders: cuda:{index}",
+            published="not published",
+            figure=0, predicted=plan.peak, made_of=_in_gib({k: v for k,
+            v in plan.purposes.items() if v > GIB / 20}),
         )  # fmt: skip
     yield Line(
-        setting="its adapter as a file in bf16", published="292.5 MiB", figure=292.5 * MIB, predicted=_adapter_bytes(made),
+        setting="its adapter as a file in bf16", published="292.5 MiB", figure=292.5 * MIB,
+        predicted=_adapter_bytes(made),
         made_of=f"{_adapter_bytes(made) / MIB:.1f} MiB",
     )  # fmt: skip
 
 
 def split_flux2() -> Iterator[Line]:
     """FLUX.2 dev over two GPUs."""
-    made = profile(step_job(FLUX2, DEV, (1, 512, 512), rank=16, targets=("blocks",), policy="full", quantize="fp8"))
+    made = profile(
+        step_job(
+            FLUX2, DEV, (1, 512, 512), rank=16, targets=("blocks",), policy="full", quantize="fp8"
+        )
+    )
     plans = _divided(made, MIDDLE_OF_DEV)
     for index, figure in enumerate((20.7, 12.6)):
         held = {name: plans[index].purposes[name] for name in ("weights", "adapters")}
         yield Line(
-            setting=f"FLUX.2 dev in fp8, split at its 24th single block: cuda:{index} [6]", published=f"{figure} GB", figure=figure * GB,
+            setting=f"FLUX.2 dev in fp8, split at its 24th single block: cuda:{index} [6]",
+            published=f"{figure} GB", figure=figure * GB,
             predicted=sum(held.values()), made_of=_in_gb(held),
         )  # fmt: skip
     for index, plan in enumerate(plans):
         yield Line(
-            setting=f"the same at the peak of a step at 512×512: cuda:{index}", published="not published", figure=0,
-            predicted=plan.peak, made_of=_in_gb({k: v for k, v in plan.purposes.items() if v > GB / 20}),
+            setting=f"the same at the peak of a step at 512×512: cuda:{index}",
+            published="not published", figure=0,
+            predicted=plan.peak, made_of=_in_gb({k: v for k,
+            v in plan.purposes.items() if v > GB / 20}),
         )  # fmt: skip
 
 
@@ -268,7 +321,9 @@ class Speed:
             devices=tuple(int(0 < self.cut <= index) for index in blocks),
             streamed=frozenset(blocks if self.streamed else ()),
         )
-        work = Workload(kernels=self.job.kernels, quantize=self.job.quantize, compute=self.job.execution.compute)
+        work = Workload(
+            kernels=self.job.kernels, quantize=self.job.quantize, compute=self.job.execution.compute
+        )
         work_done = sum(stage.flops_forward + stage.flops_backward for stage in made.stages)
         return step_seconds(made, division, gpus, work), work_done / 1e12, gpus[0].bf16_flops / 1e12
 
@@ -280,13 +335,15 @@ class Speed:
         share = f" ({implied / peak:.0%})" if self.job.execution.compute == "dtype" else ""
         figure = f"{self.seconds:g} s" if self.seconds else f"{self.rate:g} TFLOP/s"
         return (
-            f"| {self.setting} | {self.source} | {figure} | {done:,.0f} | {implied:,.0f}{share} | {seconds:.3g} s | "
+            f"| {self.setting} | {self.source} | {figure} | {done:,.0f} | {implied:,.0f}{share} | "
+            f"{seconds:.3g} s | "
             f"{seconds / published:.2f} | {self.reason} |"
         )
 
 
 def speeds() -> Iterator[Speed]:
-    """Steps whose size is known, or follows from their memory. What peers run are torch's operations, unless their kernels are known."""
+    """Steps whose size is known, or follows from their memory. What peers run are torch's
+    operations, unless their kernels are known."""
 
     def peers(spec: ModelSpec, arch: Any, size: Size, **others: Any) -> StepJob:
         return step_job(spec, arch, size, **({"policy": "full", "kernels": "torch"} | others))
@@ -294,7 +351,8 @@ def speeds() -> Iterator[Speed]:
     for height, width in ((720, 1280), (480, 832)):
         for policy, seconds in (("full", 4.19), ("attn_only", 3.75)):
             yield Speed(
-                setting=f"Wan 1.3B, all weights, {height}×{width}×77, {policy}, H100 [4]", source="FastVideo #1410", seconds=seconds, gpus="h100",
+                setting=f"Wan 1.3B, all weights, {height}×{width}×77, {policy}, H100 [4]",
+                source="FastVideo #1410", seconds=seconds, gpus="h100",
                 job=peers(WAN, T2V_1_3B, (77, height, width), rank=0, policy=policy),
                 reason="the size is none of this time's: more than the GPU's peak" if height == 720
                 else "FlashAttention 2, of which Hopper reaches less than of cuDNN's: `attn_only` saves a forward that ran at 410 TFLOP/s",
@@ -307,28 +365,36 @@ def speeds() -> Iterator[Speed]:
                     "full",
                     "H100",
                     2.099,
-                    "each layer waits for its own weights, which are copied when it needs them; here they come a block ahead",
+                    (
+                        "each layer waits for its own weights, which are copied when it needs them; "
+                        "here they come a block ahead"
+                    ),
                 ),
                 ("full", "L40S", 4.459, ""),
             ),
             "14B": (("full", "H100", 7.162, ""), ("full", "L40S", 21.77, "")),
         }[name]:
             yield Speed(
-                setting=f"Wan {name}, LoRA 16, 352×640×81 [7], {policy}, weights streamed, {gpu}", source="SimpleTuner's sweep", seconds=seconds,
-                gpus=gpu, job=peers(WAN, arch, (81, 352, 640), rank=16, policy=policy), streamed=True, reason=reason,
+                setting=f"Wan {name}, LoRA 16, 352×640×81 [7], {policy}, weights streamed, {gpu}",
+                source="SimpleTuner's sweep", seconds=seconds,
+                gpus=gpu, job=peers(WAN, arch, (81, 352, 640), rank=16, policy=policy),
+                streamed=True, reason=reason,
             )  # fmt: skip
     yield Speed(
-        setting="Wan 14B, all weights, 37,440 tokens (480×832×93), H100, tensors over 2 GPUs, tokens over 4", source="Megatron-Bridge", seconds=0.0,
+        setting="Wan 14B, all weights, 37,440 tokens (480×832×93), H100, tensors over 2 GPUs, tokens over 4",
+        source="Megatron-Bridge", seconds=0.0,
         rate=326, gpus="h100", job=peers(WAN, T2V_14B, (93, 480, 832), rank=0, policy="none"),
         reason="a GPU alone is planned: nothing is exchanged, and matrices are not cut in two",
     )  # fmt: skip
     yield Speed(
-        setting="Wan I2V-A14B in fp8, LoRA 32, 480×832×49, full+offload, RTX 5090", source="DiffSynth #1436", seconds=44.7, gpus="rtx5090",
+        setting="Wan I2V-A14B in fp8, LoRA 32, 480×832×49, full+offload, RTX 5090",
+        source="DiffSynth #1436", seconds=44.7, gpus="rtx5090",
         job=peers(WAN, I2V_A14B, (49, 480, 832), policy="full+offload", quantize="fp8"),
         reason="torch's `save_on_cpu` copies to memory that is not page-locked, and the GPU waits; here copies overlap",
     )  # fmt: skip
     yield Speed(
-        setting="FLUX.2 klein 9B, LoRA 32, 1024×1024, full, H200", source="a user of ai-toolkit", seconds=0.84, gpus="h200",
+        setting="FLUX.2 klein 9B, LoRA 32, 1024×1024, full, H200", source="a user of ai-toolkit",
+        seconds=0.84, gpus="h200",
         job=peers(FLUX2, KLEIN_9B, (1, 1024, 1024)),
     )  # fmt: skip
     for program, seconds, stored, computed, kernels in (
@@ -340,9 +406,11 @@ def speeds() -> Iterator[Speed]:
     ):
         does = "computed" if computed != "dtype" else "stored"
         yield Speed(
-            setting=f"FLUX.2 dev, {stored} {does}, LoRA 16, 512×512, full, split over 2 RTX 5090", source=f"genno's split of {program}",
+            setting=f"FLUX.2 dev, {stored} {does}, LoRA 16, 512×512, full, split over 2 RTX 5090",
+            source=f"genno's split of {program}",
             seconds=seconds, gpus="2xrtx5090", cut=MIDDLE_OF_DEV,
-            job=peers(FLUX2, DEV, (1, 512, 512), rank=16, quantize=stored, compute=computed, kernels=kernels),
+            job=peers(FLUX2, DEV, (1, 512, 512), rank=16, quantize=stored, compute=computed,
+            kernels=kernels),
         )  # fmt: skip
 
 
@@ -390,28 +458,40 @@ def main() -> int:
     """Print a page in Markdown."""
     print("# Plans against published figures\n")
     print(
-        f"`uv run tools/bench/plan_published.py`, torch {torch.__version__.partition('+')[0]}, {datetime.date.today():%Y-%m-%d}. Nothing was measured here: "
-        "the planner made the predictions on fake tensors, and others published the figures in their pull requests and pages. The numbers in "
-        "brackets are notes below the tables, because most settings were published only in part.\n\n## Memory\n"
+        f"`uv run tools/bench/plan_published.py`, torch {torch.__version__.partition('+')[0]}, "
+        f"{datetime.date.today():%Y-%m-%d}. Nothing was measured here: "
+        "the planner made the predictions on fake tensors, and others published the figures in "
+        "their pull requests and pages. The numbers in "
+        "brackets are notes below the tables, because most settings were published only in "
+        "part.\n\n## Memory\n"
     )
     print(
-        "| setting | published [1] | predicted | predicted / published | parts of the prediction, in GB unless stated |\n|---|---|---|---|---|"
+        "| setting | published [1] | predicted | predicted / published | parts of the prediction, "
+        "in GB unless stated |\n|---|---|---|---|---|"
     )
     for lines in (full_5b(704, 1280), full_5b(480, 832), steps_1_3b(), split_a14b(), split_flux2()):
         for line in lines:
             in_gib = "GiB" in line.made_of
-            predicted = f"{line.predicted / (GIB if in_gib else GB):.1f} {'GiB' if in_gib else 'GB'}"
+            predicted = (
+                f"{line.predicted / (GIB if in_gib else GB):.1f} {'GiB' if in_gib else 'GB'}"
+            )
             if "MiB" in line.made_of:
                 predicted = f"{line.predicted / MIB:.1f} MiB"
             ratio = f"{line.predicted / line.figure:.2f}" if line.figure else ""
-            print(f"| {line.setting} | {line.published} | {predicted} | {ratio} | {line.made_of} |", flush=True)
+            print(
+                f"| {line.setting} | {line.published} | {predicted} | {ratio} | {line.made_of} |",
+                flush=True,
+            )
     print(
-        "\n## Seconds of a step\n\nThe planned arithmetic over the published time is the rate that the figure implies, next to it the share of the GPU's published rate in "
-        "bf16. The plan launches every operation, as these programs do, with the shares that an H100 reached of its published rates ([page](time_truth.md)). A ratio "
+        "\n## Seconds of a step\n\nThe planned arithmetic over the published time is the rate that "
+        "the figure implies, next to it the share of the GPU's published rate in "
+        "bf16. The plan launches every operation, as these programs do, with the shares that an "
+        "H100 reached of its published rates ([page](time_truth.md)). A ratio "
         "beyond 1.5 either way has its reason in the last column.\n"
     )
     print(
-        "| step | source | published | TFLOP | TFLOP/s that it implies | planned | planned / published | why |\n|---|---|---|---|---|---|---|---|"
+        "| step | source | published | TFLOP | TFLOP/s that it implies | planned | planned / "
+        "published | why |\n|---|---|---|---|---|---|---|---|"
     )
     for speed in speeds():
         print(speed.row(), flush=True)

@@ -1,14 +1,18 @@
-"""Hold plans against what is measured: the peak of real training steps, each in a process of its own.
+"""Hold plans against what is measured: the peak of real training steps, each in a process of its
+own.
 
-    uv run tools/bench/plan_truth.py                    # the grid on this machine's CPU, as benchmarks/plan_truth_cpu.md has it
-    uv run tools/bench/plan_truth.py --device cuda      # slices of Wan 14B and FLUX.2 dev at full width on the first GPU
-    uv run tools/bench/plan_truth.py --only wan-lora    # the cases whose name contains this
+    uv run tools/bench/plan_truth.py                    # the grid on this machine's CPU, as
+    benchmarks/plan_truth_cpu.md has it uv run tools/bench/plan_truth.py --device cuda      # slices
+    of Wan 14B and FLUX.2 dev at full width on the first GPU uv run tools/bench/plan_truth.py --only
+    wan-lora    # the cases whose name contains this
 
-On a CPU the peak is that of the process (VmHWM) above what it was before the model was built, under glibc settings that give freed memory
-back at once; without them the process keeps what it freed and its size says nothing. On a GPU it is torch.cuda.max_memory_allocated; what
-the allocator reserved and what the driver says is in use are printed next to it. There a plan includes the workspaces of cuBLAS, which
-torch allocates. In fp32 attention takes another kernel on a GPU than the CPU's that was planned, so cases in fp32 compare that, too. A case
-for which memory is short gets dashes. Exit status 1 if a plan is off by more than 5 %, or a case could not be measured.
+On a CPU the peak is that of the process (VmHWM) above what it was before the model was built, under
+glibc settings that give freed memory back at once; without them the process keeps what it freed and
+its size says nothing. On a GPU it is torch.cuda.max_memory_allocated; what the allocator reserved
+and what the driver says is in use are printed next to it. There a plan includes the workspaces of
+cuBLAS, which torch allocates. In fp32 attention takes another kernel on a GPU than the CPU's that
+was planned, so cases in fp32 compare that, too. A case for which memory is short gets dashes. Exit
+status 1 if a plan is off by more than 5 %, or a case could not be measured.
 """
 
 import argparse
@@ -67,19 +71,40 @@ def grid(device: torch.device) -> list[Case]:
         wan = replace(wan, width=5120, tokens=20280, blocks=4)
         flux2 = replace(flux2, width=6144, blocks=6)
         cases = [replace(wan, policy=policy) for policy in ("full", "attn_only", "full+offload")]
-        cases += [replace(wan, swapped=True), flux2, replace(flux2, policy="attn_only"), replace(wan, quantize="int8")]
+        cases += [
+            replace(wan, swapped=True),
+            flux2,
+            replace(flux2, policy="attn_only"),
+            replace(wan, quantize="int8"),
+        ]
         cases += [
             replace(wan, policy="none"),
             replace(wan, dtype="fp32"),
             replace(flux2, method="full", dtype="fp32", blocks=3),
         ]
         cases.insert(5, replace(flux2, between=1024))
-        return [*cases, replace(flux2, batch=2), replace(wan, quantize="nf4"), replace(flux2, swapped=True)]
-    cases = [replace(case, policy=policy) for case in (wan, flux2) for policy in ("none", "full", "attn_only")]
-    cases += [replace(case, dtype="fp32", policy=policy) for case in (wan, flux2) for policy in ("full", "attn_only")]
+        return [
+            *cases,
+            replace(flux2, batch=2),
+            replace(wan, quantize="nf4"),
+            replace(flux2, swapped=True),
+        ]
+    cases = [
+        replace(case, policy=policy)
+        for case in (wan, flux2)
+        for policy in ("none", "full", "attn_only")
+    ]
+    cases += [
+        replace(case, dtype="fp32", policy=policy)
+        for case in (wan, flux2)
+        for policy in ("full", "attn_only")
+    ]
     cases += [replace(case, method="full", dtype="fp32", policy="full") for case in (wan, flux2)]
     cases += [replace(wan, batch=2, policy="attn_only"), replace(flux2, batch=2, policy="full")]
-    cases += [replace(wan, quantize="int8", policy="none"), replace(wan, method="full", dtype="fp32", ema=0.99)]
+    cases += [
+        replace(wan, quantize="int8", policy="none"),
+        replace(wan, method="full", dtype="fp32", ema=0.99),
+    ]
     return cases
 
 
@@ -94,7 +119,13 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
     from ditkit_core.adapters.config import AdapterConfig
 
     heads = case.width // 128
-    rows, columns = {256: (16, 16), 1024: (32, 32), 4096: (64, 64), 16384: (128, 128), 20280: (60, 104)}[case.tokens]
+    rows, columns = {
+        256: (16, 16),
+        1024: (32, 32),
+        4096: (64, 64),
+        16384: (128, 128),
+        20280: (60, 104),
+    }[case.tokens]
     adapter = AdapterConfig(method="lora" if case.method == "lora" else "full", rank=case.rank)
     with torch.device("meta"):
         if case.model == "wan":
@@ -103,7 +134,8 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
 
             ffn_dim = {5120: 13824}.get(case.width, 4 * case.width)
             arch: Any = WanArch(dim=case.width, ffn_dim=ffn_dim, heads=heads, layers=case.blocks)
-            # Of 13 frames come 4 of latents, so that each has a quarter of the tokens; of 49 come 13.
+            # Of 13 frames come 4 of latents, so that each has a quarter of the tokens; of 49 come
+            # 13.
             frames = 49 if case.tokens == 20280 else 13
             item = spec.training.empty_item(arch, (frames, 8 * rows, 8 * columns), ())
         else:
@@ -111,7 +143,8 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
             from ditkit_flux2.spec import FLUX2 as spec
 
             arch = Flux2Arch(
-                dim=case.width, heads=heads, double_layers=case.blocks // 3, single_layers=case.blocks,
+                dim=case.width, heads=heads, double_layers=case.blocks // 3,
+                single_layers=case.blocks,
                 text_dim=5 * case.width // 2, guidance=False,
             )  # fmt: skip
             item = spec.training.empty_item(arch, (1, 16 * rows, 16 * columns), ())
@@ -139,7 +172,9 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     compute_fp32_in_fp32()
     spec, arch, adapter, outline = described(case)
     precision = Precision(matmul=parse_dtype(case.dtype))
-    items = [{name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()} for item in outline]
+    items = [
+        {name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()} for item in outline
+    ]
     model = build_on_meta(spec, arch, precision)
     if case.quantize != "none":
         from ditkit_core.weights.quantize import convert
@@ -149,14 +184,23 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     base = resident() if device.type == "cpu" else 0
     fill(model, spec, precision, device, swapped=case.swapped)
     count = len(model.blocks())
-    placement = Placement(embed=device, blocks=(device,) * count, head=device, streamed=frozenset(range(count)))
+    placement = Placement(
+        embed=device, blocks=(device,) * count, head=device, streamed=frozenset(range(count))
+    )
     hooks = (BlockSwap(model, placement),) if case.swapped else ()
-    trained = TrainState(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema))
+    trained = TrainState(
+        model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema)
+    )
     model.train()
     shapes = [items]
     if case.between:
         smaller = described(replace(case, tokens=case.between))[3]
-        shapes.append([{name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()} for item in smaller])
+        shapes.append(
+            [
+                {name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()}
+                for item in smaller
+            ]
+        )
     for step in range(2 * len(shapes)):  # the optimizer's state is there from the second on
         items = shapes[step % len(shapes)]
         batch = Batch(ids=[str(i) for i in range(len(items))], items=items)
@@ -180,7 +224,8 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
 
 
 def fill(model: Any, spec: Any, precision: Any, device: torch.device, *, swapped: bool) -> None:
-    """Random weights in the place of those on `meta`, in the dtypes that loading gives; frozen ones of swapped blocks on the host."""
+    """Random weights in the place of those on `meta`, in the dtypes that loading gives; frozen ones
+    of swapped blocks on the host."""
     from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 
     inside = {id(module) for block in model.blocks() for module in block.modules()}
@@ -191,9 +236,15 @@ def fill(model: Any, spec: Any, precision: Any, device: torch.device, *, swapped
             name = f"{prefix}.{leaf}"
             wide = is_adapter_name(name) or spec.precision.keep_fp32(canonical_name(name))
             dtype = old.dtype if not old.is_floating_point() or old.itemsize == 1 else None
-            there = torch.device("cpu") if swapped and id(module) in inside and not old.requires_grad else device
+            there = (
+                torch.device("cpu")
+                if swapped and id(module) in inside and not old.requires_grad
+                else device
+            )
             if dtype is None:
-                values = 0.02 * torch.randn(old.shape, device=there, dtype=torch.float32 if wide else precision.matmul)
+                values = 0.02 * torch.randn(
+                    old.shape, device=there, dtype=torch.float32 if wide else precision.matmul
+                )
             else:
                 values = torch.zeros(old.shape, device=there, dtype=dtype)
             module._parameters[leaf] = nn.Parameter(values, old.requires_grad)
@@ -211,13 +262,19 @@ def plan(case: Case, device: torch.device) -> int:
     spec, arch, adapter, items = described(case)
     precision = Precision(matmul=parse_dtype(case.dtype))
     job = Job(
-        spec=spec, arch=arch, adapter=adapter, batch=items, ema=EMAConfig(decay=case.ema), kind=device.type,
-        execution=Execution(checkpointing=case.policy, kernels="torch", quantize=case.quantize, precision=precision),
+        spec=spec, arch=arch, adapter=adapter, batch=items, ema=EMAConfig(decay=case.ema),
+        kind=device.type,
+        execution=Execution(checkpointing=case.policy, kernels="torch", quantize=case.quantize,
+        precision=precision),
     )  # fmt: skip
     made = profile(job)
     count = len(made.blocks)
     # torch allocates cuBLAS' workspaces as tensors, which the measured peak has as well.
-    budget = Budget(name="", total=2**50) if device.type == "cuda" else Budget(name="", total=2**50, workspace=0)
+    budget = (
+        Budget(name="", total=2**50)
+        if device.type == "cuda"
+        else Budget(name="", total=2**50, workspace=0)
+    )
     streamed = frozenset(range(count)) if case.swapped else frozenset[int]()
     (planned,) = compose(made, Partition(devices=(0,) * count, streamed=streamed), [budget])
     return planned.peak
@@ -245,11 +302,26 @@ def in_own_process(case: Case, device: torch.device, **variables: str) -> dict[s
     Args:
         variables: Added to the environment.
     """
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, "--device", str(device), "--measure", json.dumps(asdict(case))]
+    settings = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--device",
+        str(device),
+        "--measure",
+        json.dumps(asdict(case)),
+    ]
     environment = os.environ | settings | variables
     done = subprocess.run(
-        command, check=False, env=environment | allocator_settings(environment), capture_output=True, text=True
+        command,
+        check=False,
+        env=environment | allocator_settings(environment),
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -274,7 +346,10 @@ class Comparison:
         found = {} if isinstance(self.measured, str) else self.measured
         amounts = {"planned MiB": self.planned, "measured MiB": found.get("peak")}
         amounts |= {f"{name} MiB": found[name] for name in found if name != "peak"}
-        cells = {name: "-" if value is None else f"{value / 2**20:,.0f}" for name, value in amounts.items()}
+        cells = {
+            name: "-" if value is None else f"{value / 2**20:,.0f}"
+            for name, value in amounts.items()
+        }
         return cells | {"planned / measured": "-" if self.ratio is None else f"{self.ratio:.3f}"}
 
 
@@ -294,18 +369,29 @@ def main() -> int:
         help="of all cases, in place of their own: a quick look, which measures nothing worth keeping",
     )
     parser.add_argument("--tokens", type=int, choices=[1024, 4096, 16384], help="the same")
-    parser.add_argument("--tiny", action="store_true", help="two small cases: a look at whether everything runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two small cases: a look at whether everything runs"
+    )
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(Case(**json.loads(args.measure)), args.device)))
         return 0
     args.device = choose_device(str(args.device), "--device")
-    titles = ["planned MiB", "measured MiB", *(["reserved MiB", "in use MiB"] if args.device.type == "cuda" else [])]
-    print(f"| case | {' | '.join([*titles, 'planned / measured'])} |\n|{'---|' * (len(titles) + 2)}", flush=True)
+    titles = [
+        "planned MiB",
+        "measured MiB",
+        *(["reserved MiB", "in use MiB"] if args.device.type == "cuda" else []),
+    ]
+    print(
+        f"| case | {' | '.join([*titles, 'planned / measured'])} |\n|{'---|' * (len(titles) + 2)}",
+        flush=True,
+    )
     worst, failed = 0.0, False
     smaller = {name: value for name in ("width", "tokens") if (value := getattr(args, name))}
-    for case in (replace(case, **smaller) for case in (tiny_cases() if args.tiny else grid(args.device))):
+    for case in (
+        replace(case, **smaller) for case in (tiny_cases() if args.tiny else grid(args.device))
+    ):
         if args.only not in case.name:
             continue
         found = compared(case, args.device)
@@ -315,7 +401,8 @@ def main() -> int:
         worst = max(worst, abs((found.ratio or 1.0) - 1))
         cells = found.columns()
         print(
-            f"| {case.name} | {' | '.join(cells.get(name, '-') for name in [*titles, 'planned / measured'])} |",
+            f"| {case.name} | "
+            f"{' | '.join(cells.get(name, '-') for name in [*titles, 'planned / measured'])} |",
             flush=True,
         )
     print(f"\nWorst: {worst:.1%} off; allowed {TOLERANCE:.0%}. torch {torch.__version__}.")

@@ -1,10 +1,12 @@
-"""Count what a training step does on a GPU, ours and diffusers', and model its time on five GPUs. No GPU and no weights are needed.
+"""Count what a training step does on a GPU, ours and diffusers', and model its time on five GPUs.
+No GPU and no weights are needed.
 
     uv run tools/bench/roofline.py > benchmarks/roofline.md       # a minute on one core
-    uv run tools/bench/roofline.py --only wan                     # the cases whose name contains this
+    uv run tools/bench/roofline.py --only wan                     # the cases whose name contains
+    this
 
-Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py: Meter`). The time of an operation is that
-of plans (`planner/kernel_time.py`).
+Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py:
+Meter`). The time of an operation is that of plans (`planner/kernel_time.py`).
 """
 
 import argparse
@@ -43,10 +45,12 @@ Kernels = Counter[Kernel]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The kernels of a step: those of a block, by its kind, and of all else (embedding, head, loss)."""
+    """The kernels of a step: those of a block, by its kind, and of all else (embedding, head,
+    loss)."""
 
     blocks: Mapping[str, tuple[int, Kernels]]
-    """How many blocks of a kind there are, and what one of them runs, forward, recompute and backward."""
+    """How many blocks of a kind there are, and what one of them runs, forward, recompute and
+    backward."""
     rest: Kernels
 
     def seconds(self, gpu: GPU) -> float:
@@ -57,7 +61,10 @@ class Step:
     @property
     def launches(self) -> int:
         """Operations of a step."""
-        return sum(count * kernels.total() for count, kernels in self.blocks.values()) + self.rest.total()
+        return (
+            sum(count * kernels.total() for count, kernels in self.blocks.values())
+            + self.rest.total()
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +76,8 @@ class Case:
     arch: Any
     size: tuple[int, int, int]
     kinds: Mapping[str, tuple[str, str]]
-    """Our class of a block, by its title: that of diffusers, and the argument of diffusers' model that counts its blocks."""
+    """Our class of a block, by its title: that of diffusers, and the argument of diffusers' model
+    that counts its blocks."""
 
 
 CASES = (
@@ -105,7 +113,14 @@ def job_of(case: Case, *, kernels: str = "torch", base: str = "dtype") -> StepJo
     """Our step of a case."""
     quantize = "none" if base == "dtype" else base
     return step_job(
-        case.spec, case.arch, case.size, rank=RANK, policy="full", kernels=kernels, quantize=quantize, compute=base
+        case.spec,
+        case.arch,
+        case.size,
+        rank=RANK,
+        policy="full",
+        kernels=kernels,
+        quantize=quantize,
+        compute=base,
     )
 
 
@@ -123,19 +138,25 @@ def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
         return found.forward[index].kernels + (Counter() if back is None else back.kernels)
 
     # The second of a kind: the backward of the first block of all lacks the gradient of its input.
-    blocks = {title: (every.count(name), stage(2 + names.index(name))) for title, (name, _) in case.kinds.items()}
+    blocks = {
+        title: (every.count(name), stage(2 + names.index(name)))
+        for title, (name, _) in case.kinds.items()
+    }
     return Step(blocks=blocks, rest=stage(0) + stage(head) + found.forward[head + 1].kernels)
 
 
 def theirs(case: Case, *, autocast: bool, checkpointing: bool = True) -> Step:
-    """diffusers' step with adapters on the same layers, without autocast or under autocast to bf16, as its training scripts run it."""
+    """diffusers' step with adapters on the same layers, without autocast or under autocast to bf16,
+    as its training scripts run it."""
     arguments = [argument for _, argument in case.kinds.values()]
     base = dict.fromkeys(arguments, 1)
     one = their_kernels(case, base, autocast=autocast, checkpointing=checkpointing)
     blocks = {}
     for title, (name, argument) in case.kinds.items():
         # What a second block of the kind adds.
-        more = their_kernels(case, base | {argument: 2}, autocast=autocast, checkpointing=checkpointing)
+        more = their_kernels(
+            case, base | {argument: 2}, autocast=autocast, checkpointing=checkpointing
+        )
         blocks[title] = outline(case)[0][name], more - one
     rest = one
     for _, kernels in blocks.values():
@@ -143,7 +164,9 @@ def theirs(case: Case, *, autocast: bool, checkpointing: bool = True) -> Step:
     return Step(blocks=blocks, rest=rest)
 
 
-def their_kernels(case: Case, num_blocks: Mapping[str, int], *, autocast: bool, checkpointing: bool) -> Kernels:
+def their_kernels(
+    case: Case, num_blocks: Mapping[str, int], *, autocast: bool, checkpointing: bool
+) -> Kernels:
     """The kernels of a step of diffusers' model with so many blocks."""
     with torch.device("meta"):
         model, inputs = MODELS[case.spec.name](case, num_blocks)
@@ -173,16 +196,20 @@ def their_kernels(case: Case, num_blocks: Mapping[str, int], *, autocast: bool, 
 
 
 def _inject_there(case: Case, model: nn.Module) -> None:
-    """LoRA on the layers that ours has by default; those of blocks that this smaller model lacks are left out."""
+    """LoRA on the layers that ours has by default; those of blocks that this smaller model lacks
+    are left out."""
     from peft import LoraConfig, inject_adapter_in_model
 
     present = {name for name, _ in model.named_modules()} & outline(case)[1]
-    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=sorted(present)), model)
+    inject_adapter_in_model(
+        LoraConfig(r=RANK, lora_alpha=RANK, target_modules=sorted(present)), model
+    )
 
 
 @cache
 def outline(case: Case) -> tuple[Counter[str], frozenset[str]]:
-    """Our model's number of blocks by class, and diffusers' names of the layers that it adapts by default."""
+    """Our model's number of blocks by class, and diffusers' names of the layers that it adapts by
+    default."""
     own = build_on_meta(case.spec, case.arch, Precision())
     names = case.spec.architecture.names.from_native["diffusers"]
     adapted = target_modules(own, AdapterConfig().targets, case.spec.adapters.targets)
@@ -195,10 +222,15 @@ def _wan(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str
 
     arch, (frames, height, width) = case.arch, case.size
     model = WanTransformer3DModel(
-        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, ffn_dim=arch.ffn_dim, **num_blocks
+        num_attention_heads=arch.heads,
+        attention_head_dim=arch.head_dim,
+        ffn_dim=arch.ffn_dim,
+        **num_blocks,
     )
     return model, {
-        "hidden_states": torch.empty(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8, dtype=torch.bfloat16),
+        "hidden_states": torch.empty(
+            1, 16, (frames - 1) // 4 + 1, height // 8, width // 8, dtype=torch.bfloat16
+        ),
         "timestep": torch.empty(1),
         "encoder_hidden_states": torch.empty(1, 512, 4096, dtype=torch.bfloat16),
     }
@@ -231,7 +263,8 @@ MODELS: dict[str, Callable[[Case, Mapping[str, int]], tuple[nn.Module, dict[str,
 
 
 class FusedNorm(nn.Module):
-    """An RMS norm as CUDA has it: one kernel forward and one backward. On fake devices, which are CPUs, torch composes it."""
+    """An RMS norm as CUDA has it: one kernel forward and one backward. On fake devices, which are
+    CPUs, torch composes it."""
 
     def __init__(self, meter: Meter):
         super().__init__()
@@ -269,7 +302,11 @@ class _FusedNorm(torch.autograd.Function):
 
 def seconds_of(kernels: Kernels, gpu: GPU, *kinds: str) -> float:
     """Modelled time of kernels, of some kinds only if any are named."""
-    return sum(count * kernel_seconds(k, gpu) for k, count in kernels.items() if not kinds or k.kind in kinds)
+    return sum(
+        count * kernel_seconds(k, gpu)
+        for k, count in kernels.items()
+        if not kinds or k.kind in kinds
+    )
 
 
 def block_row(label: str, kernels: Kernels) -> list[str]:
@@ -293,7 +330,8 @@ def block_row(label: str, kernels: Kernels) -> list[str]:
 
 
 def step_row(label: str, step: Step, peer: Step) -> list[str]:
-    """A step on every GPU that has its products, and how many times as fast as the peer's it is on each."""
+    """A step on every GPU that has its products, and how many times as fast as the peer's it is on
+    each."""
     kinds = {kernel.kind for _, kernels in step.blocks.values() for kernel in kernels}
     times = [
         "-"
@@ -345,7 +383,11 @@ def page(case: Case) -> Iterator[str]:
         )
         yield ""
     yield from table(
-        ["step (times as fast as diffusers under autocast)", *(gpu.name for gpu in GPUS), "launches"],
+        [
+            "step (times as fast as diffusers under autocast)",
+            *(gpu.name for gpu in GPUS),
+            "launches",
+        ],
         [step_row(label, step, peer) for label, step in steps.items()],
     )
 
@@ -373,7 +415,9 @@ of that format. Assumptions:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     wanted = parser.parse_args().only.lower()
     import diffusers

@@ -39,5 +39,7 @@ def step_job(
     precision = PrecisionConfig(preset="fast" if fast else "default").precision(torch.bfloat16, {})
     with torch.device("meta"):
         item = spec.training.empty_item(arch, size, ())
-    execution = Execution(checkpointing=policy, precision=precision, **({"kernels": "torch"} | others))
+    execution = Execution(
+        checkpointing=policy, precision=precision, **({"kernels": "torch"} | others)
+    )
     return StepJob(spec=spec, arch=arch, batch=[item] * batch, execution=execution, adapter=adapter)

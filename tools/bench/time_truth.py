@@ -1,10 +1,12 @@
 """Compare planned times with those that an H100 measured: whole steps, and their kernels by kind.
 
     uv run tools/bench/time_truth.py > benchmarks/time_truth.md    # a minute on one core
-    uv run tools/bench/time_truth.py --only klein                  # the steps whose name contains this
+    uv run tools/bench/time_truth.py --only klein                  # the steps whose name contains
+    this
 
-No GPU and no weights: every plan is a step on fake tensors. `planner/kernel_time.py` has the constants that follow from these measurements,
-in two tables. After a new measurement, change its row below, then those tables until the page is within its bound, then write the page again.
+No GPU and no weights: every plan is a step on fake tensors. `planner/kernel_time.py` has the
+constants that follow from these measurements, in two tables. After a new measurement, change its
+row below, then those tables until the page is within its bound, then write the page again.
 """
 
 import argparse
@@ -34,7 +36,14 @@ from step_jobs import step_job
 BOUND = 0.15
 """Largest distance of a plan from what was measured."""
 KINDS = {
-    "matmul": ("matmul_16", "matmul_32", "matmul_int8", "matmul_fp8", "matmul_int8_scaled", "matmul_fp8_scaled"),
+    "matmul": (
+        "matmul_16",
+        "matmul_32",
+        "matmul_int8",
+        "matmul_fp8",
+        "matmul_int8_scaled",
+        "matmul_fp8_scaled",
+    ),
     "attention": ("attention",),
     "attention backward": ("attention_backward",),
     "elementwise": ("elementwise", "fused", "conversion", "scales"),
@@ -76,7 +85,9 @@ class Step:
     @property
     def profile(self) -> Profile:
         """Its kernels."""
-        return profile_of(self.model, self.policy, self.kernels, self.blocks, self.stored, self.preset)
+        return profile_of(
+            self.model, self.policy, self.kernels, self.blocks, self.stored, self.preset
+        )
 
     def planned(self, *, replayed: bool = False) -> float:
         """Planned seconds; those of a slice are without the optimizer, as they were measured."""
@@ -105,17 +116,24 @@ class Step:
     def planned_launches(self) -> int:
         """Planned operations, those of the optimizer included unless it is a slice."""
         stages = self.profile.stages
-        counts = [count for stage in stages for _, count in (*stage.kernels_forward, *stage.kernels_backward)]
+        counts = [
+            count
+            for stage in stages
+            for _, count in (*stage.kernels_forward, *stage.kernels_backward)
+        ]
         return sum(counts) + (0 if self.blocks else sum(stage.update_launches for stage in stages))
 
     def off(self) -> float:
-        """Distance of the planned from the measured time as a share of it; 0 between the fastest and the slowest step."""
+        """Distance of the planned from the measured time as a share of it; 0 between the fastest
+        and the slowest step."""
         pairs = [
             (self.planned(replayed=replayed), taken)
             for replayed, taken in ((False, self.seconds), (True, self.replayed))
             if taken
         ]
-        return max(max(1 - planned / min(taken), planned / max(taken) - 1, 0.0) for planned, taken in pairs)
+        return max(
+            max(1 - planned / min(taken), planned / max(taken) - 1, 0.0) for planned, taken in pairs
+        )
 
 
 MODELS: dict[str, tuple[str, str, Size, int]] = {
@@ -131,7 +149,9 @@ SMALL, LARGE, DEV, LARGE_DEV, WAN_14B, WAN_1_3B = MODELS
 
 
 @cache
-def profile_of(model: str, policy: str, kernels: str, blocks: int, stored: str, preset: str) -> Profile:
+def profile_of(
+    model: str, policy: str, kernels: str, blocks: int, stored: str, preset: str
+) -> Profile:
     """The planned step with these fields of a `Step`."""
     family, preset, size, rank = MODELS[model]
     spec, presets = {"wan": (WAN, WAN_PRESETS), "flux2": (FLUX2, FLUX2_PRESETS)}[family]
@@ -150,48 +170,61 @@ def profile_of(model: str, policy: str, kernels: str, blocks: int, stored: str, 
     return profile(job)
 
 
-def _kinds(matmul: float, attention: float, backward: float, elementwise: float) -> dict[str, float]:
+def _kinds(
+    matmul: float, attention: float, backward: float, elementwise: float
+) -> dict[str, float]:
     return dict(zip(KINDS, (matmul, attention, backward, elementwise), strict=True))
 
 
 STEPS = (
     Step(
-        model=SMALL, policy="none", seconds=(0.178, 0.218, 0.217, 0.321, 0.206, 0.227), replayed=(0.0509, 0.0521),
+        model=SMALL, policy="none", seconds=(0.178, 0.218, 0.217, 0.321, 0.206, 0.227),
+        replayed=(0.0509, 0.0521),
         kinds=_kinds(33.1, 1.6, 4.5, 12.8), launches=2460, busy=50.2,
     ),
     Step(
-        model=SMALL, policy="none", kernels="torch", seconds=(0.245, 0.300), kinds=_kinds(35.0, 1.6, 4.5, 35.5), launches=6001,
+        model=SMALL, policy="none", kernels="torch", seconds=(0.245, 0.300), kinds=_kinds(35.0, 1.6,
+        4.5, 35.5), launches=6001,
         busy=76.6,
     ),
     Step(
-        model=SMALL, policy="full", seconds=(0.308, 0.369, 0.397, 0.506, 0.309, 0.443), replayed=(0.0696, 0.0698),
+        model=SMALL, policy="full", seconds=(0.308, 0.369, 0.397, 0.506, 0.309, 0.443),
+        replayed=(0.0696, 0.0698),
         kinds=_kinds(45.2, 3.1, 4.5, 15.5), launches=3250, busy=67.5,
     ),
     Step(
-        model=SMALL, policy="full", kernels="torch", seconds=(0.311, 0.378), kinds=_kinds(47.9, 3.2, 4.4, 46.6), launches=8376,
+        model=SMALL, policy="full", kernels="torch", seconds=(0.311, 0.378), kinds=_kinds(47.9, 3.2,
+        4.4, 46.6), launches=8376,
         busy=102.0,
     ),
     Step(
-        model=SMALL, policy="attn_only", seconds=(0.306, 0.410), kinds=_kinds(44.5, 1.6, 4.5, 15.5), launches=3070, busy=65.9
+        model=SMALL, policy="attn_only", seconds=(0.306, 0.410), kinds=_kinds(44.5, 1.6, 4.5, 15.5),
+        launches=3070, busy=65.9
     ),
     Step(
-        model=SMALL, policy="attn_only", kernels="torch", seconds=(0.362, 0.384), kinds=_kinds(46.9, 1.6, 4.5, 45.6),
+        model=SMALL, policy="attn_only", kernels="torch", seconds=(0.362, 0.384), kinds=_kinds(46.9,
+        1.6, 4.5, 45.6),
         launches=7811, busy=98.5,
     ),
-    Step(model=LARGE, policy="none", seconds=(0.303, 0.322, 0.252, 0.324, 0.261, 0.273), replayed=(0.1642, 0.1681)),
-    Step(model=LARGE, policy="full", seconds=(0.362, 0.507, 0.372, 0.470, 0.303, 0.425), replayed=(0.2201, 0.2228)),
+    Step(model=LARGE, policy="none", seconds=(0.303, 0.322, 0.252, 0.324, 0.261, 0.273),
+    replayed=(0.1642, 0.1681)),
+    Step(model=LARGE, policy="full", seconds=(0.362, 0.507, 0.372, 0.470, 0.303, 0.425),
+    replayed=(0.2201, 0.2228)),
     Step(model=DEV, policy="full", seconds=(0.798, 0.847, 0.617, 0.770), replayed=(0.450, 0.462)),
-    Step(model=DEV, policy="attn_only", seconds=(0.827, 1.152, 0.654, 0.715), replayed=(0.444, 0.450)),
+    Step(model=DEV, policy="attn_only", seconds=(0.827, 1.152, 0.654, 0.715), replayed=(0.444,
+    0.450)),
     Step(model=LARGE_DEV, policy="full", seconds=(1.484, 1.486), replayed=(1.464, 1.464)),
     Step(model=WAN_14B, policy="full", seconds=(5.468,)),
     Step(model=WAN_14B, policy="attn_only", seconds=(4.895,)),
     Step(model=WAN_14B, policy="full", preset="fast", seconds=(5.425,)),
     Step(
-        model=WAN_14B, blocks=4, policy="full", seconds=(0.5516,), kinds=_kinds(191.9, 117.4, 163.8, 49.3), launches=1172,
+        model=WAN_14B, blocks=4, policy="full", seconds=(0.5516,), kinds=_kinds(191.9, 117.4, 163.8,
+        49.3), launches=1172,
         busy=522.4,
     ),
     Step(
-        model=WAN_14B, blocks=4, policy="full", kernels="torch", seconds=(0.6287, 0.6329), kinds=_kinds(194.9, 120.6, 166.1, 141.5),
+        model=WAN_14B, blocks=4, policy="full", kernels="torch", seconds=(0.6287, 0.6329),
+        kinds=_kinds(194.9, 120.6, 166.1, 141.5),
         launches=2855, busy=622.7,
     ),
     Step(model=WAN_14B, blocks=4, policy="full", kernels="torch", stored="int8", seconds=(0.8537,)),
@@ -199,16 +232,21 @@ STEPS = (
     Step(model=WAN_1_3B, policy="attn_only(self)", seconds=(7.816, 7.855)),
     Step(model=WAN_1_3B, policy="attn_only", seconds=(7.803, 7.882)),
 )  # fmt: skip
-"""Sessions on an NVIDIA H100 80GB HBM3, each on a machine of its own, with torch 2.11, CUDA 13.0 and cuDNN 9.19: launched steps at commit fd759269 and
-later, the rows of models replayed, of dev at 1024x1024 and of all blocks of Wan 14B at 08d556ef, before it was committed. One sample in bf16, a LoRA of rank
-32 unless all weights are trained, in bf16. Whole models with AdamW, slices without an optimizer. Of each session the fastest and the slowest or median
-step, after those that compile and warm up. Kinds of kernels are of fd759269, where gated sums were torch's."""
+"""Sessions on an NVIDIA H100 80GB HBM3, each on a machine of its own, with torch 2.11, CUDA 13.0
+and cuDNN 9.19: launched steps at commit fd759269 and later, the rows of models replayed, of dev at
+1024x1024 and of all blocks of Wan 14B at 08d556ef, before it was committed. One sample in bf16, a
+LoRA of rank 32 unless all weights are trained, in bf16. Whole models with AdamW, slices without an
+optimizer. Of each session the fastest and the slowest or median step, after those that compile and
+warm up. Kinds of kernels are of fd759269, where gated sums were torch's."""
 
 
 def whole_row(step: Step) -> str:
     """A step as a line of the first table."""
     cells = []
-    for seconds, planned in ((step.seconds, step.planned()), (step.replayed, step.planned(replayed=True))):
+    for seconds, planned in (
+        (step.seconds, step.planned()),
+        (step.replayed, step.planned(replayed=True)),
+    ):
         cells.append(f"{planned:.3g}")
         if not seconds:
             cells += ["", ""]
@@ -263,19 +301,26 @@ DIFFUSERS = (
     (DEV, True, (0.7409, 0.8448)),
     (LARGE_DEV, True, (2.181, 2.183)),
 )
-"""Model, whether it recomputes its blocks, and seconds of diffusers' own step: bf16 autocast, peft's LoRA of rank 32 on the layers of ours, AdamW."""
+"""Model, whether it recomputes its blocks, and seconds of diffusers' own step: bf16 autocast,
+peft's LoRA of rank 32 on the layers of ours, AdamW."""
 
 
 def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> str:
     """A step of diffusers as a line of the third table."""
-    from roofline import CASES, theirs  # imports diffusers, for which tests of our own steps have no seconds
+    from roofline import (
+        CASES,
+        theirs,
+    )  # imports diffusers, for which tests of our own steps have no seconds
 
     case = next(case for case in CASES if case.name.partition(" (")[0] == model.replace("×", "x"))
     step = theirs(case, autocast=True, checkpointing=checkpointing)
     kernels = step.rest + Counter(
         {kernel: n * count for n, block in step.blocks.values() for kernel, count in block.items()}
     )
-    busy, launching = gpu_seconds(frozenset(kernels.items()), H100), host_seconds(frozenset(kernels.items()))
+    busy, launching = (
+        gpu_seconds(frozenset(kernels.items()), H100),
+        host_seconds(frozenset(kernels.items())),
+    )
     ends = min(seconds), max(seconds)
     ratios = "–".join(f"{max(busy, launching) / end:.2f}" for end in reversed(ends))
     name = f"{model}, {'full' if checkpointing else 'none'}"
@@ -298,12 +343,16 @@ def page(steps: tuple[Step, ...]) -> Iterator[str]:
     yield KERNELS
     yield from (kinds_row(step) for step in steps if step.kinds)
     yield THEIRS
-    yield from (their_row(*each) for each in DIFFUSERS if any(step.model == each[0] for step in steps))
+    yield from (
+        their_row(*each) for each in DIFFUSERS if any(step.model == each[0] for step in steps)
+    )
 
 
 def main() -> int:
     """Print the page; exit status 1 if a plan is off by more than `BOUND`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="steps whose name contains this")
     wanted = parser.parse_args().only.lower()
     steps = tuple(step for step in STEPS if wanted in step.name.lower())

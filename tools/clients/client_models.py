@@ -1,6 +1,8 @@
-"""Tiny models of every family in sizes that other programs recognise, their inputs, and our predictions.
+"""Tiny models of every family in sizes that other programs recognise, their inputs, and our
+predictions.
 
-The tools of this folder compare another program with ours over the same files. Weights are random, in fp32.
+The tools of this folder compare another program with ours over the same files. Weights are random,
+in fp32.
 """
 
 from collections.abc import Mapping
@@ -40,7 +42,9 @@ ARCHS: Mapping[str, tuple[ModelSpec, Any]] = {
     "s2v": (WAN, replace(_WAN, layers=40, ffn_dim=256, speech=SpeechArch())),
     "animate": (
         WAN,
-        replace(_WAN, layers=10, in_channels=36, image_dim=1280, animate=AnimateArch(layers=(0, 5))),
+        replace(
+            _WAN, layers=10, in_channels=36, image_dim=1280, animate=AnimateArch(layers=(0, 5))
+        ),
     ),
     "control": (WAN, replace(_WAN, in_channels=48, image_dim=1280, ref_conv=True, fun=True)),
     "camera": (
@@ -103,7 +107,9 @@ def base_file(folder: Path, name: str, form: str = "official", dtype: str = "fp3
     return next(written.glob("*.safetensors"))
 
 
-def load_ours(name: str, file: Path, adapter: LoraConfig | str | None = None, **settings: Any) -> Model:
+def load_ours(
+    name: str, file: Path, adapter: LoraConfig | str | None = None, **settings: Any
+) -> Model:
     """Our model over a file."""
     paths = ModelPaths(transformer=str(file), preset="tiny")
     return load(spec_of(name), paths, adapter, dtype="fp32", **settings)

@@ -3,11 +3,13 @@
     COMFY=FOLDER uv run tools/clients/comfyui.py                        # every model, kind and form
     COMFY=FOLDER uv run tools/clients/comfyui.py --models klein --kinds lora dora
 
-`COMFY` is a clone of ComfyUI; its requirements must be installed next to ditkit. It runs on the CPU, in fp32.
+`COMFY` is a clone of ComfyUI; its requirements must be installed next to ditkit. It runs on the
+CPU, in fp32.
 
-For each model: the prediction of a whole file in ComfyUI and here. For each kind of adapter and form, with all
-Linear layers adapted: the modules that ComfyUI leaves out, which must be those of which `AdapterRules.readers` says
-so, and the prediction with the adapter. The rows go to stdout; the exit status is 1 where a word is not so.
+For each model: the prediction of a whole file in ComfyUI and here. For each kind of adapter and
+form, with all Linear layers adapted: the modules that ComfyUI leaves out, which must be those of
+which `AdapterRules.readers` says so, and the prediction with the adapter. The rows go to stdout;
+the exit status is 1 where a word is not so.
 """
 
 import argparse
@@ -68,15 +70,18 @@ OTHERS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "onetrainer": ("diffusers", lambda key: underscored(key, "lora_transformer_")),
     "lycoris": ("diffusers", lambda key: underscored(key, "lycoris_")),
 }
-"""Forms that ditkit reads and does not write: the form that is renamed, and how. `names` is that of DiffSynth's names."""
+"""Forms that ditkit reads and does not write: the form that is renamed, and how. `names` is that of
+DiffSynth's names."""
 OTHER_MODELS = ("s2v", "dance")
-"""Models that ComfyUI computes otherwise than their authors (docs/comfyui.md): here only keys are compared."""
+"""Models that ComfyUI computes otherwise than their authors (docs/comfyui.md): here only keys are
+compared."""
 DIFFERENCE_MODELS = ("zimage", "klein", "t2v")
 """Models with rows of whole parameters' differences (`.diff`)."""
 LAYERS: dict[str, dict[str, tuple[int, ...]]] = {}
 """By model, the shapes of the layers that an adapter has."""
 SAME = 1e-4
-"""Two programs' fp32 predictions of a whole file differ by 3e-6 to 2e-5; a module left out changes them by 1e-2."""
+"""Two programs' fp32 predictions of a whole file differ by 3e-6 to 2e-5; a module left out changes
+them by 1e-2."""
 
 
 def underscored(key: str, prefix: str) -> str:
@@ -121,7 +126,8 @@ def stand_in_for_sound() -> None:
 
 
 def know_small_zimage(detection: Any) -> None:
-    """ComfyUI knows Z-Image by its width of 3,840 alone: the same settings at the width of the tiny model."""
+    """ComfyUI knows Z-Image by its width of 3,840 alone: the same settings at the width of the tiny
+    model."""
     detect = detection.detect_unet_config
 
     def detected(state: Any, prefix: str, metadata: Any = None) -> Any:
@@ -149,7 +155,9 @@ def load_theirs(comfy: Any, file: Path) -> Any:
     """ComfyUI's model over a file."""
     state, metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
     options = {"dtype": torch.float32}
-    model = comfy.sd.load_diffusion_model_state_dict(state, model_options=options, metadata=metadata)
+    model = comfy.sd.load_diffusion_model_state_dict(
+        state, model_options=options, metadata=metadata
+    )
     assert model is not None, "ComfyUI does not know this model"
     return model
 
@@ -199,9 +207,14 @@ def left_out(lines: Sequence[str], file: Path, name: str) -> set[str]:
     keys = {line.rpartition(" ")[2] for line in lines if "not loaded" in line}
     return {
         module
-        for module, entry in find_adapter(file, spec_of(name), layers=LAYERS[name]).file.modules.items()
+        for module, entry in find_adapter(
+            file, spec_of(name), layers=LAYERS[name]
+        ).file.modules.items()
         if not keys.isdisjoint(
-            key for piece in entry.pieces if piece is not None for key in piece.adapter.keys.values()
+            key
+            for piece in entry.pieces
+            if piece is not None
+            for key in piece.adapter.keys.values()
         )
     }
 
@@ -216,7 +229,9 @@ def written(name: str, kind: str, form: str, folder: Path) -> tuple[Model, Path]
     modules = [m for m in adapter_layers(model.module) if allowed(spec_of(name), source, m)]
     if len(modules) < len(adapter_layers(model.module)):
         model = trained(name, base, target_modules=modules, **config)
-    LAYERS[name] = {m: tuple(layer.weight.shape) for m, layer in adapter_layers(model.module).items()}
+    LAYERS[name] = {
+        m: tuple(layer.weight.shape) for m, layer in adapter_layers(model.module).items()
+    }
     file = folder / "adapters" / f"{name}-{kind}-{form}.safetensors"
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
@@ -254,24 +269,37 @@ def compare_adapter(comfy: Any, patcher: Any, name: str, kind: str, form: str, f
         apart = 0.0 if not left else 1.0
     assert bool(word) == bool(left or apart > SAME), f"{row}: not so"
     if "loads a part" in word:
-        assert left == {m for m in modules if said([m])}, f"{row}: other modules: {sorted(left)[:4]}"
+        assert left == {m for m in modules if said([m])}, (
+            f"{row}: other modules: {sorted(left)[:4]}"
+        )
     if "loads nothing" in word:
         assert len(left) == len(modules), f"{row}: loads some"
     return row
 
 
 def compare_differences(comfy: Any, patcher: Any, name: str, form: str, folder: Path) -> str:
-    """A row about a file of differences of the blocks' weights and biases; AssertionError where it is not loaded whole.
+    """A row about a file of differences of the blocks' weights and biases; AssertionError where it
+    is not loaded whole.
 
-    Z-Image's in musubi-tuner's names are left out in part: ComfyUI has the names of its attention by its own only.
+    Z-Image's in musubi-tuner's names are left out in part: ComfyUI has the names of its attention
+    by its own only.
     """
     base, generator = base_file(folder, name), torch.Generator().manual_seed(3)
     ends, differences = {"weight": "diff", "bias": "diff_b"}, dict[str, Tensor]()
     for key, tensor in load_file(base).items():
         module, _, end = key.rpartition(".")
-        if end not in ends or "norm" in key or "mod" in key.lower() or not ("blocks." in key or "layers." in key):
+        if (
+            end not in ends
+            or "norm" in key
+            or "mod" in key.lower()
+            or not ("blocks." in key or "layers." in key)
+        ):
             continue
-        prefixed = f"diffusion_model.{module}" if form == "official" else f"lora_unet_{module.replace('.', '_')}"
+        prefixed = (
+            f"diffusion_model.{module}"
+            if form == "official"
+            else f"lora_unet_{module.replace('.', '_')}"
+        )
         noise = torch.randn(tensor.shape, generator=generator)
         differences[f"{prefixed}.{ends[end]}"] = noise * tensor.std() / 2
     file = folder / "adapters" / f"{name}-differences-{form}.safetensors"
@@ -287,7 +315,9 @@ def compare_differences(comfy: Any, patcher: Any, name: str, form: str, folder: 
     left = sum("not loaded" in line for line in log.lines)
     row = f"| {name} | differences | {form} | {len(differences)} keys | {left} | {apart:.1e} | |"
     partly = ARCHS[name][0] is ZIMAGE and form == "musubi"
-    assert (left > 0 and apart > SAME) if partly else (left == 0 and apart <= SAME), f"{row}: not so"
+    assert (left > 0 and apart > SAME) if partly else (left == 0 and apart <= SAME), (
+        f"{row}: not so"
+    )
     return row
 
 
@@ -305,7 +335,9 @@ FORMS = [*ADAPTER_FORMS, *OTHERS]
 
 def main() -> int:
     """Compare; returns 1 where a word of ours is not so."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
@@ -341,7 +373,9 @@ def main() -> int:
                     print(f"NOT SO {error}", flush=True)
                 except Exception:  # noqa: BLE001 - whatever another program raises is a row
                     faults += 1
-                    print(f"FAILED {name} {kind} {form}\n{traceback.format_exc(limit=-3)}", flush=True)
+                    print(
+                        f"FAILED {name} {kind} {form}\n{traceback.format_exc(limit=-3)}", flush=True
+                    )
         for form in ("official", "musubi") if name in DIFFERENCE_MODELS else ():
             try:
                 print(compare_differences(comfy, patcher, name, form, folder), flush=True)

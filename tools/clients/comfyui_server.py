@@ -1,14 +1,15 @@
 """ComfyUI's server with whole workflows over HTTP, against our own Euler steps from the same noise.
 
-    COMFY=FOLDER uv run tools/clients/comfyui_server.py                    # one model of each family
-    COMFY=FOLDER uv run tools/clients/comfyui_server.py --models klein
+    COMFY=FOLDER uv run tools/clients/comfyui_server.py                    # one model of each
+    family COMFY=FOLDER uv run tools/clients/comfyui_server.py --models klein
 
-`COMFY` is a clone of ComfyUI with its requirements next to ditkit; its pages are not needed. The server runs on the
-loopback, on the CPU in fp32, over a folder of its own with tiny models, and is ended when the tool ends.
+`COMFY` is a clone of ComfyUI with its requirements next to ditkit; its pages are not needed. The
+server runs on the loopback, on the CPU in fp32, over a folder of its own with tiny models, and is
+ended when the tool ends.
 
-Workflows are those of docs/comfyui.md: load, LoRA, sample, save the latent. Conditioning comes from a node that
-the tool brings, because text encoders are gigabytes. The rows go to stdout; the exit status is 1 where a latent is
-not ours, or where the server leaves out a key of a LoRA.
+Workflows are those of docs/comfyui.md: load, LoRA, sample, save the latent. Conditioning comes from
+a node that the tool brings, because text encoders are gigabytes. The rows go to stdout; the exit
+status is 1 where a latent is not ours, or where the server leaves out a key of a LoRA.
 """
 
 import argparse
@@ -49,7 +50,8 @@ SHIFTS = {"wan": 5.0, "zimage": 3.0}
 SAME = 1e-4
 """Latents of four fp32 steps of two programs differ by 1e-5; a LoRA changes them by 1e-1."""
 ROUNDED = 0.5
-"""Most that may be lost of a LoRA's change where its sum with the base is rounded: 0.04 to 0.25 are."""
+"""Most that may be lost of a LoRA's change where its sum with the base is rounded: 0.04 to 0.25
+are."""
 Link = list[Any]
 """A node's number and the index of its output."""
 
@@ -71,7 +73,14 @@ class Server:
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "server.log"
-        for name in ("models/diffusion_models", "models/loras", "custom_nodes", "input", "output", "pages"):
+        for name in (
+            "models/diffusion_models",
+            "models/loras",
+            "custom_nodes",
+            "input",
+            "output",
+            "pages",
+        ):
             (folder / name).mkdir(parents=True, exist_ok=True)
         here = Path(__file__).parent
         shutil.copy(here / "comfyui_nodes.py", folder / "custom_nodes")
@@ -88,7 +97,15 @@ class Server:
             "--database-url": "sqlite:///:memory:",
         }
         words = [str(word) for pair in settings.items() for word in pair]
-        command = [sys.executable, __file__, "--serve", "--cpu", "--fp32-unet", "--disable-api-nodes", *words]
+        command = [
+            sys.executable,
+            __file__,
+            "--serve",
+            "--cpu",
+            "--fp32-unet",
+            "--disable-api-nodes",
+            *words,
+        ]
         self.process = subprocess.Popen(
             command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=os.environ["COMFY"]
         )
@@ -106,7 +123,10 @@ class Server:
                 return
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.process.terminate()
         self.process.wait(30)
@@ -158,7 +178,10 @@ def workflow_of(row: Row, server: Server) -> Mapping[str, Any]:
     text = flow.add("LoadConditioning", file=f"{row.name}.safetensors")
     for number in range(row.references):
         file = server.folder / "input" / f"{number}.latent"
-        tensors = {"latent_tensor": reference(number)[None, :, 0], "latent_format_version_0": torch.tensor([])}
+        tensors = {
+            "latent_tensor": reference(number)[None, :, 0],
+            "latent_format_version_0": torch.tensor([]),
+        }
         save_file(tensors, file)
         saved = flow.add("LoadLatent", latent=file.name)
         text = flow.add("ReferenceLatent", conditioning=text, latent=saved)
@@ -168,9 +191,13 @@ def workflow_of(row: Row, server: Server) -> Mapping[str, Any]:
     if spec is WAN:
         latent = flow.add("EmptyHunyuanLatentVideo", length=4 * frames - 3, **size)
     else:
-        latent = flow.add("EmptyFlux2LatentImage" if spec is FLUX2 else "EmptySD3LatentImage", **size)
+        latent = flow.add(
+            "EmptyFlux2LatentImage" if spec is FLUX2 else "EmptySD3LatentImage", **size
+        )
     for number, (file, adapter) in enumerate(row.stages):
-        model = flow.add("UNETLoader", unet_name=put(file, server, "diffusion_models"), weight_dtype="default")
+        model = flow.add(
+            "UNETLoader", unet_name=put(file, server, "diffusion_models"), weight_dtype="default"
+        )
         if adapter is not None:
             lora = put(adapter, server, "loras")
             model = flow.add("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=1.0)
@@ -180,7 +207,9 @@ def workflow_of(row: Row, server: Server) -> Mapping[str, Any]:
                 noise=flow.add("RandomNoise", noise_seed=SEED),
                 guider=flow.add("BasicGuider", model=model, conditioning=text),
                 sampler=flow.add("KSamplerSelect", sampler_name="euler"),
-                sigmas=flow.add("Flux2Scheduler", steps=STEPS, width=size["width"], height=size["height"]),
+                sigmas=flow.add(
+                    "Flux2Scheduler", steps=STEPS, width=size["width"], height=size["height"]
+                ),
                 latent_image=latent,
             )
             continue
@@ -214,7 +243,8 @@ def workflow_of(row: Row, server: Server) -> Mapping[str, Any]:
 
 
 def put(file: Path, server: Server, kind: str) -> str:
-    """Link a file into one of the server's folders of models, under a name that says which it is."""
+    """Link a file into one of the server's folders of models, under a name that says which it
+    is."""
     name = "-".join(file.relative_to(server.folder.parent).parts)
     target = server.folder / "models" / kind / name
     if not target.exists():
@@ -233,12 +263,17 @@ def steps_of(row: Row, stage: int) -> tuple[int, int]:
 
 
 def sampled(row: Row) -> Tensor:
-    """Our latents [channels, frames, height, width] of a row: Euler steps from the server's noise."""
+    """Our latents [channels, frames, height, width] of a row: Euler steps from the server's
+    noise."""
     spec, item = ARCHS[row.name][0], item_of(row.name)
     item |= {f"reference.{number}": reference(number) for number in range(row.references)}
     latents = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(SEED))
     tokens = latents[0].numel()
-    levels = flux2_levels(tokens, STEPS, 0) if spec is FLUX2 else shifted_levels(STEPS, SHIFTS[spec.name])
+    levels = (
+        flux2_levels(tokens, STEPS, 0)
+        if spec is FLUX2
+        else shifted_levels(STEPS, SHIFTS[spec.name])
+    )
     for number, (file, adapter) in enumerate(row.stages):
         model = load_ours(row.name, file, adapter and str(adapter))
         for step in range(*steps_of(row, number)):
@@ -267,7 +302,10 @@ def rows_of(name: str, folder: Path) -> Iterator[Row]:
         yield Row("two references", name, [(base, None)], references=2)
         yield Row("two references, LoRA", name, [(base, lora)], references=2)
     if name == "t2v":
-        low, low_lora = merged_file(folder, name, model, "fp32"), written(name, "rslora", "official", folder)[1]
+        low, low_lora = (
+            merged_file(folder, name, model, "fp32"),
+            written(name, "rslora", "official", folder)[1],
+        )
         yield Row("two experts", name, [(base, None), (low, None)])
         yield Row("two experts, a LoRA each", name, [(base, lora), (low, low_lora)])
     whole = base_file(folder, name, "comfyui" if name == "zimage" else "official")
@@ -288,18 +326,25 @@ def merged_file(folder: Path, name: str, model: Model, dtype: str) -> Path:
 
 
 def quantized_file(folder: Path, base: Path, kind: str) -> Path:
-    """A base with the matrices of its blocks in one of ComfyUI's formats, as ComfyUI's own classes quantize."""
+    """A base with the matrices of its blocks in one of ComfyUI's formats, as ComfyUI's own classes
+    quantize."""
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
     tensors = dict[str, Tensor]()
     for key, tensor in load_file(base).items():
         tensors[key] = tensor
-        if tensor.ndim == 2 and ("blocks." in key or "layers." in key) and not any(s % 128 for s in tensor.shape):
+        if (
+            tensor.ndim == 2
+            and ("blocks." in key or "layers." in key)
+            and not any(s % 128 for s in tensor.shape)
+        ):
             settings = {} if kind == "mxfp8" else {"scale": "recalculate"}
             layout = QUANT_ALGOS[kind]["comfy_tensor_layout"]
             tensors |= QuantizedTensor.from_float(tensor, layout, **settings).state_dict(key)
             mark = bytearray(json.dumps({"format": kind}).encode())
-            tensors[f"{key.removesuffix('weight')}comfy_quant"] = torch.frombuffer(mark, dtype=torch.uint8)
+            tensors[f"{key.removesuffix('weight')}comfy_quant"] = torch.frombuffer(
+                mark, dtype=torch.uint8
+            )
     target = folder / "bases" / base.parts[-4] / kind / base.parts[-2] / base.name
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target)
@@ -308,7 +353,9 @@ def quantized_file(folder: Path, base: Path, kind: str) -> Path:
 
 def main() -> int:
     """Run the workflows; returns 1 where a latent is not ours."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ("zimage", "klein", "t2v")
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--folder", type=Path, help="where files are kept")
@@ -321,7 +368,9 @@ def main() -> int:
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="clients-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     faults, plain = 0, torch.zeros(())
-    print("| model | files | keys left out | latents apart | by the LoRA |\n|---|---|---:|---:|---:|")
+    print(
+        "| model | files | keys left out | latents apart | by the LoRA |\n|---|---|---:|---:|---:|"
+    )
     with Server(Path(tempfile.mkdtemp(prefix="server-", dir=folder))) as server:
         server.wait()
         for name in args.models:
@@ -333,7 +382,9 @@ def main() -> int:
                     apart = distance(latent.view(ours.shape), ours)
                 except Exception:  # noqa: BLE001 - whatever another program raises is a row
                     faults += 1
-                    print(f"FAILED {name} {row.label}\n{traceback.format_exc(limit=-3)}", flush=True)
+                    print(
+                        f"FAILED {name} {row.label}\n{traceback.format_exc(limit=-3)}", flush=True
+                    )
                     continue
                 if any(lora for _, lora in row.stages):
                     change = distance(ours, plain)
@@ -341,7 +392,11 @@ def main() -> int:
                     plain, change = ours, 0.0
                 wrong = bool(left) or not apart <= (ROUNDED * change if row.rounded else SAME)
                 faults += wrong
-                print(f"| {name} | {row.label} | {left} | {apart:.1e} | {change:.1e} |{' NOT SO' * wrong}", flush=True)
+                print(
+                    f"| {name} | {row.label} | {left} | {apart:.1e} | {change:.1e} "
+                    f"|{' NOT SO' * wrong}",
+                    flush=True,
+                )
     return int(faults > 0)
 
 

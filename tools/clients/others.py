@@ -1,12 +1,14 @@
-"""musubi-tuner, DiffSynth and LyCORIS themselves, over adapter files, against what ditkit says of them.
+"""musubi-tuner, DiffSynth and LyCORIS themselves, over adapter files, against what ditkit says of
+them.
 
     MUSUBI=FOLDER uv run tools/clients/others.py musubi
     DIFFSYNTH=FOLDER uv run tools/clients/others.py diffsynth
     uv run tools/clients/others.py lycoris                    # with the package lycoris-lora
 
-`MUSUBI` and `DIFFSYNTH` are clones; LyCORIS and DiffSynth work on musubi-tuner's model of Wan, so they need
-`MUSUBI` too. Each program merges a file into its model of Wan (text to video, tiny, fp32, CPU). The merged model's
-prediction is computed here and compared with ours of the same file. The exit status is 1 where a word is not so.
+`MUSUBI` and `DIFFSYNTH` are clones; LyCORIS and DiffSynth work on musubi-tuner's model of Wan, so
+they need `MUSUBI` too. Each program merges a file into its model of Wan (text to video, tiny, fp32,
+CPU). The merged model's prediction is computed here and compared with ours of the same file. The
+exit status is 1 where a word is not so.
 """
 
 import argparse
@@ -88,7 +90,9 @@ class Bench:
     def over(self, module: nn.Module) -> Tensor:
         """Our prediction over another program's merged weights."""
         file = self.folder / "merged.safetensors"
-        save_file({key: value.detach().contiguous() for key, value in module.state_dict().items()}, file)
+        save_file(
+            {key: value.detach().contiguous() for key, value in module.state_dict().items()}, file
+        )
         return predict(load_ours(NAME, file), self.item)
 
     def save(self, label: str, form: str, model: Any) -> Path:
@@ -101,8 +105,13 @@ class Bench:
     def word(self, file: Path, program: str) -> str:
         """Our word of a program and a file, in the architecture of the tiny model."""
         spec = spec_of(NAME)
-        shapes = {name: tuple(tensor.shape) for name, tensor in load_ours(NAME, self.base).module.named_parameters()}
-        layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in load_ours(NAME, self.base).module.named_parameters()
+        }
+        layers = {
+            name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
+        }
         found = find_adapter(file, spec, layers=layers)
         return spec.adapters.rules.readers(found.layout, list(found.shapes))[program]
 
@@ -133,7 +142,9 @@ def musubi(bench: Bench) -> None:
         net = network.create_arch_network_from_weights(1.0, state, unet=unet, for_inference=True)
         net.merge_to(None, unet, state, torch.float32, cpu)
         apart = distance(bench.over(unet), predict(ours, bench.item))
-        bench.row(f"{kind}, ours there | {len(net.unet_loras)}", apart, bench.word(file, "musubi-tuner"))
+        bench.row(
+            f"{kind}, ours there | {len(net.unet_loras)}", apart, bench.word(file, "musubi-tuner")
+        )
         if kind == "rslora":
             continue
         unet = bench.model()
@@ -159,9 +170,9 @@ def diffsynth(bench: Bench) -> None:
     assert spec is not None and spec.loader is not None
     loader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loader)
-    for kind, form in [("lora", form) for form in ("official", "diffsynth", "diffusers", "musubi")] + [
-        ("rslora", "official")
-    ]:
+    for kind, form in [
+        ("lora", form) for form in ("official", "diffsynth", "diffusers", "musubi")
+    ] + [("rslora", "official")]:
         ours = trained(NAME, bench.base, **KINDS[kind])
         file, module = bench.save(kind, form, ours), bench.model()
         loader.GeneralLoRALoader().fuse_lora_to_base_model(module, load_file(file))
@@ -184,19 +195,24 @@ def lycoris(bench: Bench) -> None:
     """Files that LyCORIS writes, merged by it and by us."""
     from lycoris import LycorisNetwork, create_lycoris
 
-    LycorisNetwork.apply_preset({"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []})
+    LycorisNetwork.apply_preset(
+        {"enable_conv": False, "target_module": ["WanAttentionBlock"], "target_name": []}
+    )
     for name, settings in ALGORITHMS.items():
         options = {"linear_dim": 4, "linear_alpha": 2, "algo": name, **settings}
         net = create_lycoris(bench.model(), 1.0, **options)
         net.apply_to()
         every = name == "full"  # also biases, but no scale of another algorithm
-        randomised({key: value for key, value in net.named_parameters() if every or value.ndim > 1}, 0.3)
+        randomised(
+            {key: value for key, value in net.named_parameters() if every or value.ndim > 1}, 0.3
+        )
         file = bench.folder / f"lycoris-{name}.safetensors"
         save_file(
             {key: value.detach().clone().contiguous() for key, value in net.state_dict().items()},
             file,
         )
-        # Its trained forward, not its `merge_to`, which multiplies LoKr and LoHa by alpha / rank twice.
+        # Its trained forward, not its `merge_to`, which multiplies LoKr and LoHa by alpha / rank
+        # twice.
         with torch.no_grad():
             trained_values = {lora.lora_name: values_of(lora) for lora in net.loras}
         fresh = bench.model()
@@ -219,7 +235,9 @@ PROGRAMS: Mapping[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
 
 def main() -> int:
     """Compare; returns 1 where a word of ours is not so."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("programs", nargs="+", choices=PROGRAMS)
     args = parser.parse_args()
     for name in args.programs:
@@ -231,7 +249,8 @@ def main() -> int:
         bench = Bench(Path(folder))
         for name in args.programs:
             print(
-                f"\n{name}\n\n| file | modules | prediction apart | our word |\n|---|---:|---:|---|",
+                f"\n{name}\n\n| file | modules | prediction apart | our word "
+                f"|\n|---|---:|---:|---|",
                 flush=True,
             )
             try:

@@ -1,11 +1,14 @@
-"""Products in 8 bits (`base.compute`) next to bf16: errors of gradients by layer, and losses of a training, on the Wan demo.
+"""Products in 8 bits (`base.compute`) next to bf16: errors of gradients by layer, and losses of a
+training, on the Wan demo.
 
-    uv run tools/demo/bench_eight_bits.py > benchmarks/eight_bits_cpu.md      # under five minutes on one CPU thread
-    uv run tools/demo/bench_eight_bits.py --steps 20                          # a look
+    uv run tools/demo/bench_eight_bits.py > benchmarks/eight_bits_cpu.md      # under five minutes
+    on one CPU thread uv run tools/demo/bench_eight_bits.py --steps 20                          # a
+    look
 
-Each training starts from the same weights and sees the same samples, noise and noise levels; only the products with the frozen base
-differ. Then the weights that the bf16 run ended with are loaded in every way, and one gradient over some micro-batches is compared with
-that in fp32, layer by layer.
+Each training starts from the same weights and sees the same samples, noise and noise levels; only
+the products with the frozen base differ. Then the weights that the bf16 run ended with are loaded
+in every way, and one gradient over some micro-batches is compared with that in fp32, layer by
+layer.
 """
 
 import argparse
@@ -48,8 +51,24 @@ MICRO_BATCHES = 8
 
 def train(folder: Path, way: str, steps: int) -> float:
     """The demo in bf16 with products of one way; returns its minutes."""
-    flags = ["--model.dtype", "bf16", "--train.threads", "1", "--train.steps", str(steps), "--sample.prompts", "[]"]
-    flags += ["--held_out.every_steps", str(max(1, steps // 4)), "--log.tensorboard", "false", "--log.every_steps", "1"]
+    flags = [
+        "--model.dtype",
+        "bf16",
+        "--train.threads",
+        "1",
+        "--train.steps",
+        str(steps),
+        "--sample.prompts",
+        "[]",
+    ]
+    flags += [
+        "--held_out.every_steps",
+        str(max(1, steps // 4)),
+        "--log.tensorboard",
+        "false",
+        "--log.every_steps",
+        "1",
+    ]
     flags += [text for key, value in WAYS[way].items() for text in (f"--{key}", value)]
     return run_demo("wan", folder, 0, flags)[0]
 
@@ -57,7 +76,9 @@ def train(folder: Path, way: str, steps: int) -> float:
 def losses(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
     """By step: the loss of training, and that of validation."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = ({each["step"]: each[key] for each in lines if key in each} for key in ("loss", "held_out"))
+    found = (
+        {each["step"]: each[key] for each in lines if key in each} for key in ("loss", "held_out")
+    )
     training, validation = found
     return training, validation
 
@@ -70,10 +91,14 @@ def curves(folders: Mapping[str, Path], steps: int) -> Iterator[str]:
     span = max(1, steps // 10)
     for first in range(1, steps + 1, span):
         inside = [step for step in next(iter(found.values()))[0] if first <= step < first + span]
-        means = [sum(training[step] for step in inside) / len(inside) for training, _ in found.values()]
+        means = [
+            sum(training[step] for step in inside) / len(inside) for training, _ in found.values()
+        ]
         yield f"| {first} to {first + span - 1} | {' | '.join(f'{mean:.4f}' for mean in means)} |"
     bf16 = found["bf16"][0]
-    apart = [max(abs(training[step] / bf16[step] - 1) for step in bf16) for training, _ in found.values()]
+    apart = [
+        max(abs(training[step] / bf16[step] - 1) for step in bf16) for training, _ in found.values()
+    ]
     yield f"| largest difference from bf16 in a step | {' | '.join(f'{each:.2%}' for each in apart)} |"
     yield ""
     yield f"| validation loss after step | {' | '.join(found)} |"
@@ -83,7 +108,8 @@ def curves(folders: Mapping[str, Path], steps: int) -> Iterator[str]:
 
 
 def gradients(folder: Path, flags: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The gradient of a run's trained adapter over some micro-batches, by parameter, with other settings of the base."""
+    """The gradient of a run's trained adapter over some micro-batches, by parameter, with other
+    settings of the base."""
     run = create_run(WAN, resolve(RunConfig, stored=folder, flags=flags))
     unloaded = build_model(run)
     prepared = load_model(unloaded, place_run(run, unloaded, training=True), run.config.train.seed)
@@ -92,18 +118,26 @@ def gradients(folder: Path, flags: Mapping[str, Any]) -> dict[str, Tensor]:
     batches = [batch for index in range(MICRO_BATCHES) for batch in data.micro_batches(index)[:1]]
     model = Model(prepared.module.eval(), BlockEngine(), run.spec)
     accumulate_gradients(model, batches, StepContext(step=0, seed=1, flow=run.config.flow))
-    return {name: value.grad.double() for name, value in prepared.trainable.items() if value.grad is not None}
+    return {
+        name: value.grad.double()
+        for name, value in prepared.trainable.items()
+        if value.grad is not None
+    }
 
 
 def errors(folder: Path) -> Iterator[str]:
     """The difference of each layer's gradient from that in fp32, relative to it, in every way."""
     with redirect_stdout(sys.stderr):  # what loading says
         exact = gradients(folder, {"model.dtype": "fp32"})
-        found = {way: gradients(folder, {"model.dtype": "bf16", **flags}) for way, flags in WAYS.items()}
+        found = {
+            way: gradients(folder, {"model.dtype": "bf16", **flags}) for way, flags in WAYS.items()
+        }
     yield f"| gradient of the adapter of | {' | '.join(found)} |"
     yield "|---|" + "---:|" * len(found)
     layers = dict.fromkeys(name.partition(".lora_")[0] for name in exact)
-    for title, names in [(layer, [name for name in exact if name.startswith(f"{layer}.lora_")]) for layer in layers]:
+    for title, names in [
+        (layer, [name for name in exact if name.startswith(f"{layer}.lora_")]) for layer in layers
+    ]:
         yield _row(f"`{title}`", names, found.values(), exact)
     yield _row("all layers", list(exact), found.values(), exact)
 
@@ -111,7 +145,9 @@ def errors(folder: Path) -> Iterator[str]:
 def _row(title: str, names: Sequence[str], found: Any, exact: Mapping[str, Tensor]) -> str:
     whole = torch.cat([exact[name].flatten() for name in names])
     apart = [torch.cat([each[name].flatten() for name in names]) - whole for each in found]
-    return f"| {title} | {' | '.join(f'{float(each.norm() / whole.norm()):.1e}' for each in apart)} |"
+    return (
+        f"| {title} | {' | '.join(f'{float(each.norm() / whole.norm()):.1e}' for each in apart)} |"
+    )
 
 
 HEAD = """# Products in 8 bits next to bf16
@@ -129,7 +165,9 @@ The same samples, noise and noise levels in every run.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
@@ -138,9 +176,18 @@ def main() -> None:
         folders = {way: Path(temporary) / way.replace(" ", "-") for way in TRAINED}
         minutes = {way: train(folder, way, steps) for way, folder in folders.items()}
         print("\n".join(curves(folders, steps)), flush=True)
-        print(f"\nMinutes of each run: {', '.join(f'{way} {took:.1f}' for way, took in minutes.items())}.")
-        print(f"\n## Gradients by layer, over {MICRO_BATCHES} micro-batches, after {steps} steps in bf16\n")
-        print("Norm of the difference from the gradient in fp32, relative to that gradient.\n", flush=True)
+        print(
+            f"\nMinutes of each run: "
+            f"{', '.join(f'{way} {took:.1f}' for way, took in minutes.items())}."
+        )
+        print(
+            f"\n## Gradients by layer, over {MICRO_BATCHES} micro-batches, after {steps} steps in "
+            f"bf16\n"
+        )
+        print(
+            "Norm of the difference from the gradient in fp32, relative to that gradient.\n",
+            flush=True,
+        )
         print("\n".join(errors(folders["bf16"])))
 
 

@@ -1,10 +1,12 @@
-"""The pictures of the README: the page of a run of Wan's demo in a browser, and its samples before and after training.
+"""The pictures of the README: the page of a run of Wan's demo in a browser, and its samples before
+and after training.
 
     uv run wan-train --demo --run.folder runs/demo
     uv run tools/demo/demo_pictures.py --run runs/demo
 
-Needs Chromium or Chrome. Each picture says in its header what it was made of; `tests/test_demo_pictures.py` compares that with the files of
-today, and refuses a picture that is old or large.
+Needs Chromium or Chrome. Each picture says in its header what it was made of;
+`tests/test_demo_pictures.py` compares that with the files of today, and refuses a picture that is
+old or large.
 """
 
 import argparse
@@ -28,7 +30,10 @@ from ditkit_core.errors import UserError
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 DEMO = ROOT / "packages/wan/src/ditkit_wan/demo/demo.toml"
-SOURCES = {"report.png": (DEMO, ROOT / "shared/src/ditkit_core/diagnostics/page.css"), "before_after.png": (DEMO,)}
+SOURCES = {
+    "report.png": (DEMO, ROOT / "shared/src/ditkit_core/diagnostics/page.css"),
+    "before_after.png": (DEMO,),
+}
 """The files that decide what a picture shows, by its name."""
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
 _WINDOW, _SHOWN_WIDTH = (1280, 800), 960
@@ -69,21 +74,30 @@ def photograph(page: Path) -> Image.Image:
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder) / "page.png"
         command = [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            "--hide-scrollbars",
             f"--user-data-dir={folder}/profile", f"--window-size={_WINDOW[0]},{_WINDOW[1]}",
             "--virtual-time-budget=4000", f"--screenshot={shot}", page.resolve().as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True, timeout=150)
         with Image.open(shot) as image:
-            return image.convert("RGB").resize((_SHOWN_WIDTH, _SHOWN_WIDTH * image.height // image.width))
+            return image.convert("RGB").resize(
+                (_SHOWN_WIDTH, _SHOWN_WIDTH * image.height // image.width)
+            )
 
 
 def before_and_after(section: Section) -> Image.Image:
-    """A row for the first prompt and for the last, which is a control: frames before training, and frames after it."""
+    """A row for the first prompt and for the last, which is a control: frames before training, and
+    frames after it."""
     first, last = section.samples[0], section.samples[-1]
     side = len(_FRAMES) * _TILE
-    prompts = {0: first.samples[0].prompt, len(first.samples) - 1: f"control: {first.samples[-1].prompt}"}
-    image = Image.new("RGB", (2 * side + 3 * _GAP, len(prompts) * (_TILE + _LINE) + _LINE + 2 * _GAP), "white")
+    prompts = {
+        0: first.samples[0].prompt,
+        len(first.samples) - 1: f"control: {first.samples[-1].prompt}",
+    }
+    image = Image.new(
+        "RGB", (2 * side + 3 * _GAP, len(prompts) * (_TILE + _LINE) + _LINE + 2 * _GAP), "white"
+    )
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for row, (index, prompt) in enumerate(prompts.items()):
         top = _LINE + row * (_TILE + _LINE) + _GAP
@@ -100,14 +114,20 @@ def before_and_after(section: Section) -> Image.Image:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="the folder of a complete run of wan-train --demo")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, help="the folder of a complete run of wan-train --demo"
+    )
     folder = parser.parse_args(argv).run
     (section,) = read_sections(folder)
     headline = section_verdict(section)[0].headline
     verdict = f"{headline[0].upper()}{headline[1:]}."
     write_picture(photograph(write_report(folder)), FOLDER / "report.png", {"verdict": verdict})
-    write_picture(before_and_after(section), FOLDER / "before_after.png", {"steps": str(section.completed)})
+    write_picture(
+        before_and_after(section), FOLDER / "before_after.png", {"steps": str(section.completed)}
+    )
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Distillation to few steps with teacher, critic and student over one base (DMD2), at toy size: `uv run tools/demo/distillation_study.py`.
+"""Distillation to few steps with teacher, critic and student over one base (DMD2), at toy size: `uv
+run tools/demo/distillation_study.py`.
 
-The base is the toy model, trained on samples of two signs for each caption. Teacher is the base itself, critic and student are two sets of values
-of one LoRA over it. It prints how far samples are from the data while the student learns. `--plan` prints what the same needs for Wan 14B, by
-the planner. benchmarks/distillation.md explains both.
+The base is the toy model, trained on samples of two signs for each caption. Teacher is the base
+itself, critic and student are two sets of values of one LoRA over it. It prints how far samples are
+from the data while the student learns. `--plan` prints what the same needs for Wan 14B, by the
+planner. benchmarks/distillation.md explains both.
 
 Source of the method: Yin et al., DMD2, arXiv:2405.14867, without its GAN loss.
 """
@@ -44,28 +46,39 @@ Items = Sequence[Mapping[str, Tensor]]
 
 
 def data(count: int, random: torch.Generator) -> list[dict[str, Tensor]]:
-    """Samples: every token of one is plus or minus its caption's vector, with a little noise. The mean of both signs is no sample."""
+    """Samples: every token of one is plus or minus its caption's vector, with a little noise. The
+    mean of both signs is no sample."""
     captions = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))
     vectors = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     items = []
     for caption in torch.randint(4, (count,), generator=random).tolist():
         sign = 2 * int(torch.randint(2, (), generator=random)) - 1
-        latents = sign * vectors[caption, :, None, None, None] + 0.15 * torch.randn(4, 1, 2, 2, generator=random)
+        latents = sign * vectors[caption, :, None, None, None] + 0.15 * torch.randn(
+            4, 1, 2, 2, generator=random
+        )
         items.append({"latents": latents, "text": captions[caption]})
     return items
 
 
 def distance(samples: Sequence[Tensor], items: Items) -> float:
-    """Energy distance between samples and data, each with its caption; 0 for equal distributions."""
+    """Energy distance between samples and data, each with its caption; 0 for equal
+    distributions."""
     ours, theirs = (
-        torch.stack([torch.cat([x.flatten(), 3 * item["text"].flatten()]) for x, item in zip(some, items, strict=True)])
+        torch.stack(
+            [
+                torch.cat([x.flatten(), 3 * item["text"].flatten()])
+                for x, item in zip(some, items, strict=True)
+            ]
+        )
         for some in (samples, [item["latents"] for item in items])
     )
     pairs = len(ours) * (len(ours) - 1)
 
     def mean(x: Tensor, y: Tensor) -> Tensor:
         apart = torch.cdist(x, y)
-        return (apart.sum() - apart.diagonal().sum()) / pairs  # the caption at a place is the same in both
+        return (
+            apart.sum() - apart.diagonal().sum()
+        ) / pairs  # the caption at a place is the same in both
 
     return float(2 * mean(ours, theirs) - mean(ours, ours) - mean(theirs, theirs))
 
@@ -101,7 +114,9 @@ def predicted(model: Model, noised: Sequence[Tensor], sigma: Tensor, items: Item
 
 def noised_at(clean: Sequence[Tensor], sigma: Tensor) -> list[Tensor]:
     """Samples at noise levels, with fresh noise."""
-    return [(1 - level) * x + level * torch.randn_like(x) for level, x in zip(sigma, clean, strict=True)]
+    return [
+        (1 - level) * x + level * torch.randn_like(x) for level, x in zip(sigma, clean, strict=True)
+    ]
 
 
 def steps_of(model: Model, items: Items, number: int) -> list[Tensor]:
@@ -126,7 +141,10 @@ def euler(model: Model, items: Items, number: int) -> list[Tensor]:
 
 def train_base(module: nn.Module, steps: int, random: torch.Generator) -> None:
     """Train all weights on the data."""
-    model, optimizer = Model(module, BlockEngine(), TOY, {}), torch.optim.AdamW(module.parameters(), lr=2e-3)
+    model, optimizer = (
+        Model(module, BlockEngine(), TOY, {}),
+        torch.optim.AdamW(module.parameters(), lr=2e-3),
+    )
     for step in range(steps):
         items = data(BATCH, random)
         sigma = sigma_at(torch.rand(BATCH, generator=random), FLOW).float()
@@ -146,10 +164,14 @@ def adapted(module: Any) -> Model:
     return Model(module.eval(), BlockEngine(policy="full"), TOY, trainable_parameters(module))
 
 
-def student_batch(model: Model, critic: Role, student: Role, items: Items, step: int) -> tuple[NoisedBatch, Tensor]:
-    """A micro-batch of the student, and the weights of its losses: an ordinary one, whose targets are made by the models without a backward.
+def student_batch(
+    model: Model, critic: Role, student: Role, items: Items, step: int
+) -> tuple[NoisedBatch, Tensor]:
+    """A micro-batch of the student, and the weights of its losses: an ordinary one, whose targets
+    are made by the models without a backward.
 
-    The prediction is moved by the difference between what critic and teacher make of it at a random level, over the size of the teacher's correction.
+    The prediction is moved by the difference between what critic and teacher make of it at a random
+    level, over the size of the teacher's correction.
     """
     number = step % len(LEVELS)
     sigma, level = torch.full((len(items),), LEVELS[number]), torch.rand(len(items)) * 0.96 + 0.02
@@ -167,7 +189,9 @@ def student_batch(model: Model, critic: Role, student: Role, items: Items, step:
     for x, level_of_x, before, ours, theirs in zip(noised, sigma, sample, fake, real, strict=True):
         moved = before - (ours - theirs) / (before - theirs).abs().mean().clamp(min=1e-3)
         targets.append((x - moved) / level_of_x)
-    batch = NoisedBatch.of(TOY, [{**item, "latents": x} for item, x in zip(items, clean, strict=True)], sigma, noise)
+    batch = NoisedBatch.of(
+        TOY, [{**item, "latents": x} for item, x in zip(items, clean, strict=True)], sigma, noise
+    )
     return batch._replace(targets=targets), sigma**2 / 2
 
 
@@ -180,11 +204,18 @@ def distil(steps: int, base_steps: int, every: int) -> None:
     model = adapted(module)
     checked = data(CHECKED, random)
     with without_adapters(module):
-        rows = {f"teacher, {number} steps": distance(euler(model, checked, number), checked) for number in (32, 8, 2)}
+        rows = {
+            f"teacher, {number} steps": distance(euler(model, checked, number), checked)
+            for number in (32, 8, 2)
+        }
     print("| samples | energy distance to the data |\n|---|---|")
     for name, value in rows.items():
         print(f"| {name} | {value:.3f} |")
-    print(f"\n| student's steps | critic's loss | energy distance of {len(LEVELS)} steps |\n|---|---|---|", flush=True)
+    print(
+        f"\n| student's steps | critic's loss | energy distance of {len(LEVELS)} steps "
+        f"|\n|---|---|---|",
+        flush=True,
+    )
     critic, student, losses = Role.of(model, 1e-3), Role.of(model, 5e-4), list[float]()
     for step in range(steps + 1):
         if step % every == 0:
@@ -203,7 +234,11 @@ def distil(steps: int, base_steps: int, every: int) -> None:
             )
             with critic.played(model):
                 context = StepContext(step=step * CRITIC_STEPS + index, seed=0, flow=FLOW)
-                losses.append(training_step(model, [batch], critic.optimizer, context, lr=1e-3, clip_norm=1.0).loss)
+                losses.append(
+                    training_step(
+                        model, [batch], critic.optimizer, context, lr=1e-3, clip_norm=1.0
+                    ).loss
+                )
         targeted, weights = student_batch(model, critic, student, data(BATCH, random), step)
         with student.played(model):
             student.optimizer.zero_grad()
@@ -223,7 +258,8 @@ PLANS = (
 )
 """Clip, GPU (of 24, 48 and 80 GB) and format of the base; fp8 is also multiplied so."""
 STUDENT_STEPS, PAPER_CRITIC_STEPS, GUIDED = 4, 5, 2
-"""Steps of the student; steps of the critic for each update of the student; forwards of a teacher with guidance."""
+"""Steps of the student; steps of the critic for each update of the student; forwards of a teacher
+with guidance."""
 
 
 def print_plans() -> None:
@@ -231,11 +267,15 @@ def print_plans() -> None:
     from ditkit_wan import WAN  # type: ignore[import-untyped,unused-ignore]
 
     print(
-        "| clip | GPU | base | policy | streamed blocks | peak, GiB | available, GiB | host, GiB | update of one adapter, s | cycle, s |\n"
+        "| clip | GPU | base | policy | streamed blocks | peak, GiB | available, GiB | host, GiB | "
+        "update of one adapter, s | cycle, s |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     for size, gpus, quantize in PLANS:
-        print(f"| {'×'.join(map(str, size))} | {gpus} | {planned_row(WAN, gpus, size, quantize)} |", flush=True)
+        print(
+            f"| {'×'.join(map(str, size))} | {gpus} | {planned_row(WAN, gpus, size, quantize)} |",
+            flush=True,
+        )
 
 
 def planned_row(spec: Any, gpus: str, size: tuple[int, int, int], quantize: Any) -> str:
@@ -243,7 +283,8 @@ def planned_row(spec: Any, gpus: str, size: tuple[int, int, int], quantize: Any)
     adapter, compute = LoraConfig(r=32), "dtype" if quantize == "none" else quantize
     execution = Execution(checkpointing="full", quantize=quantize, compute=compute)
     alone = plan(spec, "t2v-14b", gpus, adapter, execution=execution, size=size)
-    # The critic's values and its optimizer's state; its gradients exist in its own updates alone, like the student's.
+    # The critic's values and its optimizer's state; its gradients exist in its own updates alone,
+    # like the student's.
     critic = sum(alone.devices[0].purposes[purpose] for purpose in ("adapters", "optimizer"))
     execution = replace(execution, reserve=(critic / 2**30,))
     try:
@@ -252,7 +293,9 @@ def planned_row(spec: Any, gpus: str, size: tuple[int, int, int], quantize: Any)
         return str(error)
     (device,), execution = step.devices, step.job.execution
     costs = step.profile.stages
-    share = sum(cost.flops_forward for cost in costs) / sum(cost.flops_forward + cost.flops_backward for cost in costs)
+    share = sum(cost.flops_forward for cost in costs) / sum(
+        cost.flops_forward + cost.flops_backward for cost in costs
+    )
     forward = step.seconds * share
     # The student stops after a random one of its steps.
     critics = PAPER_CRITIC_STEPS * (step.seconds + (STUDENT_STEPS + 1) / 2 * forward)
@@ -272,8 +315,12 @@ def planned_row(spec: Any, gpus: str, size: tuple[int, int, int], quantize: Any)
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="store_true", help="what Wan 14B needs on GPUs of 24, 48 and 80 GB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="what Wan 14B needs on GPUs of 24, 48 and 80 GB"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--base-steps", type=int, default=1200)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Measures what `flux2-train --demo` teaches: `uv run tools/demo/measure_demo_flux2.py`.
 
-For each seed it runs the demo as it is, but with other prompts and more samples, and judges what the run sampled before and after
-training. No image of the demo shows what these prompts ask for. A sample is right in a part if `place_judge.judge` finds what the
-prompt says.
+For each seed it runs the demo as it is, but with other prompts and more samples, and judges what
+the run sampled before and after training. No image of the demo shows what these prompts ask for. A
+sample is right in a part if `place_judge.judge` finds what the prompt says.
 """
 
 from demo_runs import parser_of

@@ -1,4 +1,5 @@
-"""What the programs share that train the tiny base of a demo that teaches a place: images, optimization, files, and how good a VAE is."""
+"""What the programs share that train the tiny base of a demo that teaches a place: images,
+optimization, files, and how good a VAE is."""
 
 import math
 import time
@@ -41,14 +42,21 @@ class Average:
 
 
 def optimise(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], losses: Iterator[Tensor], steps: int, name: str
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    losses: Iterator[Tensor],
+    steps: int,
+    name: str,
 ) -> dict[str, Tensor]:
-    """Train with a warm-up and half a cosine; returns the average of the weights, which gives less noise than the last ones."""
+    """Train with a warm-up and half a cosine; returns the average of the weights, which gives less
+    noise than the last ones."""
     average, began = Average(model), time.monotonic()
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     for step, loss in zip(range(steps), losses, strict=False):
         factor = min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for group, rate in zip((g for each in optimizers for g in each.param_groups), rates, strict=True):
+        for group, rate in zip(
+            (g for each in optimizers for g in each.param_groups), rates, strict=True
+        ):
             group["lr"] = rate * factor
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -59,7 +67,9 @@ def optimise(
         average.update()
         if (step + 1) % 50 == 0:
             minutes = (time.monotonic() - began) / 60
-            print(f"{name} {step + 1}/{steps}  loss {loss.item():.4f}  {minutes:.1f} min", flush=True)
+            print(
+                f"{name} {step + 1}/{steps}  loss {loss.item():.4f}  {minutes:.1f} min", flush=True
+            )
     return average.state
 
 
@@ -74,8 +84,9 @@ def describe(look: tuple[str, str], place: str) -> DemoImage:
 
 @torch.no_grad()
 def encode_images(vae: Any, patch: int) -> list[Tensor]:
-    """The VAE's latents of every look at every known place, not normalised: for each of `SIZES`, [looks, places, number, channels, height,
-    width] after patches of a side; the same number has the same shift in all looks."""
+    """The VAE's latents of every look at every known place, not normalised: for each of `SIZES`,
+    [looks, places, number, channels, height, width] after patches of a side; the same number has
+    the same shift in all looks."""
     random, found = np.random.default_rng(SEED), []
     for height, width in SIZES:
         places = []
@@ -84,15 +95,24 @@ def encode_images(vae: Any, patch: int) -> list[Tensor]:
             images = [
                 render(
                     DemoImage(
-                        colour=colour, shape=shape, position=place, height=height, width=width, shift=tuple(shift)
+                        colour=colour,
+                        shape=shape,
+                        position=place,
+                        height=height,
+                        width=width,
+                        shift=tuple(shift),
                     )
                 )
                 for colour, shape in LOOKS
                 for shift in shifts
             ]
-            latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pixels_of(images).split(16)])
+            latents = torch.cat(
+                [vae.encode(part).latent_dist.mode() for part in pixels_of(images).split(16)]
+            )
             places.append(
-                torch.stack([patchify(each[:, None], patch)[:, 0] for each in latents]).unflatten(0, (len(LOOKS), -1))
+                torch.stack([patchify(each[:, None], patch)[:, 0] for each in latents]).unflatten(
+                    0, (len(LOOKS), -1)
+                )
             )
         found.append(torch.stack(places, 1))
     return found
@@ -105,7 +125,14 @@ def measure_vae(family: VaeFamily, vae: Any) -> str:
     for height, width in SIZES:
         images = [
             render(
-                DemoImage(colour=colour, shape=shape, position=place, height=height, width=width, shift=tuple(shift))
+                DemoImage(
+                    colour=colour,
+                    shape=shape,
+                    position=place,
+                    height=height,
+                    width=width,
+                    shift=tuple(shift),
+                )
             )
             for (colour, shape), place in product(LOOKS, PLACES)
             for shift in random.uniform(-0.035, 0.035, (2, 2))
@@ -124,17 +151,27 @@ def known_looks() -> list[Look]:
     return [Look(*look, place) for look, place in product(LOOKS, KNOWN)]
 
 
-def measure_samples(family: VaeFamily, vae: Any, latents: Sequence[Float[Tensor, "channels height width"]]) -> str:
+def measure_samples(
+    family: VaeFamily, vae: Any, latents: Sequence[Float[Tensor, "channels height width"]]
+) -> str:
     """How many samples of `known_looks` are right: a row of the table, from their latents."""
     device = torch.device("cpu")
-    shown = [judge(255 * family.decode_clip(vae, each[:, None], device)[:, 0].permute(1, 2, 0)) for each in latents]
+    shown = [
+        judge(255 * family.decode_clip(vae, each[:, None], device)[:, 0].permute(1, 2, 0))
+        for each in latents
+    ]
     return row("base", "known", "-", known_looks(), shown)
 
 
-def drawn_captions(random: np.random.Generator, looks: Sequence[int], places: Sequence[int]) -> list[str]:
-    """A caption for each pair of indices of `LOOKS` and `KNOWN`: the second form for three of ten."""
+def drawn_captions(
+    random: np.random.Generator, looks: Sequence[int], places: Sequence[int]
+) -> list[str]:
+    """A caption for each pair of indices of `LOOKS` and `KNOWN`: the second form for three of
+    ten."""
     forms = (random.random(len(looks)) < 0.3).astype(int)
-    images = [describe(LOOKS[look], KNOWN[place]) for look, place in zip(looks, places, strict=True)]
+    images = [
+        describe(LOOKS[look], KNOWN[place]) for look, place in zip(looks, places, strict=True)
+    ]
     return [image.captions[form] for image, form in zip(images, forms, strict=True)]
 
 
@@ -147,8 +184,15 @@ def drawn_levels(random: np.random.Generator, count: int) -> Float[Tensor, " cou
 def optimizers_of(model: nn.Module, blocks: Sequence[str]) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks, which these parts of names tell, and AdamW for the rest."""
     parameters = dict(model.named_parameters())
-    matrices = {name for name in parameters if parameters[name].ndim == 2 and any(part in name for part in blocks)}
-    groups = [[weight for name, weight in parameters.items() if (name in matrices) == of] for of in (True, False)]
+    matrices = {
+        name
+        for name in parameters
+        if parameters[name].ndim == 2 and any(part in name for part in blocks)
+    }
+    groups = [
+        [weight for name, weight in parameters.items() if (name in matrices) == of]
+        for of in (True, False)
+    ]
     return [
         torch.optim.Muon(groups[0], lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups[1], lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0),

@@ -1,4 +1,5 @@
-"""The judge of demos that teach a place: what an image shows, and how many samples of a run are right."""
+"""The judge of demos that teach a place: what an image shows, and how many samples of a run are
+right."""
 
 import argparse
 import json
@@ -16,10 +17,21 @@ from torch import Tensor
 
 from demo_runs import measure
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
-from ditkit_core.families.demo_places import HELD_OUT, IMAGES, KNOWN, NEW, PLACES, SIDE, DemoImage, paint_shapes, render
+from ditkit_core.families.demo_places import (
+    HELD_OUT,
+    IMAGES,
+    KNOWN,
+    NEW,
+    PLACES,
+    SIDE,
+    DemoImage,
+    paint_shapes,
+    render,
+)
 
 LEAST_OVERLAP = 0.6
-"""Intersection over union with the best template, below which an image shows no shape at any of the places."""
+"""Intersection over union with the best template, below which an image shows no shape at any of the
+places."""
 _SHIFTS = [step * 2 / SIDE for step in range(-3, 4)]
 """Fractions of the side that a shape may be off its place."""
 
@@ -67,26 +79,36 @@ def _cover(pixels: Float[Tensor, "*images pixels 3"], colour: str) -> tuple[Tens
 def judge(pixels: Float[Tensor, "height width 3"]) -> Look:
     """What an image of `SIDE` x `SIDE` pixels in [0, 255] shows.
 
-    The colour is the one that explains the image best as a mixture with the background. What it covers is compared with templates of
-    every shape at every place, shifted by up to 6 pixels, by intersection over union.
+    The colour is the one that explains the image best as a mixture with the background. What it
+    covers is compared with templates of every shape at every place, shifted by up to 6 pixels, by
+    intersection over union.
     """
     covers = {colour: _cover(pixels.flatten(0, 1), colour) for colour in COLOURS}
     colour = min(covers, key=lambda name: float(covers[name][1]))
     cover, (names, templates) = covers[colour][0], _templates()
     overlaps = torch.minimum(templates, cover).sum(1) / torch.maximum(templates, cover).sum(1)
-    return Look(colour, *(names[int(overlaps.argmax())] if overlaps.max() >= LEAST_OVERLAP else ("", "")))
+    return Look(
+        colour, *(names[int(overlaps.argmax())] if overlaps.max() >= LEAST_OVERLAP else ("", ""))
+    )
 
 
-def row(seed: object, place: str, training: str, wanted: Sequence[Look], shown: Sequence[Look]) -> str:
+def row(
+    seed: object, place: str, training: str, wanted: Sequence[Look], shown: Sequence[Look]
+) -> str:
     """A row of the table: how many samples are right in each part, and in all."""
-    right = np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in zip(wanted, shown, strict=True)])
+    right = np.array(
+        [[a == b for a, b in zip(*pair, strict=True)] for pair in zip(wanted, shown, strict=True)]
+    )
     colour, shape, where = right.mean(0)
-    cells = " | ".join(f"{100 * share:.0f} %" for share in (where, colour, shape, right.all(1).mean()))
+    cells = " | ".join(
+        f"{100 * share:.0f} %" for share in (where, colour, shape, right.all(1).mean())
+    )
     return f"| {seed} | {place} | {training} | {len(wanted)} | {cells} |"
 
 
 def prompts() -> dict[str, list[Look]]:
-    """The new place, and the known ones, each with colours and shapes that no image of the demo shows there."""
+    """The new place, and the known ones, each with colours and shapes that no image of the demo
+    shows there."""
     shown = {caption for example in IMAGES for caption in example.captions}
     known = [Look(*look, place) for look, place in product(HELD_OUT, KNOWN)]
     new = [Look(*look, NEW) for look in HELD_OUT]
@@ -109,9 +131,15 @@ def rows(folder: Path, seed: int) -> list[str]:
     """The rows of one run: each kind of place, before and after training."""
     files = sorted((folder / "samples").glob("step-*.json"))
     lines = []
-    for (place, looks), (training, file) in product(prompts().items(), (("before", files[0]), ("after", files[-1]))):
+    for (place, looks), (training, file) in product(
+        prompts().items(), (("before", files[0]), ("after", files[-1]))
+    ):
         asked = {look.caption: look for look in looks}
-        samples = [each for each in json.loads(file.read_text(encoding="utf-8"))["samples"] if each["prompt"] in asked]
+        samples = [
+            each
+            for each in json.loads(file.read_text(encoding="utf-8"))["samples"]
+            if each["prompt"] in asked
+        ]
         images = [np.array(Image.open(folder / "samples" / each["file"])) for each in samples]
         shown = [judge(torch.from_numpy(image).float()) for image in images]
         lines.append(row(seed, place, training, [asked[each["prompt"]] for each in samples], shown))

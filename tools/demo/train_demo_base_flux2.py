@@ -1,8 +1,10 @@
-"""Trains the tiny FLUX.2 of `flux2-train --demo` from generated shapes: `uv run tools/demo/train_demo_base_flux2.py --work FOLDER`.
+"""Trains the tiny FLUX.2 of `flux2-train --demo` from generated shapes: `uv run
+tools/demo/train_demo_base_flux2.py --work FOLDER`.
 
-First the VAE, then the transformer: about a quarter of an hour of one core together. What a stage made is kept in the working folder
-and not made again. At the end, both are measured and written into the package in bf16. The seed is fixed, but training gives other
-weights on another processor; that is why the weights are stored and not made by the demo.
+First the VAE, then the transformer: about a quarter of an hour of one core together. What a stage
+made is kept in the working folder and not made again. At the end, both are measured and written
+into the package in bf16. The seed is fixed, but training gives other weights on another processor;
+that is why the weights are stored and not made by the demo.
 """
 
 import argparse
@@ -50,12 +52,14 @@ STEPS, BATCH = 800, 64
 ROWS = 35
 """Rows of text, at most, that are no padding."""
 PADDING_ROWS = 13
-"""Rows that stand for the padding in training. They are all alike, apart from their positions, which are spread and sampled anew each
-step; a bias on their keys makes up for their number. So a step takes a tenth of the time that it takes with all 512 rows."""
+"""Rows that stand for the padding in training. They are all alike, apart from their positions,
+which are spread and sampled anew each step; a bias on their keys makes up for their number. So a
+step takes a tenth of the time that it takes with all 512 rows."""
 
 
 def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 3 height width"]:
-    """Images of one or two shapes of one colour anywhere: the VAE must be able to show what the transformer has yet to learn."""
+    """Images of one or two shapes of one colour anywhere: the VAE must be able to show what the
+    transformer has yet to learn."""
     height, width = SIZES[random.choice(len(SIZES), p=SHARES)]
     images = []
     for _ in range(count):
@@ -66,7 +70,8 @@ def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 
 
 
 def train_vae(steps: int) -> dict[str, Tensor]:
-    """The VAE's weights; in the last quarter only the decoder is trained, on latents with less noise."""
+    """The VAE's weights; in the last quarter only the decoder is trained, on latents with less
+    noise."""
     torch.manual_seed(SEED)
     random = np.random.default_rng(SEED)
     vae = demo.build_vae().train()
@@ -81,7 +86,13 @@ def train_vae(steps: int) -> dict[str, Tensor]:
             wrong = vae.decode(mode + noise).sample - pixels
             yield 4 * wrong.square().mean() + wrong.abs().mean() + 1e-3 * mode.square().mean()
 
-    return optimise(vae, [torch.optim.Adam(vae.parameters(), lr=VAE_LR, betas=(0.9, 0.99))], losses(), steps, "vae")
+    return optimise(
+        vae,
+        [torch.optim.Adam(vae.parameters(), lr=VAE_LR, betas=(0.9, 0.99))],
+        losses(),
+        steps,
+        "vae",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +109,13 @@ def edits(look: tuple[str, str]) -> list[tuple[int, str]]:
     """(index of the image before, instruction) of each edit that ends in this look."""
     found = []
     for index, (colour, shape) in enumerate(LOOKS):
-        part = {(False, True): "colour", (True, False): "shape"}.get((colour == look[0], shape == look[1]))
+        part = {(False, True): "colour", (True, False): "shape"}.get(
+            (colour == look[0], shape == look[1])
+        )
         if part is not None:
-            _, instruction = edited(describe((colour, shape), KNOWN[0]), part, look[part == "shape"])
+            _, instruction = edited(
+                describe((colour, shape), KNOWN[0]), part, look[part == "shape"]
+            )
             found.append((index, instruction))
     return found
 
@@ -111,11 +126,19 @@ def make_corpus(vae: Any, work: Path) -> Corpus:
     values = torch.cat([each.movedim(3, 0).flatten(1) for each in patches], 1)
     vae.bn.running_mean.copy_(values.mean(1))
     vae.bn.running_var.copy_(values.var(1))
-    mean, deviation = (each[:, None, None] for each in (values.mean(1), (values.var(1) + vae.bn.eps).sqrt()))
+    mean, deviation = (
+        each[:, None, None] for each in (values.mean(1), (values.var(1) + vae.bn.eps).sqrt())
+    )
     demo.write_text(work / "text")
-    encoder = LanguageModelEncoder(TEXT, ModelPaths(base=str(work / "text")), torch.device("cpu"), torch.float32)
+    encoder = LanguageModelEncoder(
+        TEXT, ModelPaths(base=str(work / "text")), torch.device("cpu"), torch.float32
+    )
     encoder.load()
-    captions = {caption for look, place in product(LOOKS, PLACES) for caption in describe(look, place).captions}
+    captions = {
+        caption
+        for look, place in product(LOOKS, PLACES)
+        for caption in describe(look, place).captions
+    }
     captions |= {"", *(instruction for look in LOOKS for _, instruction in edits(look))}
     text = {caption: encoder.encode([caption])[0]["text"] for caption in sorted(captions)}
     padding = text[""][-1]
@@ -145,7 +168,9 @@ def velocity(
         padding_at: Positions of the rows that stand for the padding; None takes all rows.
     """
     grid, (rows, padding) = noised.shape[2:], text
-    positions = token_positions(TEXT.num_tokens, grid, [grid] * len(references), torch.device("cpu"))
+    positions = token_positions(
+        TEXT.num_tokens, grid, [grid] * len(references), torch.device("cpu")
+    )
     rows_at = torch.arange(ROWS)
     padding_at = torch.arange(ROWS, TEXT.num_tokens) if padding_at is None else padding_at
     images = torch.cat([each.flatten(2).transpose(1, 2) for each in (noised, *references)], 1)
@@ -163,7 +188,8 @@ def velocity(
 
 
 def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
-    """The transformer's weights: velocities of images from captions, and of edited images from instructions and references."""
+    """The transformer's weights: velocities of images from captions, and of edited images from
+    instructions and references."""
     torch.manual_seed(SEED)
     random = np.random.default_rng(SEED)
     model = demo.build_transformer().train()
@@ -176,10 +202,15 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
     def losses() -> Iterator[Tensor]:
         while True:
             latents = corpus.latents[random.choice(len(SIZES), p=SHARES)]
-            looks, places = random.integers(len(LOOKS), size=BATCH), random.integers(len(KNOWN), size=BATCH)
+            looks, places = (
+                random.integers(len(LOOKS), size=BATCH),
+                random.integers(len(KNOWN), size=BATCH),
+            )
             numbers = random.integers(latents.shape[2], size=BATCH)
             if random.random() < 0.2:
-                chosen = [(found := edits(LOOKS[look]))[random.integers(len(found))] for look in looks]
+                chosen = [
+                    (found := edits(LOOKS[look]))[random.integers(len(found))] for look in looks
+                ]
                 captions = [instruction for _, instruction in chosen]
                 references = [latents[[before for before, _ in chosen], places, numbers]]
             else:
@@ -194,37 +225,63 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
             found = velocity(model, clean.lerp(noise, level), sigma, text, references, padding_at)
             yield (found - (noise - clean)).square().mean()
 
-    return optimise(model, optimizers_of(model, ("transformer_blocks",)), losses(), steps, "transformer")
+    return optimise(
+        model, optimizers_of(model, ("transformer_blocks",)), losses(), steps, "transformer"
+    )
 
 
 @torch.no_grad()
-def sample(model: nn.Module, corpus: Corpus, captions: Sequence[str], seed: int) -> Float[Tensor, "batch c h w"]:
-    """Latents from captions, with all rows of text, 20 Euler steps and guidance 2, as the demo samples."""
-    latents = torch.randn(len(captions), 4 * demo.LATENT_CHANNELS, 4, 4, generator=torch.Generator().manual_seed(seed))
+def sample(
+    model: nn.Module, corpus: Corpus, captions: Sequence[str], seed: int
+) -> Float[Tensor, "batch c h w"]:
+    """Latents from captions, with all rows of text, 20 Euler steps and guidance 2, as the demo
+    samples."""
+    latents = torch.randn(
+        len(captions), 4 * demo.LATENT_CHANNELS, 4, 4, generator=torch.Generator().manual_seed(seed)
+    )
     rows = torch.stack([corpus.text[caption] for caption in (*captions, *[""] * len(captions))])
     levels = sigmas(16, 20, 0.0).float()
     for sigma, following in pairwise(levels):
-        both = velocity(model, torch.cat([latents] * 2), sigma.expand(len(rows)), (rows, corpus.padding))
+        both = velocity(
+            model, torch.cat([latents] * 2), sigma.expand(len(rows)), (rows, corpus.padding)
+        )
         given, without = both.chunk(2)
         latents = latents + (following - sigma) * (without + 2 * (given - without))
     return latents
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True, help="where stages keep what they made")
     parser.add_argument(
-        "--to", type=Path, default=demo.WEIGHTS, help="where to write the weights (default: the package)"
+        "--to",
+        type=Path,
+        default=demo.WEIGHTS,
+        help="where to write the weights (default: the package)",
     )
-    parser.add_argument("--steps", type=int, nargs=2, default=(VAE_STEPS, STEPS), help="of the VAE and the transformer")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(VAE_STEPS, STEPS),
+        help="of the VAE and the transformer",
+    )
     options = parser.parse_args()
     for folder in (options.work, options.to):
         folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    vae, model = demo.build_vae().requires_grad_(False), demo.build_transformer().requires_grad_(False)
+    vae, model = (
+        demo.build_vae().requires_grad_(False),
+        demo.build_transformer().requires_grad_(False),
+    )
     vae.load_state_dict(kept(options.work / "vae.safetensors", lambda: train_vae(options.steps[0])))
     corpus = make_corpus(vae, options.work)
-    trained = kept(options.work / "transformer.safetensors", lambda: train_transformer(corpus, options.steps[1]))
+    trained = kept(
+        options.work / "transformer.safetensors",
+        lambda: train_transformer(corpus, options.steps[1]),
+    )
     model.load_state_dict(trained)
     package({"vae": vae, "transformer": model}, options.to)
     print(measure_vae(VAE, vae))

@@ -1,11 +1,14 @@
-"""Trains the tiny Wan base that `wan-train --demo` ships with, on clips generated from `ditkit_wan.demo.media`.
+"""Trains the tiny Wan base that `wan-train --demo` ships with, on clips generated from
+`ditkit_wan.demo.media`.
 
-`uv run tools/demo/train_demo_base_wan.py` takes about half an hour on one CPU core. Three stages: `vae`; `transformer`, on latents of that VAE;
-`package`, which writes the weights into the package, rounded to bf16, and measures the VAE as it is then. The first two leave a file
-in the work folder; a stage whose file is there is not done again.
+`uv run tools/demo/train_demo_base_wan.py` takes about half an hour on one CPU core. Three stages:
+`vae`; `transformer`, on latents of that VAE; `package`, which writes the weights into the package,
+rounded to bf16, and measures the VAE as it is then. The first two leave a file in the work folder;
+a stage whose file is there is not done again.
 
-What made it possible in so little time: soft edges and one size of shapes; orthogonalised updates (Muon) of convolutions and linear
-layers; captions of 12 tokens instead of 512, with the weight of the missing padding as a bias of attention.
+What made it possible in so little time: soft edges and one size of shapes; orthogonalised updates
+(Muon) of convolutions and linear layers; captions of 12 tokens instead of 512, with the weight of
+the missing padding as a bias of attention.
 """
 
 import argparse
@@ -76,7 +79,12 @@ def orthogonalized(update: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows
 class Optimizer:
     """Orthogonalised updates for some parameters, Adam for the others."""
 
-    def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rates: tuple[float, float]):
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        rates: tuple[float, float],
+    ):
         self.matrices, self.rates = list(matrices), rates
         self.momenta = [torch.zeros_like(matrix) for matrix in matrices]
         self.adam = torch.optim.Adam(list(others), betas=(0.9, 0.98))
@@ -88,7 +96,10 @@ class Optimizer:
             assert matrix.grad is not None
             momentum.lerp_(matrix.grad, 0.05)
             update = orthogonalized(matrix.grad.lerp(momentum, 0.95).flatten(1))
-            matrix.sub_(update.view_as(matrix), alpha=self.rates[0] * factor * 0.2 * max(update.shape) ** 0.5)
+            matrix.sub_(
+                update.view_as(matrix),
+                alpha=self.rates[0] * factor * 0.2 * max(update.shape) ** 0.5,
+            )
             matrix.grad = None
         for group in self.adam.param_groups:
             group["lr"] = self.rates[1] * factor
@@ -119,7 +130,8 @@ class Log:
             more = measure() if (step + 1) % 500 == 0 or last else ""
             minutes = (time.monotonic() - self.began) / 60
             print(
-                f"{self.stage} {step + 1}/{self.steps}, {minutes:.1f} min, loss {self.total / 100:.4f} {more}",
+                f"{self.stage} {step + 1}/{self.steps}, {minutes:.1f} min, loss "
+                f"{self.total / 100:.4f} {more}",
                 flush=True,
             )
             self.total = 0.0
@@ -130,11 +142,18 @@ class Log:
 
 def pixels(frames: np.ndarray) -> Float[Tensor, "... 3 frames height width"]:
     """Painted frames as the VAE takes them, in [-1, 1]."""
-    return torch.from_numpy(np.round(frames).astype(np.float32) / 127.5 - 1).movedim(-1, -4).contiguous()
+    return (
+        torch.from_numpy(np.round(frames).astype(np.float32) / 127.5 - 1)
+        .movedim(-1, -4)
+        .contiguous()
+    )
 
 
-def corners(random: np.random.Generator, count: int, size: int) -> Float[Tensor, "batch 3 frames size size"]:
-    """Clips of shapes that move in any of eight directions and reach into the upper left corner of that size."""
+def corners(
+    random: np.random.Generator, count: int, size: int
+) -> Float[Tensor, "batch 3 frames size size"]:
+    """Clips of shapes that move in any of eight directions and reach into the upper left corner of
+    that size."""
     clips = []
     for _ in range(count):
         angle = random.integers(8) * math.pi / 4
@@ -155,7 +174,12 @@ def held_out_clips() -> Float[Tensor, "40 3 frames side side"]:
     """Clips as the demo's, the new motion included, along paths of their own."""
     random = np.random.default_rng(999)
     scenes = [
-        moving(str(random.choice(list(COLOURS))), str(random.choice(SHAPES)), way, random.uniform(-OFFSET, OFFSET) / 2)
+        moving(
+            str(random.choice(list(COLOURS))),
+            str(random.choice(SHAPES)),
+            way,
+            random.uniform(-OFFSET, OFFSET) / 2,
+        )
         for way in list(DIRECTIONS) * 8
     ]
     return pixels(np.stack([scene.paint(SIDE, SIDE, range(FRAMES)) for scene in scenes]))
@@ -165,9 +189,12 @@ def held_out_clips() -> Float[Tensor, "40 3 frames side side"]:
 
 
 def psnr(vae: Any, clips: Float[Tensor, "batch 3 frames height width"]) -> float:
-    """Decibels between clips and what the VAE decodes from their latents, at 8 bits; the average of clips."""
+    """Decibels between clips and what the VAE decodes from their latents, at 8 bits; the average of
+    clips."""
     with torch.no_grad():
-        made = torch.cat([vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample for clip in clips])
+        made = torch.cat(
+            [vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample for clip in clips]
+        )
     levels = ((made.clamp(-1, 1) + 1) * 127.5).round() - (clips + 1) * 127.5
     return float((-10 * (levels / 255).square().flatten(1).mean(1).log10()).mean())
 
@@ -189,14 +216,21 @@ def train_vae(work: Path, steps: int) -> None:
     """Both halves on crops of 32 pixels."""
     vae, random, noise = build_vae(), np.random.default_rng(0), torch.Generator().manual_seed(0)
     trained_now = [parameter for parameter in vae.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained_now if parameter.ndim >= 4 and parameter.shape[0] > 1]
-    others = [parameter for parameter in trained_now if not any(parameter is matrix for matrix in matrices)]
+    matrices = [
+        parameter for parameter in trained_now if parameter.ndim >= 4 and parameter.shape[0] > 1
+    ]
+    others = [
+        parameter
+        for parameter in trained_now
+        if not any(parameter is matrix for matrix in matrices)
+    ]
     optimizer = Optimizer(matrices, others, (5e-3, 2e-3))
     log, test = Log("vae", steps), held_out_clips()
     for step in range(steps):
         clips = corners(random, 4, 32)
         latents = vae.encode(clips).latent_dist.mode()
-        # The noise keeps what the transformer gets slightly wrong from being decoded to something else.
+        # The noise keeps what the transformer gets slightly wrong from being decoded to something
+        # else.
         made = vae.decode(latents + 0.1 * torch.randn(latents.shape, generator=noise)).sample
         wrong = made - clips
         loss = 4 * wrong.square().mean() + 0.3 * wrong.abs().mean() + 1e-3 * latents.square().mean()
@@ -210,11 +244,15 @@ def train_vae(work: Path, steps: int) -> None:
 
 
 def separate_words(tokenizer: Any) -> Any:
-    """The random text encoder with orthogonal embeddings of words, which its layers mix little: the demo's words are few, and a random
-    encoder would make a new word resemble known ones."""
+    """The random text encoder with orthogonal embeddings of words, which its layers mix little: the
+    demo's words are few, and a random encoder would make a new word resemble known ones."""
     model = build_text_encoder(len(tokenizer))
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    words = [number for number, piece in enumerate(pieces) if piece in ("</s>", "▁a") or piece[0] == "▁" and piece[1:]]
+    words = [
+        number
+        for number, piece in enumerate(pieces)
+        if piece in ("</s>", "▁a") or piece[0] == "▁" and piece[1:]
+    ]
     with torch.no_grad():
         model.shared.weight[words] = isometry(TEXT_DIM, len(words), "words").T * TEXT_DIM**0.5
         for name, parameter in model.named_parameters():
@@ -258,7 +296,9 @@ class BiasedAttention:
             part.unflatten(2, (attention.heads, -1)).transpose(1, 2)
             for part in (attention.norm_q(query), attention.norm_k(key), value)
         ]
-        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=self.bias[:, None, None, :])
+        mixed = functional.scaled_dot_product_attention(
+            *heads, attn_mask=self.bias[:, None, None, :]
+        )
         return attention.to_out[0](mixed.transpose(1, 2).flatten(2))
 
 
@@ -272,7 +312,11 @@ def latents_of_base(vae: Any, clips_each: int) -> tuple[Float[Tensor, "clips 16 
     for look in looks * clips_each:
         scene = moving(*look, random.uniform(-OFFSET, OFFSET))
         with torch.no_grad():
-            latents.append(vae.encode(pixels(scene.paint(SIDE, SIDE, range(FRAMES)))[None]).latent_dist.mode()[0])
+            latents.append(
+                vae.encode(pixels(scene.paint(SIDE, SIDE, range(FRAMES)))[None]).latent_dist.mode()[
+                    0
+                ]
+            )
         captions.append(caption(*look))
     return torch.stack(latents), captions
 
@@ -283,7 +327,10 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
     vae = build_vae()
     vae.load_state_dict(load_file(work / "vae.safetensors"))
     latents, captions = latents_of_base(vae, clips_each)
-    mean, std = (made(latents.transpose(0, 1).flatten(1)) for made in (lambda x: x.mean(1), lambda x: x.std(1)))
+    mean, std = (
+        made(latents.transpose(0, 1).flatten(1))
+        for made in (lambda x: x.mean(1), lambda x: x.std(1))
+    )
     latents = (latents - mean[:, None, None, None]) / std[:, None, None, None]
     texts, empty = encode_texts(captions), encode_texts([""])
     torch.manual_seed(0)
@@ -292,8 +339,15 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
         model.proj_out.weight.mul_(0.1)
     for block in model.blocks:
         block.attn2.set_processor(attention)
-    names = {name for name, parameter in model.named_parameters() if name.startswith("blocks.") and parameter.ndim == 2}
-    both = [[p for name, p in model.named_parameters() if (name in names) is wanted] for wanted in (True, False)]
+    names = {
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith("blocks.") and parameter.ndim == 2
+    }
+    both = [
+        [p for name, p in model.named_parameters() if (name in names) is wanted]
+        for wanted in (True, False)
+    ]
     optimizer, average = (
         Optimizer(both[0], both[1], (4e-3, 2e-3)),
         {n: v.clone() for n, v in model.state_dict().items()},
@@ -306,9 +360,17 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
         text.features[dropped], text.bias[dropped] = empty.features[0], empty.bias[0]
         sigma = torch.rand(32, generator=random)
         sigma = 2 * sigma / (1 + sigma)
-        noise, amount = torch.randn(latents[chosen].shape, generator=random), sigma[:, None, None, None, None]
+        noise, amount = (
+            torch.randn(latents[chosen].shape, generator=random),
+            sigma[:, None, None, None, None],
+        )
         attention.bias = text.bias
-        velocity = model(torch.lerp(latents[chosen], noise, amount), 1000 * sigma, text.features, return_dict=False)[0]
+        velocity = model(
+            torch.lerp(latents[chosen], noise, amount),
+            1000 * sigma,
+            text.features,
+            return_dict=False,
+        )[0]
         loss = (velocity - (noise - latents[chosen])).square().mean()
         loss.backward()
         optimizer.step(min((step + 1) / 50, 1, max(0.02, (1 - step / steps) / 0.6)))
@@ -317,14 +379,17 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
             average[name].lerp_(value, 1 - keep)
         log.add(step, loss, lambda: "")
     statistics = {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
-    save_file(average, work / "transformer.safetensors", metadata={"statistics": json.dumps(statistics)})
+    save_file(
+        average, work / "transformer.safetensors", metadata={"statistics": json.dumps(statistics)}
+    )
 
 
 # The package
 
 
 def package(work: Path, folder: Path) -> None:
-    """Write the weights in bf16, with their configurations in the headers, and print the VAE's error with them."""
+    """Write the weights in bf16, with their configurations in the headers, and print the VAE's
+    error with them."""
     folder.mkdir(parents=True, exist_ok=True)
     with safe_open(work / "transformer.safetensors", "pt") as file:
         statistics = {
@@ -332,27 +397,45 @@ def package(work: Path, folder: Path) -> None:
             for name, values in json.loads(file.metadata()["statistics"]).items()
         }
     for part, config in (("vae", VAE | statistics), ("transformer", TRANSFORMER)):
-        state = {name: value.bfloat16().contiguous() for name, value in load_file(work / f"{part}.safetensors").items()}
+        state = {
+            name: value.bfloat16().contiguous()
+            for name, value in load_file(work / f"{part}.safetensors").items()
+        }
         save_file(state, folder / f"{part}.safetensors", metadata={"config": json.dumps(config)})
     encoder = separate_words(build_tokenizer(trained.CAPTIONS)).state_dict()
     encoder.pop("encoder.embed_tokens.weight")  # tied to `shared`
     save_file(
-        {name: value.bfloat16().contiguous() for name, value in encoder.items()}, folder / "text_encoder.safetensors"
+        {name: value.bfloat16().contiguous() for name, value in encoder.items()},
+        folder / "text_encoder.safetensors",
     )
     size = sum(file.stat().st_size for file in folder.iterdir())
     decibels = psnr(trained.load_part("vae", folder), held_out_clips())
-    print(f"{folder}: {size:,} bytes; PSNR of 40 held-out clips with bf16 weights {decibels:.2f} dB", flush=True)
+    print(
+        f"{folder}: {size:,} bytes; PSNR of 40 held-out clips with bf16 weights {decibels:.2f} dB",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/demo-base-wan"), help="folder of finished stages")
-    parser.add_argument("--to", type=Path, default=trained.BASE, help="folder of the package's weights")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/demo-base-wan"), help="folder of finished stages"
+    )
+    parser.add_argument(
+        "--to", type=Path, default=trained.BASE, help="folder of the package's weights"
+    )
     parser.add_argument("--steps", type=int, help=f"steps of every stage; {STEPS} without")
     parser.add_argument(
-        "--clips", type=int, default=20, help="clips of each caption that the transformer is trained on"
+        "--clips",
+        type=int,
+        default=20,
+        help="clips of each caption that the transformer is trained on",
     )
-    parser.add_argument("--only", nargs="+", choices=[*STEPS, "package"], default=[*STEPS, "package"])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*STEPS, "package"], default=[*STEPS, "package"]
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator
 
-from ditkit_core.data.columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
+from ditkit_core.data.columns import (
+    CAPTION_COLUMNS,
+    MEDIA_COLUMNS,
+    NUMBERED_REFERENCES,
+    REFERENCE_COLUMNS,
+)
 from ditkit_core.data.masks import MASK
 from ditkit_wan.spec import WAN
 
@@ -20,7 +25,10 @@ def metadata_columns() -> Iterator[str]:
         (CAPTION_COLUMNS, "its caption, or a list of captions"),
         (
             (*REFERENCE_COLUMNS, NUMBERED_REFERENCES),
-            f"images to edit, for models that edit: one path, or a list of them in order, or `{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …",
+            (
+                f"images to edit, for models that edit: one path, or a list of them in order, or "
+                f"`{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …"
+            ),
         ),
         ((MASK.name, *MASK.aliases), "its loss mask: an image, or a video for a clip"),
     ):
@@ -29,7 +37,11 @@ def metadata_columns() -> Iterator[str]:
 
 def control_columns() -> Iterator[str]:
     """The columns of conditions; which presets take them is on the page of their package."""
-    columns = {column.name: column for arch in WAN.architecture.presets.values() for column in WAN.data.columns(arch)}
+    columns = {
+        column.name: column
+        for arch in WAN.architecture.presets.values()
+        for column in WAN.data.columns(arch)
+    }
     yield "| column | also called | kind | |"
     yield "|---|---|---|---|"
     for name, column in sorted(columns.items()):

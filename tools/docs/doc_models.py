@@ -1,4 +1,5 @@
-"""The published models that are known by their hub id: what a run loads of them, and their licence."""
+"""The published models that are known by their hub id: what a run loads of them, and their
+licence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,15 +30,16 @@ def _gigabytes(module: nn.Module) -> float:
 
 
 def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
-    """GB of each part in bf16, from shapes alone: all transformers, then the encoders that every run loads."""
+    """GB of each part in bf16, from shapes alone: all transformers, then the encoders that every
+    run loads."""
     count = max(1, len(spec.architecture.experts(arch)))
     name = "transformer" if count == 1 else f"{count} transformers"
     found = {name: count * _gigabytes(build_on_meta(spec, arch, Precision()))}
     for model in spec.auxiliary.models(arch, ModelPaths()):
         if model.stage == "encode":
             with torch.device("meta"):
-                found[model.name.removesuffix(" encoder") if model.tiles else model.name] = _gigabytes(
-                    model.build(torch.bfloat16)
+                found[model.name.removesuffix(" encoder") if model.tiles else model.name] = (
+                    _gigabytes(model.build(torch.bfloat16))
                 )
     return found
 

@@ -1,4 +1,5 @@
-"""Tables of docs/ that the planner makes: memory and recomputation of each checkpointing policy, and the policies that a budget chooses."""
+"""Tables of docs/ that the planner makes: memory and recomputation of each checkpointing policy,
+and the policies that a budget chooses."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -27,7 +28,8 @@ SUBJECTS = {
 }
 """Spec, run file, frames with height and width, and the targets of the LoRA of rank 32."""
 POLICIES = (
-    "none", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
+    "none", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload",
+    "full+offload",
 )  # fmt: skip
 GPUS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
 TERA = 10**12
@@ -35,9 +37,15 @@ TERA = 10**12
 
 @cache
 def job_of(family: str) -> StepJob:
-    """The step that a plan of this run makes, of a LoRA with one sample over a base in bf16, on recent GPUs."""
+    """The step that a plan of this run makes, of a LoRA with one sample over a base in bf16, on
+    recent GPUs."""
     spec, file, (frames, height, width), targets = SUBJECTS[family]
-    flags = {"data.height": height, "data.width": width, "data.buckets": False, "adapter.targets": [targets]}
+    flags = {
+        "data.height": height,
+        "data.width": width,
+        "data.buckets": False,
+        "adapter.targets": [targets],
+    }
     if spec.data.frame_step:
         flags["data.frames"] = frames
     path = ROOT / "packages" / spec.name / "configs" / f"{file}.toml"
@@ -63,12 +71,17 @@ def row(family: str, policy: str) -> str:
     made = planned(family, policy)
     forward = sum(cost.flops_forward for cost in made.blocks)
     again = sum(
-        a.flops_backward - b.flops_backward for a, b in zip(made.blocks, planned(family, "none").blocks, strict=True)
+        a.flops_backward - b.flops_backward
+        for a, b in zip(made.blocks, planned(family, "none").blocks, strict=True)
     )
-    kept_bytes, host = (sum(sizes) for sizes in zip(*((cost.kept, cost.on_host) for cost in made.blocks), strict=True))
+    kept_bytes, host = (
+        sum(sizes)
+        for sizes in zip(*((cost.kept, cost.on_host) for cost in made.blocks), strict=True)
+    )
     (plan,) = compose(made, _whole(made), [Budget(name="", total=2**60, workspace=0)])
     return (
-        f"| `{policy}` | {kept_bytes / GIB:.1f} GiB | {plan.peak / GIB:.1f} GiB | {f'{host / GIB:.1f} GiB' if host else '–'} | "
+        f"| `{policy}` | {kept_bytes / GIB:.1f} GiB | {plan.peak / GIB:.1f} GiB | "
+        f"{f'{host / GIB:.1f} GiB' if host else '–'} | "
         f"{again / TERA:,.0f} TFLOP, {again / forward:.0%} of a forward |"
     )
 
@@ -96,7 +109,9 @@ def _chosen(family: str, name: str) -> str:
         return planned(family, str(policy))
 
     try:
-        task = BudgetTask(profile_of=profile_of, division=_whole(plain), budgets=(budget,), gpus=(gpu,))
+        task = BudgetTask(
+            profile_of=profile_of, division=_whole(plain), budgets=(budget,), gpus=(gpu,)
+        )
         choice = choose(task)
     except UserError:
         return "nothing fits | |"

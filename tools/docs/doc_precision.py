@@ -1,4 +1,5 @@
-"""Tables of docs/ about dtypes: the places and presets, errors against fp64, the audit of the demos; and the attention backends."""
+"""Tables of docs/ about dtypes: the places and presets, errors against fp64, the audit of the
+demos; and the attention backends."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,13 @@ from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.diagnostics.audit.findings import Case, audit_from_json
 from ditkit_core.diagnostics.audit.render import format_error
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.models.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
+from ditkit_core.models.precision import (
+    PLACES,
+    Precision,
+    PrecisionConfig,
+    dtype_name,
+    set_precision,
+)
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.testing.world import make_model
@@ -29,7 +36,13 @@ NAMES = {"wan": "Wan", "flux2": "FLUX.2"}
 SMALL: Mapping[str, Any] = {
     "wan": WanArch(dim=256, ffn_dim=512, heads=2, layers=30, text_dim=64, text_tokens=32),
     "flux2": Flux2Arch(
-        dim=256, heads=2, double_layers=5, single_layers=20, text_dim=64, text_tokens=32, guidance=False
+        dim=256,
+        heads=2,
+        double_layers=5,
+        single_layers=20,
+        text_dim=64,
+        text_tokens=32,
+        guidance=False,
     ),
 }
 """As deep as Wan 1.3B and FLUX.2 klein 4B, with heads of their width, and narrow."""
@@ -51,7 +64,10 @@ def backends() -> Iterator[str]:
     yield "| `train.attention` | backward | key mask | dropout | dtype | device | compute capability | needs | kept by `attn_only` |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for name, backend in BACKENDS.items():
-        can = ["yes" if each else "no" for each in (backend.has_backward, backend.takes_mask, backend.takes_dropout)]
+        can = [
+            "yes" if each else "no"
+            for each in (backend.has_backward, backend.takes_mask, backend.takes_dropout)
+        ]
         dtype, kept = (
             "bf16, fp16" if backend.half_only else "any",
             "yes" if backend.has_backward else "refused for training",
@@ -80,12 +96,21 @@ def places() -> Iterator[str]:
     yield "|---|---|" + "---|" * len(kinds)
     for place in (*PLACES[1:], PLACES[0]):
         words = " ".join(field_docs(Precision)[place].split()).rstrip(".")
-        yield f"| `{place}` | {words} | " + " | ".join(dtype_name(getattr(kind, place)) for kind in kinds) + " |"
+        yield (
+            f"| `{place}` | {words} | "
+            + " | ".join(dtype_name(getattr(kind, place)) for kind in kinds)
+            + " |"
+        )
 
 
 def presets() -> Iterator[str]:
-    """Errors against fp64 on small deep models with random weights, and the memory that blocks keep under `full` at full size."""
-    heads = (f"{name}: {what}" for name in NAMES.values() for what in ("velocity", "gradient", "kept under `full`"))
+    """Errors against fp64 on small deep models with random weights, and the memory that blocks keep
+    under `full` at full size."""
+    heads = (
+        f"{name}: {what}"
+        for name in NAMES.values()
+        for what in ("velocity", "gradient", "kept under `full`")
+    )
     yield f"| precision | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * 3 * len(NAMES)
     columns = {family: _errors(family) for family in SPECS}
@@ -93,7 +118,9 @@ def presets() -> Iterator[str]:
         cells = []
         for family, errors in columns.items():
             cells += [f"{error:.1e}" for error in errors[name]]
-            held = sum(cost.kept for cost in planned(family, "full", precision_of(family, **fields)).blocks)
+            held = sum(
+                cost.kept for cost in planned(family, "full", precision_of(family, **fields)).blocks
+            )
             cells.append(f"{held / 2**30:.1f} GiB")
         yield f"| {name} | {' | '.join(cells)} |"
 
@@ -111,7 +138,9 @@ def _errors(family: str) -> dict[str, tuple[float, float]]:
     for name, fields in CASES.items():
         set_precision(model, precision_of(family, **fields))
         made = _step(spec, model, arch)
-        velocity, gradient = (float((a - b).norm() / b.norm()) for a, b in zip(made, truth, strict=True))
+        velocity, gradient = (
+            float((a - b).norm() / b.norm()) for a, b in zip(made, truth, strict=True)
+        )
         found[name] = velocity, gradient
     return found
 
@@ -122,35 +151,50 @@ def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
     with torch.device("meta"):
         outline = spec.training.empty_item(arch, (9 if spec.data.frame_step else 1, 128, 128), [])
     items = [
-        {key: torch.randn(value.shape, generator=random) if value.is_floating_point() else torch.zeros_like(value, device="cpu")
+        {key: torch.randn(value.shape,
+        generator=random) if value.is_floating_point() else torch.zeros_like(value, device="cpu")
          for key, value in outline.items()}
         for _ in SIGMAS
     ]  # fmt: skip
     model.zero_grad(set_to_none=True)
-    inputs = spec.training.make_inputs([item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0)
+    inputs = spec.training.make_inputs(
+        [item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0
+    )
     velocity = torch.cat([each.double().flatten() for each in model(inputs, engine=BlockEngine())])
     target = torch.randn(velocity.shape, generator=random, dtype=torch.float64)
     (velocity - target).square().mean().backward()
-    gradients = [parameter.grad.double().flatten() for parameter in trainable_parameters(model).values()]
+    gradients = [
+        parameter.grad.double().flatten() for parameter in trainable_parameters(model).values()
+    ]
     return velocity.detach(), torch.cat(gradients)
 
 
 def audited(text: str) -> Iterator[str]:
-    """The output of `--audit-precision --json`, without times, which mean nothing for such a small model."""
+    """The output of `--audit-precision --json`, without times, which mean nothing for such a small
+    model."""
     findings = audit_from_json(json.loads(text))
     yield ". ".join(each[0].upper() + each[1:] for each in findings.notes) + "."
     yield ""
     yield f"| place | velocity | loss | gradient | {' | '.join(f'σ {name}' for name in findings.bin_names)} | others low |"
     yield "|---|" + "---:|" * (4 + len(findings.bin_names))
     rows = [
-        (f"`{each.op_group}`", each.alone, format_error(each.all_but.overall.gradient)) for each in findings.op_groups
+        (f"`{each.op_group}`", each.alone, format_error(each.all_but.overall.gradient))
+        for each in findings.op_groups
     ]
-    rows += [("all of them", findings.all_lowered, ""), ("the demo itself, fp32", findings.as_run, "")]
+    rows += [
+        ("all of them", findings.all_lowered, ""),
+        ("the demo itself, fp32", findings.as_run, ""),
+    ]
     for name, case, others in rows:
         yield f"| {name} | {' | '.join(_cells(case))} | {others} |"
 
 
 def _cells(case: Case) -> list[str]:
     overall = case.overall
-    errors = [overall.velocity, overall.loss, overall.gradient, *(each.gradient for each in case.bins)]
+    errors = [
+        overall.velocity,
+        overall.loss,
+        overall.gradient,
+        *(each.gradient for each in case.bins),
+    ]
     return [format_error(error) for error in errors]

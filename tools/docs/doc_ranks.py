@@ -1,4 +1,5 @@
-"""How runs scale over ranks: the table of docs/ranks.md, from the search of `--fit`. Nothing is measured."""
+"""How runs scale over ranks: the table of docs/ranks.md, from the search of `--fit`. Nothing is
+measured."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,11 @@ class Scaled:
     def config(self) -> RunConfig:
         """Its run file with the flags."""
         file = ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml"
-        return resolve(RunConfig, file=file, flags={"train.accumulation": SAMPLES, "data.buckets": False, **self.flags})
+        return resolve(
+            RunConfig,
+            file=file,
+            flags={"train.accumulation": SAMPLES, "data.buckets": False, **self.flags},
+        )
 
 
 CLIP = {"data.frames": 49, "data.height": 480, "data.width": 832}
@@ -64,13 +69,18 @@ def scaled() -> Iterator[str]:
             ranks = RankLayout(nproc=8, nodes=nodes)
             found = division_of(run, tasks, ranks, "nvlink,ib400")
             doing(f"{each.name} on {ranks.size}")
-            cells = [f"lacks {found / GIB:.1f} GiB"] if isinstance(found, int) else list(_cells(found))
+            cells = (
+                [f"lacks {found / GIB:.1f} GiB"] if isinstance(found, int) else list(_cells(found))
+            )
             yield f"| {each.name} | {ranks.size} | {' | '.join(cells)} |"
 
 
 def _cells(found: RankFit) -> Iterator[str]:
     layout, execution, (time,) = found.layout, found.chosen.execution, found.plan.times
-    parts = [str(execution.checkpointing), *([execution.quantize] if execution.quantize != "none" else [])]
+    parts = [
+        str(execution.checkpointing),
+        *([execution.quantize] if execution.quantize != "none" else []),
+    ]
     parts += [f"swap {execution.swap_blocks[0]}"] if execution.swap_blocks else []
     parts += [f"shard {layout.shard}"] if layout.shard > 1 else []
     parts += [f"context {layout.context}"] if layout.context > 1 else []

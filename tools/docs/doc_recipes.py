@@ -1,4 +1,5 @@
-"""Memory and hours of each recipe, planned: the table of docs/recipes/README.md. No GPU, no weights and no data."""
+"""Memory and hours of each recipe, planned: the table of docs/recipes/README.md. No GPU, no weights
+and no data."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +21,13 @@ from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
-COLUMNS = {"3060": "rtx3060", "4060 Ti": "rtx4060ti-16", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090"}
+COLUMNS = {
+    "3060": "rtx3060",
+    "4060 Ti": "rtx4060ti-16",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
 """The GPUs whose hours the table has, by the head of their column; the 4060 Ti is that of 16 GB."""
 
 
@@ -37,14 +44,17 @@ class Shipped:
         return self.recipe.name
 
     def gpus_of(self, column: str) -> tuple[GPU, ...] | None:
-        """The GPUs of a column of the table: its own first, then the others that the recipe names. None if it has less memory than promised."""
+        """The GPUs of a column of the table: its own first, then the others that the recipe names.
+        None if it has less memory than promised."""
         (gpu,) = parse_gpus(COLUMNS[column])
         first, *others = parse_gpus(self.recipe.gpus)
         return (gpu, *others) if gpu.total >= first.total else None
 
     def run(self, **flags: Any) -> AbstractContextManager[RunContext]:
         """It as a run."""
-        return run_of_recipe(self.spec, self.recipe, {key.replace("__", "."): value for key, value in flags.items()})
+        return run_of_recipe(
+            self.spec, self.recipe, {key.replace("__", "."): value for key, value in flags.items()}
+        )
 
 
 def shipped(spec: ModelSpec) -> tuple[Shipped, ...]:

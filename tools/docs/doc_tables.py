@@ -2,12 +2,14 @@
 
     uv run tools/docs/doc_tables.py                       # print them all
     uv run tools/docs/doc_tables.py --only audit-wan      # print one
-    uv run tools/docs/doc_tables.py --write               # put them between the markers of the pages (30 minutes on a quiet machine)
-    uv run tools/docs/doc_tables.py --write --only places
-    uv run tools/docs/doc_tables.py --check               # compare the pages with the code: takes seconds, measures nothing
+    uv run tools/docs/doc_tables.py --write               # put them between the markers of the
+    pages (30 minutes on a quiet machine) uv run tools/docs/doc_tables.py --write --only places uv
+    run tools/docs/doc_tables.py --check               # compare the pages with the code: takes
+    seconds, measures nothing
 
-Some tables are read off the code, some are planned (fake tensors: no weights, no GPU), some measured on this machine's CPU. A line below those says
-when and on what; where other programs kept the machine busy, it says that too. Each is written as soon as it is made, and one that fails leaves
+Some tables are read off the code, some are planned (fake tensors: no weights, no GPU), some
+measured on this machine's CPU. A line below those says when and on what; where other programs kept
+the machine busy, it says that too. Each is written as soon as it is made, and one that fails leaves
 the page as it is.
 """
 
@@ -41,7 +43,9 @@ CHECKPOINTING, PRECISION, DATA, RANKS = (
 )
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
-POLICIES, AUDITS = (ROOT / "benchmarks" / f"{name}.md" for name in ("checkpointing_cpu", "precision_cpu"))
+POLICIES, AUDITS = (
+    ROOT / "benchmarks" / f"{name}.md" for name in ("checkpointing_cpu", "precision_cpu")
+)
 BUSY = 0.5
 """Load from other programs, as a share of the cores, above which times are marked as unreliable."""
 
@@ -62,7 +66,10 @@ class Table:
     @property
     def markers(self) -> Markers:
         """The lines around it."""
-        return f"<!-- {self.name}: written by tools/docs/doc_tables.py -->", f"<!-- end of {self.name} -->"
+        return (
+            f"<!-- {self.name}: written by tools/docs/doc_tables.py -->",
+            f"<!-- end of {self.name} -->",
+        )
 
     @property
     def is_cheap(self) -> bool:
@@ -79,7 +86,9 @@ def printed(script: str, *arguments: str) -> Iterator[str]:
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
-        raise UserError(f"{script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+        raise UserError(
+            f"{script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+        )
     lines = done.stdout.strip().splitlines()
     yield " ".join(line for line in lines if not line.startswith("|"))
     yield ""
@@ -93,10 +102,21 @@ def audit_of_the_demo(program: str) -> Iterator[str]:
         UserError: If it fails; the message has its last line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(PROGRAMS / program), "--demo", "--audit-precision", "--json", "--run.folder", "demo"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
+        command = [
+            str(PROGRAMS / program),
+            "--demo",
+            "--audit-precision",
+            "--json",
+            "--run.folder",
+            "demo",
+        ]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, encoding="utf-8", check=False
+        )
     if done.returncode:
-        raise UserError(f"{program} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+        raise UserError(
+            f"{program} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+        )
     yield from audited(done.stdout)
 
 
@@ -117,12 +137,16 @@ TABLES = (
         make=lambda: printed("bench_checkpointing.py", "--blocks", "1", "--repeats", "5"),
     ),
     Table(
-        name="overhead", page=POLICIES, kind="measured", has_times=True, make=lambda: printed("bench_policy_overhead.py")
+        name="overhead", page=POLICIES, kind="measured", has_times=True,
+        make=lambda: printed("bench_policy_overhead.py")
     ),
     Table(name="presets", page=PRECISION, kind="measured", make=presets),
-    Table(name="audit-wan", page=AUDITS, kind="measured", make=lambda: audit_of_the_demo("wan-train")),
-    Table(name="audit-flux2", page=AUDITS, kind="measured", make=lambda: audit_of_the_demo("flux2-train")),
-    Table(name="rounding", page=PRECISION, kind="measured", make=lambda: printed("bench_rounding.py")),
+    Table(name="audit-wan", page=AUDITS, kind="measured",
+    make=lambda: audit_of_the_demo("wan-train")),
+    Table(name="audit-flux2", page=AUDITS, kind="measured",
+    make=lambda: audit_of_the_demo("flux2-train")),
+    Table(name="rounding", page=PRECISION, kind="measured",
+    make=lambda: printed("bench_rounding.py")),
 )  # fmt: skip
 
 
@@ -141,7 +165,9 @@ def section(table: Table, load: float) -> str:
 def stamp(table: Table, load: float) -> str:
     """When, how, and on what."""
     today, version = datetime.date.today().isoformat(), torch.__version__.partition("+")[0]
-    words = f"`uv run tools/docs/doc_tables.py --write --only {table.name}`, torch {version}, {today}"
+    words = (
+        f"`uv run tools/docs/doc_tables.py --write --only {table.name}`, torch {version}, {today}"
+    )
     if table.kind == "planned":
         return f"Planned, not measured: {words}."
     cores = os.cpu_count() or 1
@@ -154,7 +180,10 @@ def processor() -> str:
     """The name of the machine's processor."""
     names = Path("/proc/cpuinfo")
     found = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
-    return next((line.partition(": ")[2] for line in found if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(": ")[2] for line in found if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def load_before() -> float:
@@ -164,7 +193,10 @@ def load_before() -> float:
 
 def stale(table: Table) -> bool:
     """Whether its page differs from the code."""
-    return between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name) != f"\n{section(table, 0)}\n"
+    return (
+        between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name)
+        != f"\n{section(table, 0)}\n"
+    )
 
 
 def main() -> int:
@@ -172,15 +204,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", choices=[table.name for table in TABLES], help="this table alone")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--write", action="store_true", help="put them between the markers of the pages")
     mode.add_argument(
-        "--check", action="store_true", help="compare those that are read off the code; exits with 1 if one differs"
+        "--write", action="store_true", help="put them between the markers of the pages"
+    )
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="compare those that are read off the code; exits with 1 if one differs",
     )
     args = parser.parse_args()
     chosen = [table for table in TABLES if args.only in (None, table.name)]
     if args.check:
         old = [table.name for table in chosen if table.is_cheap and stale(table)]
-        print(f"not as the code has it today: {', '.join(old)}" if old else "as the code has it today")
+        print(
+            f"not as the code has it today: {', '.join(old)}" if old else "as the code has it today"
+        )
         return int(bool(old))
     load, failed = load_before(), 0
     for table in chosen:
@@ -188,12 +226,17 @@ def main() -> int:
             made = section(table, load)
             if args.write:
                 text = table.page.read_text(encoding="utf-8")
-                table.page.write_text(replaced(text, table.markers, made, table.page.name), encoding="utf-8")
+                table.page.write_text(
+                    replaced(text, table.markers, made, table.page.name), encoding="utf-8"
+                )
         except UserError as error:
             print(f"{table.name}: {error}", file=sys.stderr, flush=True)
             failed += 1
             continue
-        print(f"{table.name}: written to {table.page.relative_to(ROOT)}" if args.write else made, flush=True)
+        print(
+            f"{table.name}: written to {table.page.relative_to(ROOT)}" if args.write else made,
+            flush=True,
+        )
     return int(failed > 0)
 
 

@@ -19,7 +19,10 @@ def between(text: str, markers: Markers, page: str) -> str:
     """
     for marker in markers:
         if text.count(marker) != 1:
-            raise UserError(f"{page} has to have the marker {marker!r} once, and has it {text.count(marker)} times")
+            raise UserError(
+                f"{page} has to have the marker {marker!r} once, and has it {text.count(marker)} "
+                f"times"
+            )
     return text.split(markers[0])[1].split(markers[1])[0]
 
 

@@ -2,7 +2,8 @@
 
     uv run tools/docs/plan_tables.py                       # print it
     uv run tools/docs/plan_tables.py --only klein-base-4b  # the rows whose name contains this
-    uv run tools/docs/plan_tables.py --write               # write it into docs/memory.md, with a plan, and a part of the plan into README.md
+    uv run tools/docs/plan_tables.py --write               # write it into docs/memory.md, with a
+    plan, and a part of the plan into README.md
 
 No GPU and no weights: every profile is a step on fake tensors.
 """
@@ -35,8 +36,21 @@ ROOT = Path(__file__).parents[2]
 MEMORY, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
 TABLE = "<!-- what fits: written by tools/docs/plan_tables.py -->", "<!-- end of what fits -->"
 EXAMPLE = "<!-- a plan: written by tools/docs/plan_tables.py -->", "<!-- end of a plan -->"
-EXCERPT = "<!-- an excerpt of a plan: written by tools/docs/plan_tables.py -->", "<!-- end of an excerpt of a plan -->"
-SHOWN = ("GiB ", "weights ", "optimizer ", "activations ", "peak ", "free ", "blocks ", "streamed ", " ")
+EXCERPT = (
+    "<!-- an excerpt of a plan: written by tools/docs/plan_tables.py -->",
+    "<!-- end of an excerpt of a plan -->",
+)
+SHOWN = (
+    "GiB ",
+    "weights ",
+    "optimizer ",
+    "activations ",
+    "peak ",
+    "free ",
+    "blocks ",
+    "streamed ",
+    " ",
+)
 """How those lines of a plan's first table begin that README.md shows."""
 COMMAND = "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.split_points 16 --train.swap_blocks 16"
 GPUS = ("12GiB", "16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x16GiB", "2x24GiB")
@@ -68,7 +82,9 @@ class Row:
         """The preset, what is trained, and the size."""
         frames, height, width = self.size
         config = self.config
-        trained = "full fine-tune" if config.adapter.method == "full" else f"LoRA {config.adapter.rank}"
+        trained = (
+            "full fine-tune" if config.adapter.method == "full" else f"LoRA {config.adapter.rank}"
+        )
         trained += f", {config.optim.name}" * (config.optim.name != "adamw")
         return f"{config.model.preset}, {trained}<br>{height}×{width}{f'×{frames}' if frames > 1 else ''}"
 
@@ -101,12 +117,16 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
 
 def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     """A cell: the choice of `--fit` for these GPUs, and its cost."""
-    searched = fit_levels(row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False)
+    searched = fit_levels(
+        row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False
+    )
     chosen = searched.fit.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
     seconds = chosen.seconds
-    changed = "".join(f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in searched.level.changed)
+    changed = "".join(
+        f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in searched.level.changed
+    )
     return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
 
 
@@ -133,7 +153,8 @@ def _bytes(chosen: Candidate) -> str:
 
 
 def _change(row: Row, gpus: tuple[GPU, ...]) -> Iterator[str]:
-    """The mildest single change of the configuration that would make it fit; nothing if there is none."""
+    """The mildest single change of the configuration that would make it fit; nothing if there is
+    none."""
     enough = []
     for lever in levers(row.spec, row.config, gpus):
         for change in lever:
@@ -156,19 +177,29 @@ def notes() -> str:
     """What the cells mean and assume."""
     single = [gpu for gpus in map(parse_gpus, GPUS) if len(gpus) == 1 for gpu in gpus]
     rates = [
-        f"{gpu.name} {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16, {gpu.fp32_flops / 1e12:.0f} in fp32" for gpu in single
+        f"{gpu.name} {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16, {gpu.fp32_flops / 1e12:.0f} in "
+        f"fp32"
+        for gpu in single
     ]
     reserves = ", ".join(
-        f"{gpu.reserve / GIB:.1f} of {gpu.total / GIB:.1f} ({gpu.name.removesuffix('GiB')})" for gpu in single
+        f"{gpu.reserve / GIB:.1f} of {gpu.total / GIB:.1f} ({gpu.name.removesuffix('GiB')})"
+        for gpu in single
     )
     return (
-        "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
-        "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Of a full fine-tune the keys "
+        "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen "
+        "weights where it is not bf16, the number of blocks "
+        "whose weights are streamed from the host (`swap`), and the block before which the second "
+        "GPU begins (`cut`). Of a full fine-tune the keys "
         "follow that `--fit` had to change. Then come the planned peak of "
-        "each GPU, page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. A micro-batch "
-        "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
-        f"mildest single change with which something does. Each GPU keeps free a part of what torch reports: {reserves} GiB. Kernels reach the shares that an H100 reached of the published "
-        f"rates of the slowest known GPU with as much memory ({'; '.join(rates)}), and the host is as slow as that H100's. The table is of training alone; `--plan` has a second table "
+        "each GPU, page-locked host memory for streamed weights and offloaded activations, and an "
+        "**estimate** of the seconds per step. A micro-batch "
+        "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are "
+        "those of the run files. A dash means that nothing fits; the cell then names the "
+        f"mildest single change with which something does. Each GPU keeps free a part of what "
+        f"torch reports: {reserves} GiB. Kernels reach the shares that an H100 reached of the "
+        f"published "
+        f"rates of the slowest known GPU with as much memory ({'; '.join(rates)}), and the host is "
+        f"as slow as that H100's. The table is of training alone; `--plan` has a second table "
         f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."
     )
 
@@ -193,7 +224,9 @@ def plan() -> str:
     """A plan as a command prints it."""
     program, *arguments = COMMAND.split()
     command = [str(Path(sys.executable).parent / program), *arguments]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True
+    ).stdout.strip()
 
 
 def example(printed: str) -> str:

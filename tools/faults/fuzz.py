@@ -1,12 +1,14 @@
-"""Hostile input in fourteen kinds: every case must end in success or one clear line, within 30 seconds and 4 GiB.
+"""Hostile input in fourteen kinds: every case must end in success or one clear line, within 30
+seconds and 4 GiB.
 
-    uv run tools/faults/fuzz.py                                        # 10,000 cases of each kind: hours
-    uv run tools/faults/fuzz.py --cases 300 --kind adapters toml       # some kinds
-    uv run tools/faults/fuzz.py --case adapters:217                    # one case, with its traceback
+    uv run tools/faults/fuzz.py                                        # 10,000 cases of each kind:
+    hours uv run tools/faults/fuzz.py --cases 300 --kind adapters toml       # some kinds uv run
+    tools/faults/fuzz.py --case adapters:217                    # one case, with its traceback
 
-A kind runs in a child process that reports each case before and after. A child that takes longer than the limit for one case is ended, and
-another goes on with the next; memory is limited by the operating system. The table goes to stdout, and each fault to stderr. The exit status
-is 1 if there was a fault.
+A kind runs in a child process that reports each case before and after. A child that takes longer
+than the limit for one case is ended, and another goes on with the next; memory is limited by the
+operating system. The table goes to stdout, and each fault to stderr. The exit status is 1 if there
+was a fault.
 """
 
 import argparse
@@ -44,7 +46,8 @@ from ditkit_core.io.memory import is_host_allocation
 from fuzz_models import ALL_KINDS
 
 SECONDS, WAITING_SECONDS, BYTES = 30, 90, 4 * 2**30
-"""Most processor time of a case, the most time altogether, and the most memory above that of a child before its first case."""
+"""Most processor time of a case, the most time altogether, and the most memory above that of a
+child before its first case."""
 FAULTS = ("traceback", "hang", "memory", "no clear line")
 
 
@@ -106,7 +109,9 @@ def outcome_of(kind: Kind, name: str, seed: int, folder: Path) -> tuple[str, str
     except BaseException as error:  # whatever it is, it is what is looked for
         if isinstance(error, KeyboardInterrupt):
             raise
-        return ("memory" if is_shortage(error) else "traceback"), "".join(traceback.format_exception(error)[-3:])[-600:]
+        return ("memory" if is_shortage(error) else "traceback"), "".join(
+            traceback.format_exception(error)[-3:]
+        )[-600:]
     return "used", ""
 
 
@@ -125,7 +130,13 @@ def child(name: str, seeds: range, folder: Path, pipe: int) -> None:
         start = time.process_time()
         outcome, said = outcome_of(kind, name, seed, folder)
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-        row = {"done": seed, "outcome": outcome, "said": said, "seconds": time.process_time() - start, "bytes": peak}
+        row = {
+            "done": seed,
+            "outcome": outcome,
+            "said": said,
+            "seconds": time.process_time() - start,
+            "bytes": peak,
+        }
         os.write(pipe, json.dumps(row).encode() + b"\n")
 
 
@@ -179,7 +190,9 @@ def _follow(pid: int, reading: int, name: str, row: Row, last: int) -> int:
         if data == b"" or hangs:
             if started:  # it ended, or does not end, in the middle of a case
                 row.outcomes["hang" if hangs else "traceback"] += 1
-                row.faults.append(f"{name}:{last}: {'takes too long' if hangs else 'ends its process'}")
+                row.faults.append(
+                    f"{name}:{last}: {'takes too long' if hangs else 'ends its process'}"
+                )
             return last
         *lines, rest = (rest + (data or b"")).split(b"\n")
         for line in lines:
@@ -194,7 +207,10 @@ def _record(report: dict[str, Any], name: str, row: Row) -> None:
     if "done" in report:
         row.outcomes[report["outcome"]] += 1
         row.seconds += report["seconds"]
-        row.slowest, row.largest_bytes = max(row.slowest, report["seconds"]), max(row.largest_bytes, report["bytes"])
+        row.slowest, row.largest_bytes = (
+            max(row.slowest, report["seconds"]),
+            max(row.largest_bytes, report["bytes"]),
+        )
         if report["outcome"] in FAULTS:
             row.faults.append(f"{name}:{report['done']}: {report['outcome']}: {report['said']}")
 
@@ -217,12 +233,17 @@ HEAD = [
 def line(name: str, row: Row) -> str:
     """The outcomes of a kind, as a row of a table in Markdown."""
     counts = [row.outcomes[key] for key in ("used", "refused", *FAULTS)]
-    seconds, most = [f"{row.slowest:.1f}", f"{row.seconds:.0f}"], f"{row.largest_bytes / 2**20:.0f} MiB"
+    seconds, most = (
+        [f"{row.slowest:.1f}", f"{row.seconds:.0f}"],
+        f"{row.largest_bytes / 2**20:.0f} MiB",
+    )
     return "| " + " | ".join(map(str, [name, row.cases, *counts, *seconds, most])) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=10_000, help="of each kind")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--kind", nargs="+", choices=list(ALL_KINDS), default=list(ALL_KINDS))

@@ -1,4 +1,5 @@
-"""The kinds of hostile media: sounds and videos with damaged headers, texts of captions, and pictures that claim to be huge."""
+"""The kinds of hostile media: sounds and videos with damaged headers, texts of captions, and
+pictures that claim to be huge."""
 
 import math
 import random
@@ -24,20 +25,26 @@ from ditkit_core.data.media.sound import decode_sound, sound_seconds
 
 MARKS = (
     # Boxes of MP4 and its kin
-    b"ftyp", b"moov", b"mvhd", b"tkhd", b"edts", b"elst", b"mdhd", b"hdlr", b"stsd", b"stts", b"ctts", b"stsc", b"stsz", b"stco",
-    b"stss", b"avc1", b"avcC", b"mp4a", b"esds", b"colr", b"moof", b"tfhd", b"tfdt", b"trun", b"mdat",
-    # Elements of Matroska: header, segment information, time scale, tracks, audio, rate, channels, cluster, block, cues
-    b"\x1a\x45\xdf\xa3", b"\x15\x49\xa9\x66", b"\x2a\xd7\xb1", b"\x16\x54\xae\x6b", b"\xe1", b"\xb5", b"\x9f", b"\x1f\x43\xb6\x75", b"\xa3",
+    b"ftyp", b"moov", b"mvhd", b"tkhd", b"edts", b"elst", b"mdhd", b"hdlr", b"stsd", b"stts",
+    b"ctts", b"stsc", b"stsz", b"stco",
+    b"stss", b"avc1", b"avcC", b"mp4a", b"esds", b"colr", b"moof", b"tfhd", b"tfdt", b"trun",
+    b"mdat",
+    # Elements of Matroska: header, segment information, time scale, tracks, audio, rate, channels,
+    # cluster, block, cues
+    b"\x1a\x45\xdf\xa3", b"\x15\x49\xa9\x66", b"\x2a\xd7\xb1", b"\x16\x54\xae\x6b", b"\xe1",
+    b"\xb5", b"\x9f", b"\x1f\x43\xb6\x75", b"\xa3",
     b"\x1c\x53\xbb\x6b",
     # Chunks of WAV and AVI, pages and heads of Ogg, FLAC, MP3
-    b"RIFF", b"fmt ", b"data", b"LIST", b"avih", b"strh", b"strf", b"idx1", b"OggS", b"OpusHead", b"fLaC", b"ID3", b"\xff\xfb",
+    b"RIFF", b"fmt ", b"data", b"LIST", b"avih", b"strh", b"strf", b"idx1", b"OggS", b"OpusHead",
+    b"fLaC", b"ID3", b"\xff\xfb",
 )  # fmt: skip
 """What stands in front of the fields of a container's headers."""
 NUMBERS = (0, 1, 2, 7, 255, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 48_000)
 
 
 def damaged_header(draw: random.Random, data: bytes) -> bytes:
-    """A media file with a few numbers changed behind, or a size in front of, a mark of its container."""
+    """A media file with a few numbers changed behind, or a size in front of, a mark of its
+    container."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         mark = draw.choice([mark for mark in MARKS if mark in changed] or [b""])
@@ -70,7 +77,9 @@ def _written(path: Path, sound: str = "", video: str = "", rate: int = 16_000) -
             samples = noise.integers(-9000, 9000, (1, rate), np.int16)
             frame = av.AudioFrame.from_ndarray(samples, **layout)
             frame.sample_rate, frame.pts = rate, 0
-            resampler = av.AudioResampler(track.format, track.layout, rate, track.codec_context.frame_size or 0)
+            resampler = av.AudioResampler(
+                track.format, track.layout, rate, track.codec_context.frame_size or 0
+            )
             streams.append((track, [*resampler.resample(frame)]))
         for stream, frames in streams:
             for frame in [*frames, None]:
@@ -93,7 +102,8 @@ class Sounds:
 
     def prepare(self, folder: Path) -> None:
         self.files = write_media(folder, {
-            ".wav": ("pcm_s16le", ""), ".flac": ("flac", ""), ".m4a": ("aac", ""), ".ogg": ("libopus", ""), ".mp3": ("libmp3lame", ""),
+            ".wav": ("pcm_s16le", ""), ".flac": ("flac", ""), ".m4a": ("aac", ""),
+            ".ogg": ("libopus", ""), ".mp3": ("libmp3lame", ""),
             ".mp4": ("aac", "libx264"), ".mkv": ("aac", "libx264"), ".avi": ("pcm_s16le", "mpeg4"),
         })  # fmt: skip
 
@@ -114,7 +124,8 @@ class Videos:
 
     def prepare(self, folder: Path) -> None:
         self.files = write_media(folder, {
-            ".mp4": ("aac", "libx264"), ".mov": ("", "libx264"), ".mkv": ("", "libx264"), ".webm": ("", "libvpx-vp9"),
+            ".mp4": ("aac", "libx264"), ".mov": ("", "libx264"), ".mkv": ("", "libx264"),
+            ".webm": ("", "libvpx-vp9"),
             ".avi": ("pcm_s16le", "mpeg4"), ".ts": ("", "libx264"),
         })  # fmt: skip
 
@@ -126,19 +137,25 @@ class Videos:
         probe(path)
         available(path, 8.0)
         config = DataConfig(
-            folder=str(folder), frames=draw.choice((1, 5)), height=16, width=16, on_bad=draw.choice(("error", "skip"))
+            folder=str(folder),
+            frames=draw.choice((1, 5)),
+            height=16,
+            width=16,
+            on_bad=draw.choice(("error", "skip")),
         )
         scan(config, frame_step=4, size_step=16, fps=8.0)
         read_clip(path, frames=draw.choice((1, 5)), fps=8.0, height=16, width=16)
 
 
 class Captions:
-    """Texts next to images: any encoding, any character, any length, and the ways to change them."""
+    """Texts next to images: any encoding, any character, any length, and the ways to change
+    them."""
 
     def prepare(self, folder: Path) -> None:
         self.image = picture(folder / "a.png").read_bytes()
         self.pieces = (
-            "a", "dog", ", ", ". ", "\n", "\r\n", "\0", "\t", "\x1b[2J", "\u202e", "\ufeff", "é", "🐕", "\\", "{", "}", '"', "(.*)*", "<b>", "x" * 5000,
+            "a", "dog", ", ", ". ", "\n", "\r\n", "\0", "\t", "\x1b[2J", "\u202e", "\ufeff", "é",
+            "🐕", "\\", "{", "}", '"', "(.*)*", "<b>", "x" * 5000,
             "\u2028", "\U000e0001", "word " * 400, "[trigger]", "%s", "../..",
         )  # fmt: skip
 
@@ -152,10 +169,14 @@ class Captions:
             suffix = draw.choice((".txt", ".txt", ".caption", ".json", ".TXT"))
             if suffix == ".json":
                 data = b'{"caption": "%s"}' % data if draw.random() < 0.7 else data
-            (folder / f"{name}{suffix}").write_bytes(damaged_bytes(draw, data) if draw.random() < 0.3 else data)
+            (folder / f"{name}{suffix}").write_bytes(
+                damaged_bytes(draw, data) if draw.random() < 0.3 else data
+            )
         config = DataConfig(
-            folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error", "skip")),
-            trigger=draw.choice(("", "ohwx", "(.*", "\\", "a")), shuffle_tags=draw.random() < 0.5, tag_separator=draw.choice((",", "|", "a")),
+            folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error",
+            "skip")),
+            trigger=draw.choice(("", "ohwx", "(.*", "\\", "a")), shuffle_tags=draw.random() < 0.5,
+            tag_separator=draw.choice((",", "|", "a")),
             keep_tags=draw.choice((0, 1, 5)), tag_variants=draw.choice((1, 4, 64)),
         )  # fmt: skip
         for sample in scan(config, frame_step=1, size_step=16, fps=8.0).samples:
@@ -170,12 +191,30 @@ def _bmp(width: int, height: int) -> bytes:
 def _tiff(width: int, height: int) -> bytes:
     tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: height, 279: 64}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    return b"II*\0" + struct.pack("<I", 72) + bytes(64) + struct.pack("<H", len(tags)) + entries + bytes(4)
+    return (
+        b"II*\0"
+        + struct.pack("<I", 72)
+        + bytes(64)
+        + struct.pack("<H", len(tags))
+        + entries
+        + bytes(4)
+    )
 
 
 def _webp(width: int, height: int) -> bytes:
-    canvas = struct.pack("<I", (width - 1) % 2**24)[:3] + struct.pack("<I", (height - 1) % 2**24)[:3]
-    body = b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + canvas + b"VP8L" + struct.pack("<I", 8) + b"\x2f" + bytes(7)
+    canvas = (
+        struct.pack("<I", (width - 1) % 2**24)[:3] + struct.pack("<I", (height - 1) % 2**24)[:3]
+    )
+    body = (
+        b"WEBPVP8X"
+        + struct.pack("<I", 10)
+        + bytes(4)
+        + canvas
+        + b"VP8L"
+        + struct.pack("<I", 8)
+        + b"\x2f"
+        + bytes(7)
+    )
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
@@ -183,7 +222,12 @@ def _png(width: int, height: int) -> bytes:
     """One bit a pixel; complete up to 64 MiB of rows, which compress to a thousandth."""
     rows = min(((width + 7) // 8 + 1) * height, 2**26)
     head = struct.pack(">IIBBBBB", width % 2**32, height % 2**32, 1, 0, 0, 0, 0)
-    return PNG + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(rows), 1)) + chunk(b"IEND", b"")
+    return (
+        PNG
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(bytes(rows), 1))
+        + chunk(b"IEND", b"")
+    )
 
 
 def _jpeg(good: bytes) -> Callable[[int, int], bytes]:
@@ -197,11 +241,26 @@ def _jpeg(good: bytes) -> Callable[[int, int], bytes]:
 class Pictures:
     """Small files that claim to be huge, or to have no pixel."""
 
-    sizes: Sequence[int] = (0, 1, 2, 64, 1000, 1001, 11_585, 11_586, 16_384, 65_535, 100_000, 2**24, 2**31 - 1)
+    sizes: Sequence[int] = (
+        0,
+        1,
+        2,
+        64,
+        1000,
+        1001,
+        11_585,
+        11_586,
+        16_384,
+        65_535,
+        100_000,
+        2**24,
+        2**31 - 1,
+    )
 
     def prepare(self, folder: Path) -> None:
         self.makers = {
-            ".png": _png, ".bmp": _bmp, ".tif": _tiff, ".webp": _webp, ".jpg": _jpeg(picture(folder / "a.jpg").read_bytes()),
+            ".png": _png, ".bmp": _bmp, ".tif": _tiff, ".webp": _webp,
+            ".jpg": _jpeg(picture(folder / "a.jpg").read_bytes()),
             ".gif": lambda width, height: gif(width % 2**16, height % 2**16),
         }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The kinds of hostile files that need the model packages: configurations and indexes of transformers; tokenizers and encoders."""
+"""The kinds of hostile files that need the model packages: configurations and indexes of
+transformers; tokenizers and encoders."""
 
 import json
 import random
@@ -31,8 +32,10 @@ CPU = torch.device("cpu")
 SIZES = (*VALUES, 2, 3, 7, 16, 64, 100_000, 10**9, -5, [2, 2], "gelu", [1] * 100)
 """What may stand where a configuration has a size."""
 FLUX2_CONFIG = {
-    "_class_name": "Flux2Transformer2DModel", "attention_head_dim": 16, "axes_dims_rope": [4, 4, 4, 4], "guidance_embeds": False,
-    "in_channels": 128, "joint_attention_dim": 48, "mlp_ratio": 3.0, "num_attention_heads": 2, "num_layers": 1, "num_single_layers": 1,
+    "_class_name": "Flux2Transformer2DModel", "attention_head_dim": 16, "axes_dims_rope": [4, 4, 4,
+    4], "guidance_embeds": False,
+    "in_channels": 128, "joint_attention_dim": 48, "mlp_ratio": 3.0, "num_attention_heads": 2,
+    "num_layers": 1, "num_single_layers": 1,
     "patch_size": 1, "rope_theta": 2000, "timestep_guidance_channels": 256, "eps": 1e-6,
 }  # fmt: skip
 
@@ -51,7 +54,10 @@ class Models:
         state = load_file(file)
         file.unlink()
         names = sorted(state)
-        shards = {"a-00001-of-00002.safetensors": names[::2], "a-00002-of-00002.safetensors": names[1::2]}
+        shards = {
+            "a-00001-of-00002.safetensors": names[::2],
+            "a-00002-of-00002.safetensors": names[1::2],
+        }
         for name, inside in shards.items():
             save_file({key: state[key] for key in inside}, transformer / name)
         weight_map = {key: name for name, inside in shards.items() for key in inside}
@@ -93,12 +99,24 @@ class Encoders:
         tiny_vae().save_pretrained(self.flux2 / "vae")
         image, clip = torch.zeros(3, 1, 16, 16), torch.zeros(3, 1, 32, 32)
         self.uses: list[tuple[Path, str, tuple[str, ...], Callable[[ModelPaths], Any], Any]] = [
-            (self.wan, "tokenizer", ("tokenizer.json", "tokenizer_config.json"), self._wan_text, "a red circle"),
+            (
+                self.wan,
+                "tokenizer",
+                ("tokenizer.json", "tokenizer_config.json"),
+                self._wan_text,
+                "a red circle",
+            ),
             (self.wan, "text_encoder", ("config.json",), self._wan_text, "a red circle"),
             (self.wan, "vae", ("config.json",), lambda model: VaeEncoder(model, CPU), clip),
             (self.flux2, "tokenizer", ("tokenizer.json",), self._flux2_text, "a red circle"),
             (self.flux2, "text_encoder", ("config.json",), self._flux2_text, "a red circle"),
-            (self.flux2, "vae", ("config.json",), lambda model: DiffusersVae(VAE, model, CPU), clip),
+            (
+                self.flux2,
+                "vae",
+                ("config.json",),
+                lambda model: DiffusersVae(VAE, model, CPU),
+                clip,
+            ),
         ]
         if (self.wan / "image_encoder").is_dir():
             self.uses.append(

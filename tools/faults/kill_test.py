@@ -1,16 +1,20 @@
-"""Random SIGKILLs over all stages of training, and the comparison with a run that was never disturbed.
+"""Random SIGKILLs over all stages of training, and the comparison with a run that was never
+disturbed.
 
-    uv run tools/faults/kill_test.py                              # 200 kills: all families, LoRA, full fine-tuning, and that with all levers of memory
-    uv run tools/faults/kill_test.py --kills 20 --seed 1
-    uv run tools/faults/kill_test.py --families wan --methods lora --kills 2
+    uv run tools/faults/kill_test.py                              # 200 kills: all families, LoRA,
+    full fine-tuning, and that with all levers of memory uv run tools/faults/kill_test.py --kills 20
+    --seed 1 uv run tools/faults/kill_test.py --families wan --methods lora --kills 2
 
-Each family's demo is trained once without a kill, from nothing to its report, on fewer media. Then the same command runs in new folders
-and is killed up to eight times per folder, until it completes: first at a random moment of the whole run, and then within its first
-third, so that one run is killed in many places. Moments are processor time, which does not depend on what else the machine does. What
-both folders contain must be equal: saves (every tensor and value), exports and samples (every byte), metrics (each step once; times
-aside), the encoded cache, and the names of all other files.
+Each family's demo is trained once without a kill, from nothing to its report, on fewer media. Then
+the same command runs in new folders and is killed up to eight times per folder, until it completes:
+first at a random moment of the whole run, and then within its first third, so that one run is
+killed in many places. Moments are processor time, which does not depend on what else the machine
+does. What both folders contain must be equal: saves (every tensor and value), exports and samples
+(every byte), metrics (each step once; times aside), the encoded cache, and the names of all other
+files.
 
-Every start is a fork of one process that has imported what the undisturbed run had imported: nothing is written while that happens.
+Every start is a fork of one process that has imported what the undisturbed run had imported:
+nothing is written while that happens.
 """
 
 import argparse
@@ -46,20 +50,26 @@ SPECS = {
     "zimage": ("ditkit_zimage.spec", "ZIMAGE"),
 }
 FLAGS = (
-    "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3", "--sample.prompts", "[]",
-    "--sample.captions", "1", "--sample.steps", "2", "--held_out.clips", "1", "--held_out.every_steps", "2", "--held_out.sigmas", "[0.5]",
-    "--log.every_steps", "1", "--log.tensorboard", "false", "--train.batch_size", "1", "--ema.decay", "0.9", "--train.threads", "1",
+    "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3",
+    "--sample.prompts", "[]",
+    "--sample.captions", "1", "--sample.steps", "2", "--held_out.clips", "1",
+    "--held_out.every_steps", "2", "--held_out.sigmas", "[0.5]",
+    "--log.every_steps", "1", "--log.tensorboard", "false", "--train.batch_size", "1",
+    "--ema.decay", "0.9", "--train.threads", "1",
 )  # fmt: skip
 METHODS = {
     "lora": ("--export.forms", '["official", "diffusers"]', "--export.merged", "true"),
     "full": ("--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
     # What a full fine-tune on a small GPU needs.
     "streamed": (
-        "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]', "--model.dtype", "bf16", "--optim.name",
-        "adafactor", "--optim.rounding", "stochastic", "--optim.fused_backward", "true", "--train.clip_by", "last_step",
+        "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]',
+        "--model.dtype", "bf16", "--optim.name",
+        "adafactor", "--optim.rounding", "stochastic", "--optim.fused_backward", "true",
+        "--train.clip_by", "last_step",
         "--train.accumulation", "2", "--train.swap_blocks", "1",
     ),
-    # Replays need a device that has graphs: the stand-in of the tests records and replays the work of a CPU.
+    # Replays need a device that has graphs: the stand-in of the tests records and replays the work
+    # of a CPU.
     "replayed": ("--train.cuda_graphs", "on", "--export.forms", '["official"]'),
 }  # fmt: skip
 KEPT = {
@@ -67,7 +77,8 @@ KEPT = {
     "flux2": ("picture00", "picture05", "picture13", "picture21", "edit00", "edit04"),
     "zimage": ("shape00", "shape05", "shape13", "shape21"),
 }
-"""The media that are trained on, by the start of their names: their number changes how long a stage takes, not what it writes."""
+"""The media that are trained on, by the start of their names: their number changes how long a stage
+takes, not what it writes."""
 KILLS_PER_RUN = 8
 _OF_THE_START = (
     ".lock",
@@ -136,13 +147,18 @@ def write_few(family: str, inputs: Path) -> None:
     for file in media.iterdir():
         if file.name == "metadata.jsonl":
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-            file.write_text("".join(line for line in lines if json.loads(line)["file_name"].startswith(KEPT[family])))
+            file.write_text(
+                "".join(
+                    line for line in lines if json.loads(line)["file_name"].startswith(KEPT[family])
+                )
+            )
         elif file.is_file() and not file.name.startswith(KEPT[family]):
             file.unlink()
 
 
 def import_all(names: Path) -> None:
-    """Import the modules that a run had imported when it ended, as far as they can be imported alone."""
+    """Import the modules that a run had imported when it ended, as far as they can be imported
+    alone."""
     for name in json.loads(names.read_text()):
         if name.partition(".")[0] in (
             "ditkit_core",
@@ -189,12 +205,18 @@ def undisturbed(kind: Kind, folder: Path) -> float:
     before = os.times()
     status = wait(kind.start(folder))
     if status != 0:
-        sys.exit(f"the undisturbed run of {kind} ended with status {status}; see {folder / 'log.txt'}")
+        sys.exit(
+            f"the undisturbed run of {kind} ended with status {status}; see {folder / 'log.txt'}"
+        )
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
-def disturbed(kind: Kind, folder: Path, cpu: float, kills: int, rng: random.Random) -> tuple[list[str], str]:
+def disturbed(
+    kind: Kind, folder: Path, cpu: float, kills: int, rng: random.Random
+) -> tuple[list[str], str]:
     """Train with at most this many kills.
 
     Args:
@@ -242,7 +264,9 @@ def differences(one: Path, other: Path) -> list[str]:
     first, second = _files(one), _files(other)
     found = [f"only in one: {name}" for name in sorted(first.keys() ^ second.keys())]
     for name in sorted(first.keys() & second.keys()):
-        if first[name].name not in _OF_THE_START and _content(first[name]) != _content(second[name]):
+        if first[name].name not in _OF_THE_START and _content(first[name]) != _content(
+            second[name]
+        ):
             found.append(f"differs: {name}")
     for save in sorted(path.name for path in (one / "run" / "state").iterdir()):
         if (other / "run" / "state" / save).is_dir() and not _equal_saves(
@@ -251,15 +275,23 @@ def differences(one: Path, other: Path) -> list[str]:
             found.append(f"differs: {save}")
     if _metrics(one / "run") != _metrics(other / "run"):
         found.append("differs: metrics.jsonl")
-    images = [(folder / "run" / "report.html").read_text(encoding="utf-8").count("<img") for folder in (one, other)]
+    images = [
+        (folder / "run" / "report.html").read_text(encoding="utf-8").count("<img")
+        for folder in (one, other)
+    ]
     return found + [f"differs: images of report.html: {images}"] * (images[0] != images[1])
 
 
 def _files(folder: Path) -> dict[str, Path]:
     # What a kill leaves in the cache goes after an hour, because another run may be writing there.
     found = (path for path in folder.rglob("*") if path.is_file() and path != folder / "log.txt")
-    kept = (path for path in found if not (path.is_relative_to(folder / "cache") and path.name.startswith(".")))
-    # Hashes of media files are remembered only of files that did not change for some seconds, so the clock decides whether there are any.
+    kept = (
+        path
+        for path in found
+        if not (path.is_relative_to(folder / "cache") and path.name.startswith("."))
+    )
+    # Hashes of media files are remembered only of files that did not change for some seconds, so
+    # the clock decides whether there are any.
     kept = (path for path in kept if path != folder / "cache" / "hashes.json")
     return {str(path.relative_to(folder)): path for path in kept}
 
@@ -280,15 +312,22 @@ def _equal_saves(one: Path, other: Path) -> bool:
         and first.tensors.keys() == second.tensors.keys()
         and all(
             tensors.keys() == second.tensors[group].keys()
-            and all(torch.equal(tensor, second.tensors[group][name]) for name, tensor in tensors.items())
+            and all(
+                torch.equal(tensor, second.tensors[group][name]) for name, tensor in tensors.items()
+            )
             for group, tensors in first.tensors.items()
         )
     )
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not is_of_the_machine(name)} for row in rows]
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {name: value for name, value in row.items() if not is_of_the_machine(name)} for row in rows
+    ]
 
 
 def num_replays(folder: Path) -> int:
@@ -334,12 +373,16 @@ def kill_kind(kind: Kind, kills: int, folder: Path, rng: random.Random) -> tuple
 
 def main() -> int:
     """Kill runs of every kind; returns 1 if one of them differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200, help="number of kills, over all kinds")
     parser.add_argument("--families", nargs="+", choices=SPECS, default=list(SPECS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
-    parser.add_argument("--folder", type=Path, help="where runs that differ are kept (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where runs that differ are kept (default: a temporary folder)"
+    )
     given = parser.parse_args()
     for module in ("ditkit_core.commands.train", "diffusers", "transformers", "peft"):
         importlib.import_module(module)
@@ -350,7 +393,10 @@ def main() -> int:
         inputs = folder / family / "inputs"
         write_few(family, inputs)
         kinds += [Kind(family, method, inputs) for method in given.methods]
-    print("| family | method | the last line before each kill | compared with the undisturbed run |\n|---|---|---|---|")
+    print(
+        "| family | method | the last line before each kill | compared with the undisturbed run "
+        "|\n|---|---|---|---|"
+    )
     stages: Counter[str] = Counter()
     bad = 0
     for index, kind in enumerate(kinds):
@@ -362,7 +408,10 @@ def main() -> int:
         "\n| stage | kills |\n|---|---:|\n"
         + "\n".join(f"| {stage} | {count} |" for stage, count in sorted(stages.items()))
     )
-    print(f"\n{stages.total()} kills, {bad} runs that differ" + (f"; they are in {folder}" if bad else ""))
+    print(
+        f"\n{stages.total()} kills, {bad} runs that differ"
+        + (f"; they are in {folder}" if bad else "")
+    )
     if not bad:
         shutil.rmtree(folder)
     return 1 if bad else 0

@@ -1,4 +1,5 @@
-"""The part of tools/gpu/gpu_truth.py that comes last: rates of the attention backends, and of a VAE in fp32 with and without TF32."""
+"""The part of tools/gpu/gpu_truth.py that comes last: rates of the attention backends, and of a VAE
+in fp32 with and without TF32."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,11 +15,13 @@ from ditkit_core.nn.context import BlockSettings, block_settings
 
 Rows = Iterator[dict[str, Any]]
 WHOLE = ("sdpa_math", "exact")
-"""Backends that compute all scores in memory, or one span after the other: for comparisons, not for speed."""
+"""Backends that compute all scores in memory, or one span after the other: for comparisons, not for
+speed."""
 
 
 def backends(device: torch.device, tiny: bool) -> Rows:
-    """Each attention backend that is there, at the tokens of 480p and of 720p clips; then a VAE of real size."""
+    """Each attention backend that is there, at the tokens of 480p and of 720p clips; then a VAE of
+    real size."""
     for tokens in (64,) if tiny else (20_280, 75_600):
         for name, support in SUPPORT.items():
             if name not in WHOLE and device.type in (support.devices or (device.type,)):
@@ -26,7 +29,9 @@ def backends(device: torch.device, tiny: bool) -> Rows:
                 if support.module is not None and not _is_there(support.module):
                     yield {"name": title, "value": f"{support.module} is not installed"}
                     continue
-                yield from attempted(title, partial(_attention, name, support, (tokens, 2 if tiny else 40), device))
+                yield from attempted(
+                    title, partial(_attention, name, support, (tokens, 2 if tiny else 40), device)
+                )
     yield from attempted("VAE", partial(_vae, device, tiny))
 
 
@@ -40,7 +45,15 @@ def _is_there(module: str) -> bool:
 def _attention(name: str, support: Support, size: tuple[int, int], device: torch.device) -> Rows:
     tokens, heads = size
     q, k, v = (
-        torch.randn(1, tokens, heads, 128, device=device, dtype=torch.bfloat16, requires_grad=support.has_backward)
+        torch.randn(
+            1,
+            tokens,
+            heads,
+            128,
+            device=device,
+            dtype=torch.bfloat16,
+            requires_grad=support.has_backward,
+        )
         for _ in range(3)
     )
     given = torch.randn_like(q)
@@ -66,12 +79,17 @@ def _attention(name: str, support: Support, size: tuple[int, int], device: torch
 
 
 def _vae(device: torch.device, tiny: bool) -> Rows:
-    """Encoding of 17 frames in 480p with random weights, with convolutions in fp32 as the commands have them, and in TF32."""
+    """Encoding of 17 frames in 480p with random weights, with convolutions in fp32 as the commands
+    have them, and in TF32."""
     from diffusers import AutoencoderKLWan
 
     torch.manual_seed(0)
     with device:
-        vae = AutoencoderKLWan(**({"base_dim": 8, "z_dim": 4} if tiny else {})).requires_grad_(False).eval()
+        vae = (
+            AutoencoderKLWan(**({"base_dim": 8, "z_dim": 4} if tiny else {}))
+            .requires_grad_(False)
+            .eval()
+        )
         clip = torch.rand(1, 3, *((5, 16, 16) if tiny else (17, 480, 832)))
     found, taken = [], []
     for allowed in (False, True):
@@ -79,7 +97,10 @@ def _vae(device: torch.device, tiny: bool) -> Rows:
         try:
             vae.encode(clip)  # cuDNN chooses its kernels
             taken.append(
-                min(seconds(lambda: found.append(vae.encode(clip).latent_dist.mean), device) for _ in range(2))
+                min(
+                    seconds(lambda: found.append(vae.encode(clip).latent_dist.mean), device)
+                    for _ in range(2)
+                )
             )
         finally:
             torch.backends.cudnn.allow_tf32 = False

@@ -1,4 +1,5 @@
-"""The training steps that tools/gpu/gpu_models.py takes: models at their published sizes, and the modes that they run in."""
+"""The training steps that tools/gpu/gpu_models.py takes: models at their published sizes, and the
+modes that they run in."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +14,22 @@ from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.models.spec import ModelSpec
 
 SMALL = {
-    "flux2": {"dim": 256, "heads": 2, "double_layers": 1, "single_layers": 1, "text_dim": 128, "text_tokens": 16},
-    "wan": {"dim": 256, "heads": 2, "layers": 1, "ffn_dim": 512, "text_dim": 128, "text_tokens": 16},
+    "flux2": {
+        "dim": 256,
+        "heads": 2,
+        "double_layers": 1,
+        "single_layers": 1,
+        "text_dim": 128,
+        "text_tokens": 16,
+    },
+    "wan": {
+        "dim": 256,
+        "heads": 2,
+        "layers": 1,
+        "ffn_dim": 512,
+        "text_dim": 128,
+        "text_tokens": 16,
+    },
 }
 """Sizes of models without a GPU."""
 
@@ -62,11 +77,15 @@ class Case:
 
 
 def modes(
-    *policies: str, kernels: tuple[str, ...] = ("triton",), cuda_graphs: tuple[Literal["on", "off"], ...] = ("off",)
+    *policies: str,
+    kernels: tuple[str, ...] = ("triton",),
+    cuda_graphs: tuple[Literal["on", "off"], ...] = ("off",),
 ) -> tuple[Mode, ...]:
     """All combinations, in order of the policies."""
     pairs = product(policies, kernels, cuda_graphs)
-    return tuple(Mode(policy=policy, kernels=name, cuda_graphs=graphs) for policy, name, graphs in pairs)
+    return tuple(
+        Mode(policy=policy, kernels=name, cuda_graphs=graphs) for policy, name, graphs in pairs
+    )
 
 
 BOTH_WAYS: tuple[Literal["on", "off"], ...] = ("on", "off")
@@ -78,7 +97,12 @@ LORA, CLIP, LONG_CLIP = 32, (49, 480, 832), (77, 720, 1280)
 def flux2(name: str, preset: str, side: int, modes: tuple[Mode, ...], **others: Any) -> Case:
     """A square image of FLUX.2."""
     return Case(
-        name=f"{name} {side}x{side}", family="flux2", preset=preset, size=(1, side, side), modes=modes, **others
+        name=f"{name} {side}x{side}",
+        family="flux2",
+        preset=preset,
+        size=(1, side, side),
+        modes=modes,
+        **others,
     )
 
 
@@ -86,12 +110,15 @@ KLEIN, DEV = partial(flux2, "klein 4B", "klein-base-4b"), partial(flux2, "FLUX.2
 WAN_FULL = partial(Case, family="wan", preset="t2v-1.3b", method="full")
 CASES = {
     "klein4b": [
-        KLEIN(512, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=7, with_launches=True),
-        KLEIN(1024, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=5),
+        KLEIN(512, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=7,
+        with_launches=True),
+        KLEIN(1024, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"),
+        repeats=5),
     ],
     "wan14b": [
         # Steps of seconds differ by less than one in a hundred.
-        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, theirs=("full",), repeats=1,
+        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, theirs=("full",),
+        repeats=1,
              modes=(*modes("full", "attn_only"), FAST)),
     ],
     "dev": [
@@ -99,12 +126,15 @@ CASES = {
         DEV(1024, modes("full", cuda_graphs=BOTH_WAYS), theirs=("full",)),
     ],
     "klein9b": [
-        flux2("klein 9B", "klein-base-9b", side, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=5)
+        flux2("klein 9B", "klein-base-9b", side, modes("none", "full", cuda_graphs=BOTH_WAYS),
+        theirs=("none", "full"), repeats=5)
         for side in (512, 1024)
     ],
     "wan1_3b": [
-        WAN_FULL(name="Wan 1.3B full fine-tune 480x832x77", size=(77, 480, 832), modes=(*modes("full", "attn_only"), FAST), repeats=2),
-        WAN_FULL(name="Wan 1.3B full fine-tune 720x1280x77", size=LONG_CLIP, modes=modes("full", "attn_only(self)", "attn_only"), repeats=1),
+        WAN_FULL(name="Wan 1.3B full fine-tune 480x832x77", size=(77, 480, 832),
+        modes=(*modes("full", "attn_only"), FAST), repeats=2),
+        WAN_FULL(name="Wan 1.3B full fine-tune 720x1280x77", size=LONG_CLIP, modes=modes("full",
+        "attn_only(self)", "attn_only"), repeats=1),
     ],
     "klein4b_modes": [KLEIN(side, EVERY_MODE, repeats=5) for side in (512, 1024)],
     "dev_modes": [DEV(side, EVERY_MODE) for side in (512, 1024)],
@@ -113,10 +143,13 @@ CASES = {
 
 
 def small(case: Case) -> Case:
-    """The case without a GPU: two modes of a small clip or image, and one of diffusers', show whether everything runs."""
+    """The case without a GPU: two modes of a small clip or image, and one of diffusers', show
+    whether everything runs."""
     ends = (replace(mode, kernels="torch") for mode in (case.modes[0], case.modes[-1]))
     size = (min(case.size[0], 5), 64, 64)
-    return replace(case, size=size, modes=tuple(dict.fromkeys(ends)), theirs=case.theirs[:1], repeats=1)
+    return replace(
+        case, size=size, modes=tuple(dict.fromkeys(ends)), theirs=case.theirs[:1], repeats=1
+    )
 
 
 def described(case: Case, tiny: bool) -> tuple[ModelSpec, Any, AdapterConfig, dict[str, Tensor]]:

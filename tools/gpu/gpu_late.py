@@ -1,4 +1,5 @@
-"""A model whose blocks are streamed, and ways to make its work and its copies late, so that whatever does not wait for them shows."""
+"""A model whose blocks are streamed, and ways to make its work and its copies late, so that
+whatever does not wait for them shows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from ditkit_core.engine.placement import Placement
 
 
 class Delay(BlockHooks):
-    """Keeps a GPU busy for some time before every block, so that whatever does not wait for it shows."""
+    """Keeps a GPU busy for some time before every block, so that whatever does not wait for it
+    shows."""
 
     def __init__(self, device: torch.device, cycles: int):
         self._device, self._cycles = device, cycles
@@ -52,7 +54,8 @@ def late_copies(device: torch.device, cycles: int) -> Iterator[None]:
 
 
 def swapped(model: Any, device: torch.device) -> BlockSwap:
-    """A model with its trained parameters, embedding and head on the device, and all blocks streamed."""
+    """A model with its trained parameters, embedding and head on the device, and all blocks
+    streamed."""
     blocks = model.blocks()
     for stage in (model.embed, model.head):
         stage.to(device)
@@ -61,5 +64,8 @@ def swapped(model: Any, device: torch.device) -> BlockSwap:
             parameter.data = parameter.data.to(device)
     every = range(len(blocks))
     return BlockSwap(
-        model, Placement(embed=device, blocks=(device,) * len(blocks), head=device, streamed=frozenset(every))
+        model,
+        Placement(
+            embed=device, blocks=(device,) * len(blocks), head=device, streamed=frozenset(every)
+        ),
     )

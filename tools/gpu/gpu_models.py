@@ -1,10 +1,12 @@
-"""Parts of tools/gpu/gpu_truth.py: training steps of models at their published sizes, with random weights, next to diffusers' and to the plan.
+"""Parts of tools/gpu/gpu_truth.py: training steps of models at their published sizes, with random
+weights, next to diffusers' and to the plan.
 
     uv run tools/gpu/gpu_parts.py klein4b --device cuda --out rows.jsonl
 
-A step is a micro-batch of one sample: forward, loss, backward, clipping, and the update of AdamW. Weights are random, because a step takes
-the same time and memory with any. diffusers runs as its training scripts do: its model in bf16 under autocast, a LoRA of peft in fp32 on the
-same layers, gradient checkpointing, fused AdamW. Peaks are of all tensors, weights and optimizer included.
+A step is a micro-batch of one sample: forward, loss, backward, clipping, and the update of AdamW.
+Weights are random, because a step takes the same time and memory with any. diffusers runs as its
+training scripts do: its model in bf16 under autocast, a LoRA of peft in fp32 on the same layers,
+gradient checkpointing, fused AdamW. Peaks are of all tensors, weights and optimizer included.
 """
 
 import os
@@ -69,7 +71,9 @@ def steps_of_cases(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
             for case in cases
             for mode in case.modes
         }
-        by_case = {case.name: {mode: planned[case.name, mode] for mode in case.modes} for case in cases}
+        by_case = {
+            case.name: {mode: planned[case.name, mode] for mode in case.modes} for case in cases
+        }
         yield from attempted("ours", partial(_ours, cases, by_case, device, tiny))
         release_memory()  # for diffusers' model
         yield from attempted("diffusers", partial(_theirs, cases, device, tiny))
@@ -77,7 +81,8 @@ def steps_of_cases(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
 
 @contextmanager
 def planner(device: torch.device) -> Iterator[Executor]:
-    """Plans steps meanwhile: next to a GPU in a process of its own, which takes none of the time in which the host launches work."""
+    """Plans steps meanwhile: next to a GPU in a process of its own, which takes none of the time in
+    which the host launches work."""
     pool: Executor
     if device.type == "cuda":
         pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=_without_gpu)
@@ -104,7 +109,8 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
     spec, arch, adapter, item = described(case, tiny)
     job = StepJob(
         spec=spec, arch=arch, adapter=adapter, batch=[item], kind=kind,
-        execution=Execution(checkpointing=mode.policy, kernels=mode.kernels, precision=mode.precision),
+        execution=Execution(checkpointing=mode.policy, kernels=mode.kernels,
+        precision=mode.precision),
     )  # fmt: skip
     work = Workload(
         kernels=mode.kernels,
@@ -128,14 +134,17 @@ class TrainedModel:
 
 
 def build(case: Case, device: torch.device, tiny: bool) -> TrainedModel:
-    """Our model with random weights, in the dtypes that loading gives, and a batch of random latents and conditions."""
+    """Our model with random weights, in the dtypes that loading gives, and a batch of random
+    latents and conditions."""
     spec, arch, adapter, outline = described(case, tiny)
     precision = Precision(matmul=torch.bfloat16)
     module = build_on_meta(spec, arch, precision)
     inject(module, adapter, spec.adapters.targets)
     plan_truth.fill(module, spec, precision, device, swapped=False)
     kernels = "triton" if device.type == "cuda" else "torch"
-    trained = TrainState(module, trainable_parameters(module), OptimConfig(), EMAConfig(), kernels=kernels)
+    trained = TrainState(
+        module, trainable_parameters(module), OptimConfig(), EMAConfig(), kernels=kernels
+    )
     module.train()
     return TrainedModel(spec=spec, module=module, trained=trained, batch=random_batch(outline))
 
@@ -154,7 +163,8 @@ def _note(line: str) -> None:
 
 @contextmanager
 def step_of(model: TrainedModel, mode: Mode) -> Iterator[Step]:
-    """A training step as the loop takes it: the batch is prepared, and page-locked, before. Graphs are freed behind the block.
+    """A training step as the loop takes it: the batch is prepared, and page-locked, before. Graphs
+    are freed behind the block.
 
     The only function that knows how a step is replayed.
     """
@@ -167,12 +177,16 @@ def step_of(model: TrainedModel, mode: Mode) -> Iterator[Step]:
     context = StepContext(step=0, seed=0, flow=FlowConfig(), prepared=lambda micro: batch)
     replays = None
     if mode.cuda_graphs != "off":
-        train = TrainConfig(checkpointing=mode.policy, kernels=mode.kernels, cuda_graphs=mode.cuda_graphs)
+        train = TrainConfig(
+            checkpointing=mode.policy, kernels=mode.kernels, cuda_graphs=mode.cuda_graphs
+        )
         replays = replays_of(there, train, OptimConfig(), _note)
         context = replace(context, replays=replays)
 
     def step() -> float:
-        return training_step(there, [model.batch], model.trained.optimizer, context, lr=1e-5, clip_norm=1.0).loss
+        return training_step(
+            there, [model.batch], model.trained.optimizer, context, lr=1e-5, clip_norm=1.0
+        ).loss
 
     try:
         yield step
@@ -182,7 +196,10 @@ def step_of(model: TrainedModel, mode: Mode) -> Iterator[Step]:
 
 
 def _ours(
-    cases: list[Case], planned: Mapping[str, Mapping[Mode, Future[Planned]]], device: torch.device, tiny: bool
+    cases: list[Case],
+    planned: Mapping[str, Mapping[Mode, Future[Planned]]],
+    device: torch.device,
+    tiny: bool,
 ) -> Rows:
     model = build(cases[0], device, tiny)
     yield {"name": f"{cases[0].preset}, {cases[0].method}", **weights(model.module)}
@@ -209,7 +226,10 @@ def weights(module: nn.Module) -> dict[str, Any]:
     """Columns with the size of a model, and what of it is trained."""
     parameters = list(module.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return {"trained": trained, "weights GiB": sum(parameter.nbytes for parameter in parameters) / GIB}
+    return {
+        "trained": trained,
+        "weights GiB": sum(parameter.nbytes for parameter in parameters) / GIB,
+    }
 
 
 def _row(
@@ -220,9 +240,18 @@ def _row(
     planned: Future[Planned] | None = None,
     warm_up: int = 1,
 ) -> Rows:
-    """Times of a step, its peak, and what the plan says of both; of a step that cannot fit only the plan."""
-    if planned is not None and _may_not_fit(device) and planned.result().peak > torch.cuda.mem_get_info(device)[1]:
-        yield {**labels, "planned GiB": planned.result().peak / GIB, "value": "more than this GPU has"}
+    """Times of a step, its peak, and what the plan says of both; of a step that cannot fit only the
+    plan."""
+    if (
+        planned is not None
+        and _may_not_fit(device)
+        and planned.result().peak > torch.cuda.mem_get_info(device)[1]
+    ):
+        yield {
+            **labels,
+            "planned GiB": planned.result().peak / GIB,
+            "value": "more than this GPU has",
+        }
         return
     row = dict(labels)
     with making as step:
@@ -235,23 +264,31 @@ def _row(
         row |= {"planned GiB": plan.peak / GIB, "planned seconds": plan.seconds}
         if device.type == "cuda":
             ratio = plan.peak / GIB / row["peak GiB"]
-            row |= {"planned / measured": ratio, "time planned / measured": plan.seconds / row["seconds"]}
+            row |= {
+                "planned / measured": ratio,
+                "time planned / measured": plan.seconds / row["seconds"],
+            }
             row["ok"] = row["ok"] and abs(ratio - 1) <= plan_truth.TOLERANCE
     yield row
 
 
 def _warm_up(mode: Mode) -> int:
-    """Steps before those that are timed: kernels are compiled in the first, graphs recorded in the second or third."""
+    """Steps before those that are timed: kernels are compiled in the first, graphs recorded in the
+    second or third."""
     return 1 if mode.cuda_graphs == "off" else 3
 
 
 def _may_not_fit(device: torch.device) -> bool:
     """Whether weights leave so little memory that it is worth to wait for a plan."""
-    return device.type == "cuda" and torch.cuda.memory_allocated(device) > torch.cuda.mem_get_info(device)[1] / 2
+    return (
+        device.type == "cuda"
+        and torch.cuda.memory_allocated(device) > torch.cuda.mem_get_info(device)[1] / 2
+    )
 
 
 def measured(step: Step, repeats: int, device: torch.device, warm_up: int = 1) -> dict[str, Any]:
-    """The first step, then the median of those behind the warm-up and the fastest, and the peak of all."""
+    """The first step, then the median of those behind the warm-up and the fastest, and the peak of
+    all."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -259,7 +296,8 @@ def measured(step: Step, repeats: int, device: torch.device, warm_up: int = 1) -
     times = [seconds(lambda: losses.append(step()), device) for _ in range(warm_up + repeats)]
     timed = times[warm_up:]
     row: dict[str, Any] = {
-        "seconds": statistics.median(timed), "fastest": min(timed), "steps": len(timed), "first step": times[0], "loss": losses[0],
+        "seconds": statistics.median(timed), "fastest": min(timed), "steps": len(timed),
+        "first step": times[0], "loss": losses[0],
         "ok": all(map(torch.isfinite, torch.tensor(losses))),
     }  # fmt: skip
     if on_gpu:
@@ -287,7 +325,10 @@ def _theirs(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
     parameters = [parameter for parameter in peer.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     for case in cases:
-        inputs = {name: tensor.to(device) for name, tensor in random_batch(described(case, tiny)[3]).items[0].items()}
+        inputs = {
+            name: tensor.to(device)
+            for name, tensor in random_batch(described(case, tiny)[3]).items[0].items()
+        }
         inputs["target"] = torch.randn(inputs["latents"].shape, device=device)
         for policy in case.theirs:
             checkpoint = {
@@ -297,12 +338,19 @@ def _theirs(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
             checkpoint[policy]()
             name = f"{case.name}, diffusers, {policy}"
             labels = {"case": case.name, "trainer": "diffusers", "policy": policy}
-            step = partial(their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer)
-            yield from attempted(name, partial(_row, {"name": name, **labels}, nullcontext(step), case, device))
+            step = partial(
+                their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer
+            )
+            yield from attempted(
+                name, partial(_row, {"name": name, **labels}, nullcontext(step), case, device)
+            )
 
 
 def their_step(
-    predict: Callable[[], Tensor], target: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+    predict: Callable[[], Tensor],
+    target: Tensor,
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> float:
     """A training step as diffusers' scripts take it."""
     with torch.autocast(target.device.type, torch.bfloat16):
@@ -316,7 +364,8 @@ def their_step(
 
 
 def their_model(case: Case, device: torch.device, tiny: bool) -> Peer:
-    """diffusers' model in bf16 with random weights, and for a LoRA peft's on the layers that ours has."""
+    """diffusers' model in bf16 with random weights, and for a LoRA peft's on the layers that ours
+    has."""
     spec, arch, adapter, _ = described(case, tiny)
     with device, diffusers_models.default_dtype(torch.bfloat16):
         module = {"wan": diffusers_models.wan, "flux2": diffusers_models.flux2}[case.family](arch)
@@ -329,13 +378,19 @@ def their_model(case: Case, device: torch.device, tiny: bool) -> Peer:
     return Peer(module=module.train(), predict=partial(predict, module))
 
 
-def _add_lora(module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, device: torch.device) -> None:
+def _add_lora(
+    module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, device: torch.device
+) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     adapted = inject(build_on_meta(spec, arch, Precision()), adapter, spec.adapters.targets)
     names = (spec.architecture.names.from_native["diffusers"](f"{name}.weight") for name in adapted)
-    targets = list(dict.fromkeys(part.name.removesuffix(".weight") for parts in names for part in parts))
-    inject_adapter_in_model(LoraConfig(r=adapter.rank, lora_alpha=adapter.rank, target_modules=targets), module)
+    targets = list(
+        dict.fromkeys(part.name.removesuffix(".weight") for parts in names for part in parts)
+    )
+    inject_adapter_in_model(
+        LoraConfig(r=adapter.rank, lora_alpha=adapter.rank, target_modules=targets), module
+    )
     for name, parameter in module.named_parameters():
         if "lora_" in name:
             parameter.data = 0.02 * torch.randn(parameter.shape, device=device)
@@ -344,7 +399,9 @@ def _add_lora(module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, d
 def _predict_wan(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     timestep = torch.tensor([731.0], device=inputs["latents"].device)
     latents, text = (inputs[name].bfloat16()[None] for name in ("latents", "text"))
-    return module(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
+    return module(
+        hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False
+    )[0]
 
 
 def _predict_flux2(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -355,7 +412,9 @@ def _predict_flux2(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     positions = token_positions(num_text, (rows, columns), [], device)
     guidance = torch.tensor([3.5], device=device) if module.config.guidance_embeds else None
     tokens = module(
-        hidden_states=latents.flatten(2).transpose(1, 2), encoder_hidden_states=text, timestep=torch.tensor([0.731], device=device),
-        guidance=guidance, img_ids=positions[num_text:], txt_ids=positions[:num_text], return_dict=False,
+        hidden_states=latents.flatten(2).transpose(1, 2), encoder_hidden_states=text,
+        timestep=torch.tensor([0.731], device=device),
+        guidance=guidance, img_ids=positions[num_text:], txt_ids=positions[:num_text],
+        return_dict=False,
     )[0]  # fmt: skip
     return tokens.transpose(1, 2).unflatten(-1, (1, rows, columns))

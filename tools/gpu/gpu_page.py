@@ -1,9 +1,11 @@
 """Write the page of what GPUs measured, from the rows of tools/gpu/gpu_truth.py.
 
-    uv run tools/gpu/gpu_page.py > benchmarks/gpu_h100.md                  # from benchmarks/gpu_h100*.jsonl
-    uv run tools/gpu/gpu_page.py gpu_truth.jsonl other.jsonl > page.md     # from other files, the newest first
+    uv run tools/gpu/gpu_page.py > benchmarks/gpu_h100.md                  # from
+    benchmarks/gpu_h100*.jsonl uv run tools/gpu/gpu_page.py gpu_truth.jsonl other.jsonl > page.md
+    # from other files, the newest first
 
-Where a file has rows of several runs, the last run that measured a part counts. The page has no number that is not in a row, but ratios of two.
+Where a file has rows of several runs, the last run that measured a part counts. The page has no
+number that is not in a row, but ratios of two.
 """
 
 import argparse
@@ -61,10 +63,19 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 def section(rows: Sequence[Row]) -> Iterator[str]:
     """What one file says."""
-    machine = next((f"{row['name']}: {row['value']}" for row in rows if row["part"] == "facts" and "value" in row), "")
+    machine = next(
+        (
+            f"{row['name']}: {row['value']}"
+            for row in rows
+            if row["part"] == "facts" and "value" in row
+        ),
+        "",
+    )
     runs = [row for row in rows if row["part"] == "run"]
     yield from (f"## {', '.join(dict.fromkeys(row['name'] for row in runs))}", "", machine, "")
-    yield from (f"{line}\n" for line in dict.fromkeys(f"{row['name']}: {row['value']}" for row in runs))
+    yield from (
+        f"{line}\n" for line in dict.fromkeys(f"{row['name']}: {row['value']}" for row in runs)
+    )
     yield from steps([row for row in rows if "case" in row])
     yield from failures(rows)
     for part in PARTS:
@@ -138,9 +149,14 @@ def _reason(row: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "files", nargs="*", type=Path, help="rows, the newest first; default: benchmarks/gpu_h100*.jsonl"
+        "files",
+        nargs="*",
+        type=Path,
+        help="rows, the newest first; default: benchmarks/gpu_h100*.jsonl",
     )
     args = parser.parse_args(arguments)
     sys.stdout.write(page(args.files or sorted(BENCHMARKS.glob("gpu_h100*.jsonl"))))

@@ -1,6 +1,8 @@
-"""A part of tools/gpu/gpu_truth.py: how fast elementwise work passes over memory, what its launches cost the host, and where a step waits.
+"""A part of tools/gpu/gpu_truth.py: how fast elementwise work passes over memory, what its launches
+cost the host, and where a step waits.
 
-Under fake tensors passes are counted as if each had the memory's full rate and no launch took time. Here both are measured.
+Under fake tensors passes are counted as if each had the memory's full rate and no launch took time.
+Here both are measured.
 """
 
 import time
@@ -47,18 +49,25 @@ class Pass:
 
 
 def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
-    """What blocks are made of besides matmuls and attention, at a number of tokens and a width, by name."""
+    """What blocks are made of besides matmuls and attention, at a number of tokens and a width, by
+    name."""
     heads, number = dim // 128, tokens * dim
 
     def random(*shape: int, dtype: torch.dtype = WIDE, trains: bool = True) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_(trains)
 
-    x, y, both = random(1, tokens, dim), random(1, tokens, dim, dtype=NARROW), random(1, tokens, 2 * dim, dtype=NARROW)
+    x, y, both = (
+        random(1, tokens, dim),
+        random(1, tokens, dim, dtype=NARROW),
+        random(1, tokens, 2 * dim, dtype=NARROW),
+    )
     scale, shift, gate = (random(1, 1, dim, trains=False) for _ in range(3))
     norm = nn.RMSNorm(dim, eps=1e-6, device=device).requires_grad_(False)
     rotary = random(1, tokens, 1, dim // heads // 2, 2, trains=False)
     trained = [random(1, 1, dim) for _ in range(2)]
-    layers = {kind: QuantizedLinear(dim, dim, kind, bias=False).to(device) for kind in ("int8", "nf4")}
+    layers = {
+        kind: QuantizedLinear(dim, dim, kind, bias=False).to(device) for kind in ("int8", "nf4")
+    }
     for layer in layers.values():
         layer.set_weight(random(dim, dim, trains=False))
     codes = layers["int8"].weight.detach()
@@ -66,21 +75,26 @@ def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
     return {
         "copy": Pass(run=lambda: x.detach().clone(), forward=8 * number, has_kernel=False),
         "modulated norm": Pass(
-            run=lambda: modulated_norm(x, scale, shift, 1e-6, WIDE, NARROW), forward=6 * number, backward=10 * number
+            run=lambda: modulated_norm(x, scale, shift, 1e-6, WIDE, NARROW), forward=6 * number,
+            backward=10 * number
         ),
         "modulated norm, trained": Pass(
-            run=lambda: modulated_norm(x, *trained, 1e-6, WIDE, NARROW), forward=6 * number, backward=10 * number
+            run=lambda: modulated_norm(x, *trained, 1e-6, WIDE, NARROW), forward=6 * number,
+            backward=10 * number
         ),
         "norm and rotation": Pass(
-            run=lambda: normalised_heads(y, norm, heads, Precision(matmul=NARROW), rotary), forward=4 * number,
+            run=lambda: normalised_heads(y, norm, heads, Precision(matmul=NARROW), rotary),
+            forward=4 * number,
             backward=6 * number,
         ),
         "gated unit": Pass(run=lambda: gated_unit(both), forward=6 * number, backward=10 * number),
         "gated sum": Pass(
-            run=lambda: gated_sum(y, x, gate), forward=10 * number, backward=6 * number, has_kernel=False
+            run=lambda: gated_sum(y, x, gate), forward=10 * number, backward=6 * number,
+            has_kernel=False
         ),
         **weights,
-        "transposed codes": Pass(run=lambda: codes.T.contiguous(), forward=2 * dim * dim, has_kernel=False),
+        "transposed codes": Pass(run=lambda: codes.T.contiguous(), forward=2 * dim * dim,
+        has_kernel=False),
     }  # fmt: skip
 
 
@@ -94,7 +108,8 @@ def _converted(layer: QuantizedLinear, dim: int) -> Pass:
 def passes(device: torch.device, tiny: bool) -> Rows:
     """Rate of each pass next to that of a copy, and the host's time for the same on few numbers."""
     large, small = (
-        passes_of(device, *size) for size in (((64, 128), (8, 128)) if tiny else ((20_280, 5120), (8, 128)))
+        passes_of(device, *size)
+        for size in (((64, 128), (8, 128)) if tiny else ((20_280, 5120), (8, 128)))
     )
     repeats, copied = 1 if tiny else 10, 0.0
     for kernels in ("torch", "triton") if device.type == "cuda" else ("torch",):
@@ -142,7 +157,9 @@ def _rates(each: Pass, repeats: int, device: torch.device) -> tuple[float, float
             torch.autograd.grad(out, inputs, given, retain_graph=True)
 
     backward()
-    return each.forward / ahead, each.backward / (min(seconds(backward, device) for _ in range(3)) / repeats)
+    return each.forward / ahead, each.backward / (
+        min(seconds(backward, device) for _ in range(3)) / repeats
+    )
 
 
 def _leaves(out: Tensor) -> list[Tensor]:
@@ -168,12 +185,15 @@ def _host_microseconds(each: Pass, repeats: int, device: torch.device) -> float:
 
 
 def waits(device: torch.device, families: Iterable[tuple[str, Any, Any, Any]]) -> Rows:
-    """Where the host waits for a GPU in a training step of each family: once, for loss and norm. torch itself says where."""
+    """Where the host waits for a GPU in a training step of each family: once, for loss and norm.
+    torch itself says where."""
     for name, spec, arch, items in families:
         for kernels in ("torch", "triton"):
             title = f"{name}, {kernels}: waits in a step"
             measured = partial(_waits_in_a_step, device, spec, arch, items, kernels)
-            yield from attempted(title, lambda title=title, measured=measured: [_places(title, measured())])
+            yield from attempted(
+                title, lambda title=title, measured=measured: [_places(title, measured())]
+            )
 
 
 def _places(name: str, found: Counter[str]) -> dict[str, Any]:
@@ -181,13 +201,18 @@ def _places(name: str, found: Counter[str]) -> dict[str, Any]:
     return {"name": name, "value": places, "ok": found.total() == 1}
 
 
-def _waits_in_a_step(device: torch.device, spec: Any, arch: Any, items: Any, kernels: str) -> Counter[str]:
+def _waits_in_a_step(
+    device: torch.device, spec: Any, arch: Any, items: Any, kernels: str
+) -> Counter[str]:
     model: Any = make_model(spec, arch, dtype=NARROW, adapter=ADAPTERS["lora"]).to(device)
     trained, batches, found = trainable_parameters(model), micro_batches(items), Counter[str]()
     there = Model(model, BlockEngine(policy="full", kernels=kernels), spec, trained)
     optimizer = NamedOptimizer(trained, OptimConfig())
     for step in range(3):  # the last counts: in the first a kernel's compiler may wait
-        ready = [prepare(spec, FlowConfig(), batches, i, seed=1, step=step).pinned() for i in range(len(batches))]
+        ready = [
+            prepare(spec, FlowConfig(), batches, i, seed=1, step=step).pinned()
+            for i in range(len(batches))
+        ]
         context = StepContext(step=step, seed=1, flow=FlowConfig(), prepared=ready.__getitem__)
         torch.cuda.synchronize(device)
         with _noted() as places:
@@ -207,4 +232,8 @@ def _noted() -> Iterator[Counter[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.update(f"{Path(each.filename).name}:{each.lineno}" for each in said if "synchronizing" in str(each.message))
+    found.update(
+        f"{Path(each.filename).name}:{each.lineno}"
+        for each in said
+        if "synchronizing" in str(each.message)
+    )

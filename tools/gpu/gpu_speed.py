@@ -1,4 +1,5 @@
-"""The parts of tools/gpu/gpu_truth.py that time steps: against diffusers', with streamed blocks, and of a small model."""
+"""The parts of tools/gpu/gpu_truth.py that time steps: against diffusers', with streamed blocks,
+and of a small model."""
 
 import argparse
 import re
@@ -39,20 +40,24 @@ GIB = 2**30
 
 
 def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
-    """Medians of interleaved steps of ours, with torch's kernels where no others are named, and of diffusers'; one step of each by kinds of
-    kernels.
+    """Medians of interleaved steps of ours, with torch's kernels where no others are named, and of
+    diffusers'; one step of each by kinds of kernels.
 
     Args:
-        trace: Start of the names of files for the profiler's traces of the first steps; empty for none.
+        trace: Start of the names of files for the profiler's traces of the first steps; empty for
+            none.
 
-    What changes the model or its kernels is timed with ours again, after the rows of the others are written.
+    What changes the model or its kernels is timed with ours again, after the rows of the others are
+    written.
     """
     on_gpu, dtype = device.type == "cuda", torch.bfloat16
     given = ["--device", str(device), *(["--tiny"] if tiny else ["--repeats", "5"])]
     args = bench_step.configured([*given, "--dtype", "bf16"])
     pair = bench_step.wan_pair(args, dtype)
     eager = bench_step.steps_of(args, pair, dtype)
-    default, fast = (PrecisionConfig(preset=preset).precision(dtype, {}) for preset in ("default", "fast"))
+    default, fast = (
+        PrecisionConfig(preset=preset).precision(dtype, {}) for preset in ("default", "fast")
+    )
 
     def under(precision: Any, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -71,7 +76,9 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
     yield from _timed(steps, args.repeats, device, trace)
     kernels = bench_step.steps_of(args, pair, dtype, kernels="triton" if on_gpu else "torch").ours
     name = f"ours, {'kernels = triton (the default on GPUs)' if on_gpu else 'kernels'}"
-    yield from attempted(name, partial(_timed, {"ours again": eager.ours, name: kernels}, args.repeats, device))
+    yield from attempted(
+        name, partial(_timed, {"ours again": eager.ours, name: kernels}, args.repeats, device)
+    )
     for kind, problem in kinds_in_8_bits(device).items():
         if problem:
             yield {"name": f"ours, {kind}", "value": problem}
@@ -82,7 +89,8 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
 
 
 def kinds_in_8_bits(device: torch.device) -> dict[str, str]:
-    """The kinds of products in 8 bits, each with why this device cannot compute it; empty if it can."""
+    """The kinds of products in 8 bits, each with why this device cannot compute it; empty if it
+    can."""
     problems = dict.fromkeys(("int8", "fp8"), "")
     for kind in problems:
         try:
@@ -106,7 +114,11 @@ def _timed(steps: Steps, repeats: int, device: torch.device, trace: str = "") ->
         made = launches(step, device, file)
         (number, taken), (busy, span) = by_kind(made), busy_and_span(made)
         kinds = {kind: f"{number[kind]} in {taken[kind] / 1e3:.1f} ms" for kind in number}
-        yield {"name": f"{name}: kernels", **kinds, "gaps": f"{(span - busy) / 1e3:.1f} of {span / 1e3:.1f} ms"}
+        yield {
+            "name": f"{name}: kernels",
+            **kinds,
+            "gaps": f"{(span - busy) / 1e3:.1f} of {span / 1e3:.1f} ms",
+        }
 
 
 def streaming(device: torch.device, tiny: bool) -> Rows:
@@ -118,10 +130,18 @@ def streaming(device: torch.device, tiny: bool) -> Rows:
     if on_gpu:
         start = time.perf_counter()
         pages.lock(memory, device)
-        yield {"name": "page-locking a GiB", "seconds": time.perf_counter() - start, "ok": pages.all_locked}
-    copying = statistics.median(interleaved([lambda: there.copy_(memory, non_blocking=True)], 5, device)[0])
+        yield {
+            "name": "page-locking a GiB",
+            "seconds": time.perf_counter() - start,
+            "ok": pages.all_locked,
+        }
+    copying = statistics.median(
+        interleaved([lambda: there.copy_(memory, non_blocking=True)], 5, device)[0]
+    )
     yield {"name": "host to device", **_copied(size / copying, device)}
-    back = statistics.median(interleaved([lambda: memory.copy_(there, non_blocking=True)], 5, device)[0])
+    back = statistics.median(
+        interleaved([lambda: memory.copy_(there, non_blocking=True)], 5, device)[0]
+    )
     yield {"name": "device to host", **_copied(size / back, device)}
     if on_gpu:
         pages.unlock([memory])
@@ -137,7 +157,11 @@ def _streamed(device: torch.device, tiny: bool, seconds_per_byte: float) -> Rows
     # 12 blocks of Wan 14B's width are 7 GB.
     blocks = 12 if _has(device, 32 * GIB) else 4
     arch = ToyArch(depth=3) if tiny else ToyArch(depth=blocks, dim=5120, heads=40)
-    items = toy_items(2) if tiny else [{**item, "latents": torch.randn(4, 2, 64, 64)} for item in toy_items(2)]
+    items = (
+        toy_items(2)
+        if tiny
+        else [{**item, "latents": torch.randn(4, 2, 64, 64)} for item in toy_items(2)]
+    )
     times, moved = [], 0
     for swap in (False, True):
         model = toy_on(device, arch)
@@ -152,18 +176,30 @@ def _streamed(device: torch.device, tiny: bool, seconds_per_byte: float) -> Rows
     resident, streamed = times
     copying = moved * seconds_per_byte
     hidden = 1 - max(0.0, streamed - resident) / copying
-    row = {"resident": milliseconds(resident), "copies": milliseconds(copying), "streamed": milliseconds(streamed)}
+    row = {
+        "resident": milliseconds(resident),
+        "copies": milliseconds(copying),
+        "streamed": milliseconds(streamed),
+    }
     # Copies that take longer than the work cannot be hidden behind it.
     right = {} if tiny or copying > resident else {"ok": hidden >= 0.8}
-    yield {"name": f"a step that streams {mebibytes(moved)}", **row, "share of copies hidden": hidden, **right}
+    yield {
+        "name": f"a step that streams {mebibytes(moved)}",
+        **row,
+        "share of copies hidden": hidden,
+        **right,
+    }
 
 
 def toy_on(device: torch.device, arch: ToyArch) -> Any:
-    """A toy with a LoRA, made on the device: a CPU would be busy with its random weights for longer than the part may take."""
+    """A toy with a LoRA, made on the device: a CPU would be busy with its random weights for longer
+    than the part may take."""
     adapter = ADAPTERS["lora"]
     assert adapter is not None
     with device:
-        model: Any = TOY.architecture.build(arch, Precision(matmul=torch.bfloat16)).requires_grad_(False)
+        model: Any = TOY.architecture.build(arch, Precision(matmul=torch.bfloat16)).requires_grad_(
+            False
+        )
     for name, parameter in model.named_parameters():
         if not TOY.precision.keep_fp32(name):
             parameter.data = parameter.data.bfloat16()

@@ -2,14 +2,17 @@
 
     uv run tools/gpu/gpu_truth.py                        # all parts, at most 840 seconds
     uv run tools/gpu/gpu_truth.py --only bitwise plan    # some of them
-    uv run tools/gpu/gpu_truth.py --musubi DIR --diffsynth DIR    # with steps of these trainers, from checkouts of them
-    uv run tools/gpu/gpu_truth.py --device cpu --tiny    # whether everything in it runs, without a GPU: its numbers are worth nothing
+    uv run tools/gpu/gpu_truth.py --musubi DIR --diffsynth DIR    # with steps of these trainers,
+    from checkouts of them uv run tools/gpu/gpu_truth.py --device cpu --tiny    # whether everything
+    in it runs, without a GPU: its numbers are worth nothing
 
-Parts run in order of worth (`tools/gpu/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
-part. Those that measure no time run side by side, as many as the processor has cores for. Within a part, what fails costs its own rows.
-Results are appended at once to a file of JSON lines; the profiler's traces of timed steps are next to it. When the time is up, the parts
-that are left are skipped. At the end a table in Markdown is printed, also after Ctrl-C or a termination. The exit status is the number of
-parts that failed; nothing else runs if torch cannot use the device.
+Parts run in order of worth (`tools/gpu/gpu_parts.py`), each in a process of its own with a time
+limit, so that a crash or a hang loses one part. Those that measure no time run side by side, as
+many as the processor has cores for. Within a part, what fails costs its own rows. Results are
+appended at once to a file of JSON lines; the profiler's traces of timed steps are next to it. When
+the time is up, the parts that are left are skipped. At the end a table in Markdown is printed, also
+after Ctrl-C or a termination. The exit status is the number of parts that failed; nothing else runs
+if torch cannot use the device.
 """
 
 import argparse
@@ -47,12 +50,21 @@ class Part:
 
 
 PARTS = (
-    Part(name="facts", seconds=60, about="Versions, precision switches, attention kernels, memory of the context"),
+    Part(
+        name="facts",
+        seconds=60,
+        about="Versions, precision switches, attention kernels, memory of the context",
+    ),
     Part(name="klein4b", seconds=150, about="Steps of FLUX.2 klein 4B, and diffusers'"),
     Part(name="wan14b", seconds=150, about="Steps of Wan 14B, and diffusers'"),
     Part(name="dev", seconds=120, about="Steps of FLUX.2 dev, and diffusers'", is_in_tiny=False),
     Part(name="tests", seconds=240, about="The tests for a GPU", is_timed=False),
-    Part(name="plan", seconds=240, about="Plans of levers against allocated and reserved memory", is_timed=False),
+    Part(
+        name="plan",
+        seconds=240,
+        about="Plans of levers against allocated and reserved memory",
+        is_timed=False,
+    ),
     Part(
         name="demos",
         seconds=180,
@@ -71,20 +83,63 @@ PARTS = (
         about="Gradients against the CPU and fp64, and with our kernels",
         is_timed=False,
     ),
-    Part(name="quantized", seconds=90, about="Codes, values and a step of a quantized base", is_timed=False),
+    Part(
+        name="quantized",
+        seconds=90,
+        about="Codes, values and a step of a quantized base",
+        is_timed=False,
+    ),
     Part(name="musubi", seconds=120, about="Steps of musubi-tuner, from a checkout of it"),
     Part(name="diffsynth", seconds=120, about="Steps of DiffSynth-Studio, from a checkout of it"),
-    Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
+    Part(
+        name="computed",
+        seconds=30,
+        about="Products in 8 bits against the CPU's, and their time against bf16",
+    ),
     Part(name="speed", seconds=180, about="A step against diffusers', and where its time goes"),
-    Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
-    Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
-    Part(name="klein9b", seconds=120, about="Steps of FLUX.2 klein 9B, and diffusers'", is_in_tiny=False),
-    Part(name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False),
-    Part(name="klein4b_modes", seconds=150, about="Steps of FLUX.2 klein 4B in every mode", is_in_tiny=False),
-    Part(name="dev_modes", seconds=120, about="Steps of FLUX.2 dev in every mode", is_in_tiny=False),
-    Part(name="seeds", seconds=180, about="The reports that this project began with, measured natively"),
-    Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
-    Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
+    Part(
+        name="passes",
+        seconds=60,
+        about="Rates of elementwise work, its cost on the host, and where a step waits",
+    ),
+    Part(
+        name="streaming",
+        seconds=60,
+        about="Copies of streamed blocks, and the share of them that is hidden",
+    ),
+    Part(
+        name="klein9b",
+        seconds=120,
+        about="Steps of FLUX.2 klein 9B, and diffusers'",
+        is_in_tiny=False,
+    ),
+    Part(
+        name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False
+    ),
+    Part(
+        name="klein4b_modes",
+        seconds=150,
+        about="Steps of FLUX.2 klein 4B in every mode",
+        is_in_tiny=False,
+    ),
+    Part(
+        name="dev_modes", seconds=120, about="Steps of FLUX.2 dev in every mode", is_in_tiny=False
+    ),
+    Part(
+        name="seeds",
+        seconds=180,
+        about="The reports that this project began with, measured natively",
+    ),
+    Part(
+        name="real",
+        seconds=180,
+        about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed",
+    ),
+    Part(
+        name="backends",
+        seconds=150,
+        about="Rates of attention backends, and of a VAE in fp32 and TF32",
+    ),
 )
 """In order of worth; those without a time that follow each other run side by side."""
 PEERS = ("musubi", "diffsynth")
@@ -117,7 +172,8 @@ def run(
         command: The command of a part.
         limit: Seconds for each part in place of its own.
         side_by_side: Most parts without a time that run at once.
-        waits: Whether the commands wait for a line from here before they use the device: the next one then imports while a part runs.
+        waits: Whether the commands wait for a line from here before they use the device: the next
+            one then imports while a part runs.
 
     Returns:
         The number of parts that failed. One that was skipped has not.
@@ -134,16 +190,27 @@ def run(
                         part = waiting.popleft()
                         process = ahead.pop(part.name, None)
                         if left <= 0 or lacking:
-                            append(out, {"part": part.name, "status": "skipped", "error": lacking or "no time left"})
+                            append(
+                                out,
+                                {
+                                    "part": part.name,
+                                    "status": "skipped",
+                                    "error": lacking or "no time left",
+                                },
+                            )
                             if process is not None:
                                 process.kill()
                             continue
-                        process = process or _Process(part, command(part), out, Path(folder) / part.name)
+                        process = process or _Process(
+                            part, command(part), out, Path(folder) / part.name
+                        )
                         process.start(min(limit or part.seconds, left))
                         running.append(process)
                     if waits and running and following and not (waiting or ahead):
                         part = following[0][0]
-                        ahead[part.name] = _Process(part, command(part), out, Path(folder) / part.name)
+                        ahead[part.name] = _Process(
+                            part, command(part), out, Path(folder) / part.name
+                        )
                     for process in [process for process in running if process.is_over()]:
                         running.remove(process)
                         status, code = process.noted()
@@ -168,11 +235,20 @@ class _Process:
 
     def __init__(self, part: Part, command: Sequence[str], out: Path, messages: Path):
         self.part, self.out, self.messages = part, out, messages
-        self.before, self.begin, self.seconds, self.limit = len(read(out)), time.monotonic(), 0.0, 0.0
+        self.before, self.begin, self.seconds, self.limit = (
+            len(read(out)),
+            time.monotonic(),
+            0.0,
+            0.0,
+        )
         # A file and not a pipe, which a compiler's workers keep open after the process is gone.
         with messages.open("wb") as stderr:
             self.child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
 
     def start(self, limit: float) -> None:
@@ -188,7 +264,8 @@ class _Process:
         return self.child.poll() is not None or self.seconds >= self.limit
 
     def kill(self) -> None:
-        """End it with the processes that it started, however it ended itself: they would keep memory of the GPU from the next part."""
+        """End it with the processes that it started, however it ended itself: they would keep
+        memory of the GPU from the next part."""
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
         if self.child.stdin is not None:
@@ -214,7 +291,10 @@ class _Process:
         status = "failed" if error or any(row.get("ok") is False for row in rows) else "ok"
         for line in _warnings(lines):
             append(self.out, {"part": self.part.name, "name": "warning", "value": line})
-        append(self.out, {"part": self.part.name, "status": status, "seconds": self.seconds, "error": error})
+        append(
+            self.out,
+            {"part": self.part.name, "status": status, "seconds": self.seconds, "error": error},
+        )
         print(f"{self.part.name}: {status} in {self.seconds:.0f} s {error}".rstrip(), flush=True)
         return status, code
 
@@ -226,7 +306,8 @@ def _warnings(said: str) -> list[str]:
 
 
 def _reason(said: str) -> str:
-    """The last exception in what a process wrote: libraries warn after it, while the process ends. Or else the last line."""
+    """The last exception in what a process wrote: libraries warn after it, while the process ends.
+    Or else the last line."""
     lines = said.strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
     return (errors or lines or [""])[-1]
@@ -235,12 +316,17 @@ def _reason(said: str) -> str:
 def _code(code: int) -> str:
     if code >= 0:
         return f"status {code}"
-    cause = ", as the system does where the machine's memory runs out" if code == -signal.SIGKILL else ""
+    cause = (
+        ", as the system does where the machine's memory runs out"
+        if code == -signal.SIGKILL
+        else ""
+    )
     return f"ended by {signal.Signals(-code).name}{cause}"
 
 
 def append(out: Path, row: Row) -> None:
-    """Append a row, on a line of its own whatever a process that was ended left in the last one; several processes may."""
+    """Append a row, on a line of its own whatever a process that was ended left in the last one;
+    several processes may."""
     with out.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -259,11 +345,18 @@ def read(out: Path) -> list[dict[str, Any]]:
 
 def tables(rows: Sequence[Row], parts: Sequence[Part]) -> str:
     """All rows in Markdown, a table for each part."""
-    return "\n".join(line for part in parts for line in _table(part, [row for row in rows if row["part"] == part.name]))
+    return "\n".join(
+        line
+        for part in parts
+        for line in _table(part, [row for row in rows if row["part"] == part.name])
+    )
 
 
 def _table(part: Part, rows: Sequence[Row]) -> Iterator[str]:
-    ends, found = [row for row in rows if "status" in row], [row for row in rows if "status" not in row]
+    ends, found = (
+        [row for row in rows if "status" in row],
+        [row for row in rows if "status" not in row],
+    )
     end = ends[-1] if ends else {"status": "not run"}
     took = f" in {end['seconds']:.0f} s" if "seconds" in end else ""
     error = f": {end['error']}" if end.get("error") else ""
@@ -272,7 +365,9 @@ def _table(part: Part, rows: Sequence[Row]) -> Iterator[str]:
     if found:
         yield f"| {' | '.join(columns)} |"
         yield f"|{'---|' * len(columns)}"
-        yield from (f"| {' | '.join(_cell(row.get(name, '')) for name in columns)} |" for row in found)
+        yield from (
+            f"| {' | '.join(_cell(row.get(name, '')) for name in columns)} |" for row in found
+        )
         yield ""
 
 
@@ -286,47 +381,88 @@ def _commit() -> str:
     """The commit of the sources; an archive of them has none."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small models: a look at whether everything runs")
     parser.add_argument(
-        "--only", nargs="+", choices=[part.name for part in PARTS], help="some parts, in this order; default: all"
+        "--tiny", action="store_true", help="small models: a look at whether everything runs"
     )
     parser.add_argument(
-        "--wall", type=float, default=0.0, help="seconds for everything; default: 840, without limit if tiny"
+        "--only",
+        nargs="+",
+        choices=[part.name for part in PARTS],
+        help="some parts, in this order; default: all",
+    )
+    parser.add_argument(
+        "--wall",
+        type=float,
+        default=0.0,
+        help="seconds for everything; default: 840, without limit if tiny",
     )
     parser.add_argument(
         "--side-by-side", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), metavar="N",
         help="most parts without a time that run at once; default: one for three cores",
     )  # fmt: skip
-    parser.add_argument("--musubi", type=Path, metavar="DIR", help="a checkout of musubi-tuner, for the part musubi")
     parser.add_argument(
-        "--diffsynth", type=Path, metavar="DIR", help="a checkout of DiffSynth-Studio, for the part diffsynth"
+        "--musubi", type=Path, metavar="DIR", help="a checkout of musubi-tuner, for the part musubi"
+    )
+    parser.add_argument(
+        "--diffsynth",
+        type=Path,
+        metavar="DIR",
+        help="a checkout of DiffSynth-Studio, for the part diffsynth",
     )
     parser.add_argument("--commit", default="", help="of the sources, for the rows; default: git's")
-    parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu_truth.jsonl"),
+        help="file that results are appended to",
+    )
     args = parser.parse_args(arguments)
     checkouts = {name: getattr(args, name) for name in PEERS}
     before = len(read(args.out))
     by_name = {part.name: part for part in PARTS}
-    named = [by_name[name] for name in args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]]
-    append(args.out, {"part": "run", "name": f"commit {args.commit or _commit()}", "value": time.strftime("%Y-%m-%d")})
+    named = [
+        by_name[name]
+        for name in args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
+    ]
+    append(
+        args.out,
+        {
+            "part": "run",
+            "name": f"commit {args.commit or _commit()}",
+            "value": time.strftime("%Y-%m-%d"),
+        },
+    )
     parts = [part for part in named if checkouts.get(part.name, part)]
     for part in named:
         if part not in parts:
-            append(args.out, {"part": part.name, "status": "skipped", "error": f"--{part.name} names no checkout"})
+            append(
+                args.out,
+                {
+                    "part": part.name,
+                    "status": "skipped",
+                    "error": f"--{part.name} names no checkout",
+                },
+            )
     script = Path(__file__).with_name("gpu_parts.py")
-    # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is that of the commands.
+    # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is
+    # that of the commands.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Containers often forbid Python to keep what it compiles: each part then compiles torch's sources anew, for half of its time.
+    # Containers often forbid Python to keep what it compiles: each part then compiles torch's
+    # sources anew, for half of its time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.tiny:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -349,7 +485,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.SIGTERM, signal.default_int_handler
     )  # a part in a session of its own would outlive this process
     try:
-        failed = run(parts, args.out, wall, command, _TINY_SECONDS if args.tiny else 0.0, args.side_by_side, waits=True)
+        failed = run(
+            parts,
+            args.out,
+            wall,
+            command,
+            _TINY_SECONDS if args.tiny else 0.0,
+            args.side_by_side,
+            waits=True,
+        )
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
     print(tables(read(args.out)[before:], named))

@@ -1,4 +1,5 @@
-"""LoRA files of FLUX.2 as other programs write them: what each makes of the weights, by hand and by diffusers' own reader."""
+"""LoRA files of FLUX.2 as other programs write them: what each makes of the weights, by hand and by
+diffusers' own reader."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,22 +50,37 @@ PROGRAMS = {
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """Of our Linear layers."""
-    linears = {name: module for name, module in tiny_model("dev").named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module
+        for name, module in tiny_model("dev").named_modules()
+        if isinstance(module, nn.Linear)
+    }
     return {name: tuple(module.weight.shape) for name, module in linears.items()}
 
 
-def written(program: Program, *, blocks_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A file's tensors, with an adapter on every Linear layer of the form, and what they add to each weight of the form."""
+def written(
+    program: Program, *, blocks_only: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A file's tensors, with an adapter on every Linear layer of the form, and what they add to
+    each weight of the form."""
     random = torch.Generator().manual_seed(0)
     ours = {
-        f"{name}.weight": torch.empty(shape) for name, shape in shapes().items() if not blocks_only or "blocks." in name
+        f"{name}.weight": torch.empty(shape)
+        for name, shape in shapes().items()
+        if not blocks_only or "blocks." in name
     }
     tensors, changes = {}, {}
     for weight, empty in foreign(ours, program.form).items():
         name = weight.removesuffix(".weight")
         name = program.prefix + (name.replace(".", "_") if program.flat else name)
-        down, up = (torch.randn(size, generator=random) for size in ((RANK, empty.shape[1]), (len(empty), RANK)))
-        tensors |= {f"{name}.{program.parts[0]}.weight": down, f"{name}.{program.parts[1]}.weight": up}
+        down, up = (
+            torch.randn(size, generator=random)
+            for size in ((RANK, empty.shape[1]), (len(empty), RANK))
+        )
+        tensors |= {
+            f"{name}.{program.parts[0]}.weight": down,
+            f"{name}.{program.parts[1]}.weight": up,
+        }
         if program.alpha is not None:
             tensors[f"{name}.alpha"] = torch.tensor(program.alpha)
         changes[weight] = (program.alpha or RANK) / RANK * up @ down
@@ -86,9 +102,12 @@ def test_every_programs_file_changes_each_weight_as_it_says(tmp_path: Path, name
         torch.testing.assert_close(merged, change, msg=weight)
 
 
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.diffusers_reads])
+@pytest.mark.parametrize(
+    "name", [name for name, program in PROGRAMS.items() if program.diffusers_reads]
+)
 def test_diffusers_reads_the_same_of_what_it_reads(name: str) -> None:
-    """The blocks alone: of what is outside it drops some in one form and misreads some in another."""
+    """The blocks alone: of what is outside it drops some in one form and misreads some in
+    another."""
     from diffusers import Flux2Pipeline
 
     tensors, changes = written(PROGRAMS[name], blocks_only=True)
@@ -96,7 +115,8 @@ def test_diffusers_reads_the_same_of_what_it_reads(name: str) -> None:
     layers = {key.removesuffix(".lora_A.weight") for key in read if key.endswith(".lora_A.weight")}
     assert len(read) == 2 * len(layers)
     products = {
-        f"{layer.removeprefix('transformer.')}.weight": read[f"{layer}.lora_B.weight"] @ read[f"{layer}.lora_A.weight"]
+        f"{layer.removeprefix('transformer.')}.weight": read[f"{layer}.lora_B.weight"]
+        @ read[f"{layer}.lora_A.weight"]
         for layer in layers
     }
     theirs, ours = native(products), native(changes)

@@ -1,4 +1,5 @@
-"""What is said of programs that read FLUX.2's adapter files, held against the diffusers that is installed."""
+"""What is said of programs that read FLUX.2's adapter files, held against the diffusers that is
+installed."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +71,8 @@ def test_what_is_said_of_diffusers_is_what_it_does(tmp_path: Path, targets: str,
 
 
 def loads_plainly(world: Adapted, file: Path) -> bool:
-    """Whether the pipeline's loader alone loads all of a file, to the same outputs: `verify` makes peft's layers itself."""
+    """Whether the pipeline's loader alone loads all of a file, to the same outputs: `verify` makes
+    peft's layers itself."""
     from diffusers import Flux2KleinPipeline
 
     theirs, inputs = DIFFUSERS.transformer(world.model), DIFFUSERS.inputs(world.model)
@@ -87,9 +89,13 @@ LOKR = {"decomposed": {}, "whole factors": {"rank_pattern": ("*=10000",)}}
 
 @pytest.mark.parametrize("factors", LOKR)
 @pytest.mark.parametrize("kind", ["diffusers", "musubi", "keys of alpha"])
-def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path: Path, kind: str, factors: str) -> None:
+def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(
+    tmp_path: Path, kind: str, factors: str
+) -> None:
     targets = ("*.proj", "*.linear1")
-    world = Adapted("klein base", targets, alpha=6.0, method="lokr", decompose_factor=4, **LOKR[factors])
+    world = Adapted(
+        "klein base", targets, alpha=6.0, method="lokr", decompose_factor=4, **LOKR[factors]
+    )
     file = world.write(tmp_path, "musubi" if kind == "musubi" else "diffusers")
     if kind == "keys of alpha":
         tensors = load_file(file)
@@ -100,7 +106,9 @@ def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path: 
 
 
 OTHERS: dict[str, Callable[[str], str]] = {
-    "lora_up and lora_down": lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    "lora_up and lora_down": lambda name: name.replace("lora_A", "lora_down").replace(
+        "lora_B", "lora_up"
+    ),
     "no prefix": lambda name: name.removeprefix("diffusion_model."),
     "peft": lambda name: name.replace("diffusion_model.", "base_model.model."),
     "a model's prefix": lambda name: f"model.{name}",
@@ -129,14 +137,21 @@ def test_keys_of_alpha_are_rejected_in_these_names(tmp_path: Path, form: str) ->
 
 @pytest.mark.parametrize("first", ["official", "diffusers", "diffsynth", "musubi"])
 @pytest.mark.parametrize("second", ["official", "diffusers", "diffsynth", "musubi"])
-def test_forms_that_stack_otherwise_become_each_other_bitwise(tmp_path: Path, first: str, second: str) -> None:
-    """q, k and v apart in one form, one tensor in the other: A is three times as high there, or shared."""
+def test_forms_that_stack_otherwise_become_each_other_bitwise(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """q, k and v apart in one form, one tensor in the other: A is three times as high there, or
+    shared."""
     world = Adapted("klein base", (*QKV, "*.linear1", "head.linear"), alpha=6.0)
     shapes, state = layers_of(world), trainable_parameters(world.model)
     source, out = world.write(tmp_path, first), tmp_path / "out.safetensors"
-    assert cli.run(FLUX2, "export", ["--adapter", str(source), "--to", second, "--out", str(out)]) == 0
+    assert (
+        cli.run(FLUX2, "export", ["--adapter", str(source), "--to", second, "--out", str(out)]) == 0
+    )
     file = open_adapter(out, NAMES, shapes)
-    assert {f"{name}.lora_A.weight" for name in file.modules} == {name for name in state if "lora_A" in name}
+    assert {f"{name}.lora_A.weight" for name in file.modules} == {
+        name for name in state if "lora_A" in name
+    }
     for name, module in file.modules.items():
         read = file.read(name)
         used = read.up.any(0)
@@ -180,7 +195,9 @@ def test_a_base_of_another_family_is_answered_with_its_commands(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as error:
         arch_here(FLUX2, ModelPaths(transformer=str(tmp_path)))
-    assert str(error.value).startswith(f"{tmp_path / 'config.json'} {answer}") and "Error" not in str(error.value)
+    assert str(error.value).startswith(
+        f"{tmp_path / 'config.json'} {answer}"
+    ) and "Error" not in str(error.value)
     assert ("set model.preset to one of" in str(error.value)) == answer.startswith("does not")
 
 
@@ -190,6 +207,7 @@ def test_a_single_file_of_another_family_is_answered_with_its_commands(tmp_path:
         tmp_path / "x.safetensors",
     )
     with pytest.raises(
-        UserError, match=r"no preset fits the weights in .* \(its names look like those of Wan\); use the wan commands$"
+        UserError,
+        match=r"no preset fits the weights in .* \(its names look like those of Wan\); use the wan commands$",
     ):
         arch_here(FLUX2, ModelPaths(transformer=str(tmp_path / "x.safetensors")))

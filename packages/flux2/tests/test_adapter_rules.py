@@ -20,7 +20,9 @@ def is_refused(form: str, modules: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize("layer", kinds_of_layers("dev"))
-def test_what_diffusers_misreads_is_refused_and_nothing_else(tmp_path: Path, layer: str, form: str) -> None:
+def test_what_diffusers_misreads_is_refused_and_nothing_else(
+    tmp_path: Path, layer: str, form: str
+) -> None:
     world = Adapted("dev", (layer,))
     file = world.write(tmp_path, form)
     try:

@@ -1,4 +1,5 @@
-"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
+"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the
+encoders themselves."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,11 @@ CPU = torch.device("cpu")
 
 
 def auxiliary_model(name: str, preset: str = "dev", **where: str) -> AuxiliaryModel:
-    (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], ModelPaths(**where)) if each.name == name)
+    (found,) = (
+        each
+        for each in FLUX2.auxiliary.models(PRESETS[preset], ModelPaths(**where))
+        if each.name == name
+    )
     return found
 
 
@@ -43,22 +48,31 @@ def test_the_built_in_sizes_are_those_of_the_published_language_models(
 ) -> None:
     config = family.published[name]
     of_head = 0 if tied else config["vocab_size"] * config["hidden_size"]
-    assert num_parameters(build_layers(family, config)) + of_head + config["hidden_size"] == published
+    assert (
+        num_parameters(build_layers(family, config)) + of_head + config["hidden_size"] == published
+    )
 
 
 @pytest.mark.parametrize(
-    ("preset", "name"), [("dev", "Mistral Small 3"), ("klein-9b", "Qwen3 8B"), ("klein-base-4b", "Qwen3 4B")]
+    ("preset", "name"),
+    [("dev", "Mistral Small 3"), ("klein-9b", "Qwen3 8B"), ("klein-base-4b", "Qwen3 4B")],
 )
-def test_each_preset_has_its_encoder_up_to_the_last_layer_that_is_read(preset: str, name: str) -> None:
+def test_each_preset_has_its_encoder_up_to_the_last_layer_that_is_read(
+    preset: str, name: str
+) -> None:
     built = auxiliary_model("text encoder", preset).build(torch.bfloat16)
     config = {**MISTRAL.published, **QWEN.published}[name]
-    assert built.get_parameter("embed_tokens.weight").shape == (config["vocab_size"], config["hidden_size"])
+    assert built.get_parameter("embed_tokens.weight").shape == (
+        config["vocab_size"],
+        config["hidden_size"],
+    )
     assert len(built.get_submodule("layers")) == {"dev": 30}.get(preset, 27)
     assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
 
 
 def test_the_vae_takes_what_was_measured_and_less_in_tiles() -> None:
-    """2.5 GiB of activations for 1024² pixels and 10 for 2048², 3 and 12 GiB to decode: what the README says."""
+    """2.5 GiB of activations for 1024² pixels and 10 for 2048², 3 and 12 GiB to decode: what the
+    README says."""
     found = {}
     for name in ("VAE encoder", "VAE decoder"):
         vae = auxiliary_model(name)
@@ -66,7 +80,10 @@ def test_the_vae_takes_what_was_measured_and_less_in_tiles() -> None:
             weights, peak = measure_model(vae, (1, side, side), dtype=torch.float32)
             assert weights == pytest.approx(4 * 84_046_115, rel=1e-4)
             found[name, side] = (peak - weights) / GIB
-        assert measure_model(vae, (1, 2048, 2048), dtype=torch.float32, mode="in tiles").peak < 1.1 * GIB
+        assert (
+            measure_model(vae, (1, 2048, 2048), dtype=torch.float32, mode="in tiles").peak
+            < 1.1 * GIB
+        )
     assert found["VAE encoder", 1024] == pytest.approx(2.51, abs=0.01)
     assert found["VAE encoder", 2048] == pytest.approx(10.05, abs=0.05)
     assert found["VAE decoder", 1024] == pytest.approx(3.01, abs=0.02)
@@ -80,11 +97,17 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("height", "dtype"), [(48, torch.float32), (128, torch.float32), (128, torch.bfloat16)])
-def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("height", "dtype"), [(48, torch.float32), (128, torch.float32), (128, torch.bfloat16)]
+)
+def test_what_the_vae_holds_is_what_was_planned(
+    vae_folder: Path, height: int, dtype: torch.dtype
+) -> None:
     encoder = DiffusersVae(VAE, ModelPaths(vae=str(vae_folder)), CPU, mode=VaeMode(dtype))
     encoder.load()
-    encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), ModelPaths(vae=str(vae_folder)))
+    encode, _, decode = FLUX2.auxiliary.models(
+        replace(ARCHS["dev"], in_channels=16), ModelPaths(vae=str(vae_folder))
+    )
     size = (1, height, 64)
     planned = [measure_model(each, size, dtype=dtype, kind="cpu").peak for each in (encode, decode)]
     image = torch.zeros(3, *size)
@@ -93,13 +116,24 @@ def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int, d
     held -= 0 if dtype == torch.float32 else image.nbytes
     assert held == pytest.approx(planned[0], rel=0.05)
     latents = torch.zeros(16, 1, height // 16, 4)
-    assert live(encoder.module, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
+    assert live(encoder.module, lambda: encoder.decode(latents)) == pytest.approx(
+        planned[1], rel=0.05
+    )
 
 
-def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_give_other_latents_under_another_identity(
+    vae_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = ModelPaths(vae=str(vae_folder))
-    whole, tiled = DiffusersVae(VAE, where, CPU), DiffusersVae(VAE, where, CPU, mode=VaeMode(tiled=True))
-    assert whole.identity != tiled.identity == FLUX2.auxiliary.media_encoder(where, CPU, VaeMode(tiled=True)).identity
+    whole, tiled = (
+        DiffusersVae(VAE, where, CPU),
+        DiffusersVae(VAE, where, CPU, mode=VaeMode(tiled=True)),
+    )
+    assert (
+        whole.identity
+        != tiled.identity
+        == FLUX2.auxiliary.media_encoder(where, CPU, VaeMode(tiled=True)).identity
+    )
     whole.load()
     tiled.load()
     small = torch.rand(3, 1, 512, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -108,7 +142,9 @@ def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monke
     check_tiles(whole, tiled, large, patch=monkeypatch)
 
 
-def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_text_encoder_holds_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the bytes of what is kept on the host anyhow: the results."""
     monkeypatch.setattr(text, "captions_at_once", lambda *_: 3)
     write_mistral(tmp_path)

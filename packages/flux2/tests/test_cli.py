@@ -1,4 +1,5 @@
-"""FLUX.2's commands answer what needs no model before anything that takes seconds to import is touched."""
+"""FLUX.2's commands answer what needs no model before anything that takes seconds to import is
+touched."""
 
 from ditkit_core.testing.commands import check_commands
 

@@ -30,10 +30,13 @@ def test_there_are_run_files_for_every_trained_family():
 def test_a_run_file_is_accepted(file):
     config = resolve(RunConfig, file=file)
     assert config.model.preset in (*FLUX2.architecture.presets, "")
-    assert not (config.model.preset and FLUX2.training.advice(FLUX2.architecture.presets[config.model.preset])), (
-        "no distilled base"
+    assert not (
+        config.model.preset
+        and FLUX2.training.advice(FLUX2.architecture.presets[config.model.preset])
+    ), "no distilled base"
+    assert (
+        config.data.height % FLUX2.data.size_step == config.data.width % FLUX2.data.size_step == 0
     )
-    assert config.data.height % FLUX2.data.size_step == config.data.width % FLUX2.data.size_step == 0
     check_export(FLUX2, config.export, config.adapter)
     run = create_run(FLUX2, replace(config, train=replace(config.train, threads=0)))
     check_run(run)

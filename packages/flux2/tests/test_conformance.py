@@ -1,4 +1,5 @@
-"""FLUX.2 against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of other trainers."""
+"""FLUX.2 against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of
+other trainers."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -42,7 +43,8 @@ class TestStreamOrder(Images, StreamFaultChecks):
 
 
 class TestPeers(Images, PeerChecks):
-    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an assistant."""
+    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an
+    assistant."""
 
     diffusers = DIFFUSERS
 
@@ -73,7 +75,8 @@ def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
     check_kernels(TestTextToImage)
 
 
-@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes
+# and not with those of ranks, which each change waits for: the interpreter takes two minutes
+@pytest.mark.slow
 class TestKernelRanks(Images, KernelRanksConformance):
     """A block of each kind, and images of two tokens and of three, one with a reference."""
 

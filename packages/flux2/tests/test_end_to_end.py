@@ -1,4 +1,5 @@
-"""The demo is the real path on generated inputs: from images and editing pairs to an adapter that diffusers loads."""
+"""The demo is the real path on generated inputs: from images and editing pairs to an adapter that
+diffusers loads."""
 
 import json
 import shutil
@@ -31,7 +32,14 @@ class TestDemo(DemoConformance):
     trained_names = r".*_blocks\."
     daily = slice(0, None, 2)
     levers = (
-        ("--adapter.targets", '["modulation"]', "--adapter.alpha", "3", "--export.forms", '["diffusers"]'),
+        (
+            "--adapter.targets",
+            '["modulation"]',
+            "--adapter.alpha",
+            "3",
+            "--export.forms",
+            '["diffusers"]',
+        ),
         (
             "--data.buckets",
             "false",
@@ -53,12 +61,20 @@ class TestDemo(DemoConformance):
 
 
 @pytest.mark.slow
-def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_weights(demo, tmp_path):
-    """The adapter, loaded as a user would, against the same adapter merged into the transformer that we export."""
+def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_weights(
+    demo, tmp_path
+):
+    """The adapter, loaded as a user would, against the same adapter merged into the transformer
+    that we export."""
     from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 
     run = tmp_path / "run"
-    assert demo.train(run, "--export.merged", "true", "--export.dtype", "fp32", "--optim.lr", "0.1", *BOTH) == 0
+    assert (
+        demo.train(
+            run, "--export.merged", "true", "--export.dtype", "fp32", "--optim.lr", "0.1", *BOTH
+        )
+        == 0
+    )
     base = run / "inputs" / "checkpoint"
     merged = run / "exports" / "transformer_diffusers"
 
@@ -67,15 +83,20 @@ def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_we
         pipeline.set_progress_bar_config(disable=True)
         return pipeline, lambda: torch.from_numpy(
             pipeline(
-                prompt="make the red circle blue", image=Image.new("RGB", (64, 64), "red"), height=64, width=96,
-                num_inference_steps=2, guidance_scale=2.0, generator=torch.Generator().manual_seed(0), output_type="np",
+                prompt="make the red circle blue", image=Image.new("RGB", (64, 64), "red"),
+                height=64, width=96,
+                num_inference_steps=2, guidance_scale=2.0,
+                generator=torch.Generator().manual_seed(0), output_type="np",
             ).images
         )  # fmt: skip
 
     pipeline, sample = pipeline_of()
     plain = sample()
-    ours = pipeline_of(transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True))[1]()
-    # fp32 images in [0, 1]; a merged weight is rounded once where the adapter's product is added afterwards
+    ours = pipeline_of(
+        transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True)
+    )[1]()
+    # fp32 images in [0, 1]; a merged weight is rounded once where the adapter's product is added
+    # afterwards
     for name in ("run.safetensors", "run_diffusers.safetensors"):
         pipeline.load_lora_weights(run / "exports" / name)
         torch.testing.assert_close(sample(), ours, rtol=0, atol=1e-4)
@@ -85,7 +106,8 @@ def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_we
 
 @pytest.mark.slow
 def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
-    """With buckets, several captions, dropout and references, which the demo has, and all else that decides what a step sees."""
+    """With buckets, several captions, dropout and references, which the demo has, and all else that
+    decides what a step sees."""
     flags = (
         "--sample.captions",
         "0",
@@ -101,8 +123,12 @@ def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
     assert demo.train(tmp_path / "whole", *flags, "--train.steps", "2") == 0
     for steps in ("1", "2"):
         assert demo.train(tmp_path / "parts", *flags, "--train.steps", steps) == 0
-    whole, parts = (load_file(tmp_path / run / "exports" / f"{run}.safetensors") for run in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    whole, parts = (
+        load_file(tmp_path / run / "exports" / f"{run}.safetensors") for run in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys() and all(
+        torch.equal(tensor, parts[name]) for name, tensor in whole.items()
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +149,9 @@ def test_a_run_samples_from_a_prompt_and_from_an_image_to_edit(demo, tmp_path, c
             sizes[path.name] = image.size
     assert sizes[plain.name] == (64, 64)
     assert len(edited) == 3 and sum("grid" in path.name for path in edited) == 1
-    assert {size for name, size in sizes.items() if "seed" in name} == {(80, 48)}, "the shape of the reference"
+    assert {size for name, size in sizes.items() if "seed" in name} == {(80, 48)}, (
+        "the shape of the reference"
+    )
 
 
 def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
@@ -131,7 +159,12 @@ def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
     shutil.copytree(demo.inputs, distilled)
     index = distilled / "checkpoint" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
-    assert replace(demo, inputs=distilled).train(tmp_path / "run", "--train.steps", "0", "--sample.captions", "0") == 0
+    assert (
+        replace(demo, inputs=distilled).train(
+            tmp_path / "run", "--train.steps", "0", "--sample.captions", "0"
+        )
+        == 0
+    )
     assert "train its base model instead" in capsys.readouterr().err
 
 

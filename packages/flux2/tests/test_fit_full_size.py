@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 
 def run_of(side):
-    flags = {"model.preset": "dev", "data.frames": 1, "data.height": side, "data.width": side, "adapter.rank": 32}
+    flags = {
+        "model.preset": "dev",
+        "data.frames": 1,
+        "data.height": side,
+        "data.width": side,
+        "adapter.rank": 32,
+    }
     return create_run(FLUX2, resolve(RunConfig, flags=flags))
 
 
@@ -26,7 +32,11 @@ def test_a_gpu_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():
     task = task_for(run_of(1024), parse_gpus("24GiB,16GiB"))
     found = fit(task)
     execution = found.chosen.execution
-    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == ("attn_only", "none", (0,))
+    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == (
+        "attn_only",
+        "none",
+        (0,),
+    )
     assert execution.swap_blocks[0] > 40
     assert all(plan.fits for plan in found.chosen.plan)
     bound = fit(replace(task, host=found.chosen.host // 2)).chosen

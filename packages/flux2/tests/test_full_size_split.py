@@ -1,4 +1,5 @@
-"""FLUX.2 dev at its published size, divided over two to four devices that refuse to mix, without memory."""
+"""FLUX.2 dev at its published size, divided over two to four devices that refuse to mix, without
+memory."""
 
 from itertools import pairwise
 from typing import ClassVar
@@ -28,14 +29,17 @@ class TestSplit(FullSizeSplitConformance):
     most_apart = 1.1 * 2 * 708e6  # no more than a double block
 
     def crossing(self, arch, cut):
-        """Two streams, three modulations, time, rotary table; after the join one stream and one modulation. The streams alone come from adapters."""
+        """Two streams, three modulations, time, rotary table; after the join one stream and one
+        modulation. The streams alone come from adapters."""
         return (7, 2) if cut <= arch.double_layers else (4, 1)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_two_gpus_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
-    step = step_of(FLUX2, ARCH, (1, 64, 64), AdapterConfig(rank=32)).with_execution(quantize=quantize)
+    step = step_of(FLUX2, ARCH, (1, 64, 64), AdapterConfig(rank=32)).with_execution(
+        quantize=quantize
+    )
     model = reduced_model(step, of_each=None).full_model
     profile = weights_profile(model, FLUX2, Precision(), averaged=True)
     card = Budget(name="a card", total=80 * 10**9, workspace=0)
@@ -48,6 +52,8 @@ def test_two_gpus_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(qua
     midpoint = held(0, ARCH.double_layers + 1 + ARCH.single_layers // 2, NUM_BLOCKS)
     for name, pair in ((f"cut {cut}", ours), ("midpoint", midpoint)):
         print(f"{quantize}, {name}: {pair[0] / 1e9:.1f} against {pair[1] / 1e9:.1f} GB")
-    largest = max(held(*range(1, NUM_BLOCKS)))  # of the blocks that share no device with the embedding or the head
+    largest = max(
+        held(*range(1, NUM_BLOCKS))
+    )  # of the blocks that share no device with the embedding or the head
     assert abs(ours[0] - ours[1]) <= largest < 0.2 * abs(midpoint[0] - midpoint[1])
     assert max(ours) < 0.85 * max(midpoint)

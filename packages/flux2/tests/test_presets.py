@@ -47,7 +47,11 @@ def test_parameter_counts_are_those_of_the_shapes_and_of_diffusers(preset):
     with torch.device("meta"):
         model = Flux2Transformer(PRESETS[preset], Precision())
     theirs = theirs_on_meta(preset)
-    assert COUNTS[preset] == sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in theirs.parameters())
+    assert (
+        COUNTS[preset]
+        == sum(p.numel() for p in model.parameters())
+        == sum(p.numel() for p in theirs.parameters())
+    )
     assert formula(preset) == COUNTS[preset]
     assert len(model.state_dict()) == len(theirs.state_dict())
 
@@ -55,7 +59,9 @@ def test_parameter_counts_are_those_of_the_shapes_and_of_diffusers(preset):
 def test_the_presets_are_all_counted_and_distilled_ones_differ_from_their_base_in_that_alone():
     assert PRESETS.keys() == COUNTS.keys()
     for size in ("9b", "4b"):
-        assert PRESETS[f"klein-{size}"] == dataclasses.replace(PRESETS[f"klein-base-{size}"], distilled=True)
+        assert PRESETS[f"klein-{size}"] == dataclasses.replace(
+            PRESETS[f"klein-base-{size}"], distilled=True
+        )
     assert not PRESETS["dev"].distilled and PRESETS["dev"].guidance
 
 
@@ -79,4 +85,6 @@ def test_a_configuration_that_contradicts_itself_is_refused():
 
 def test_another_models_configuration_is_refused():
     with pytest.raises(KeyError):
-        arch_from_config({"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30}, {})
+        arch_from_config(
+            {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30}, {}
+        )

@@ -37,7 +37,10 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4
+            block_out_channels=(8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=4,
         )
         vae.bn.running_mean.normal_()
         vae.bn.running_var.uniform_(0.5, 2)
@@ -62,10 +65,15 @@ def job(references: int = 0, **changes: Any) -> GenerationRequest:
         return torch.randn(size, generator=generator(name))
 
     rows = (arch.text_tokens, arch.text_dim)
-    pictures = [noise(f"reference {i}", arch.in_channels, 1, *((2, 3), (3, 4))[i]) for i in range(references)]
+    pictures = [
+        noise(f"reference {i}", arch.in_channels, 1, *((2, 3), (3, 4))[i])
+        for i in range(references)
+    ]
     defaults: dict[str, Any] = {
-        "conditions": {"text": noise("wanted", *rows)}, "negative": {"text": noise("unwanted", *rows)}, "references": pictures,
-        "frames": 1, "height": HEIGHT, "width": WIDTH, "steps": STEPS, "guidance": 4.0, "shift": 0.0, "seed": 7,
+        "conditions": {"text": noise("wanted", *rows)}, "negative": {"text": noise("unwanted",
+        *rows)}, "references": pictures,
+        "frames": 1, "height": HEIGHT, "width": WIDTH, "steps": STEPS, "guidance": 4.0,
+        "shift": 0.0, "seed": 7,
     }  # fmt: skip
     return GenerationRequest(**(defaults | changes))
 
@@ -78,14 +86,21 @@ def pipeline_latents(
     adapters: Mapping[Path, float] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
     """Latents after each step, and the image in [0, 1], as diffusers' pipeline generates them."""
-    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinPipeline,
+        Flux2Pipeline,
+    )
 
     scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=not wanted.shift, shift=wanted.shift or 3.0, base_shift=0.5, max_shift=1.15,
+        use_dynamic_shifting=not wanted.shift, shift=wanted.shift or 3.0, base_shift=0.5,
+        max_shift=1.15,
         base_image_seq_len=256, max_image_seq_len=4096,
     )  # fmt: skip
     parts: dict[str, Any] = {
-        "tokenizer": None, "text_encoder": None, "transformer": DIFFUSERS.transformer(model), "scheduler": scheduler,
+        "tokenizer": None, "text_encoder": None, "transformer": DIFFUSERS.transformer(model),
+        "scheduler": scheduler,
         "vae": AutoencoderKLFlux2.from_pretrained(vae_folder, local_files_only=True).eval(),
     }  # fmt: skip
     extra: dict[str, Any] = {}
@@ -109,9 +124,9 @@ def pipeline_latents(
 
         extra["image"] = Image.new("RGB", (64, 64))
     channels = model.embed.arch.in_channels
-    noise = torch.randn((channels, 1, HEIGHT // 16, WIDTH // 16), generator=generator(wanted.seed, "sample")).transpose(
-        0, 1
-    )
+    noise = torch.randn(
+        (channels, 1, HEIGHT // 16, WIDTH // 16), generator=generator(wanted.seed, "sample")
+    ).transpose(0, 1)
     after: list[Tensor] = []
 
     def keep(pipeline: Any, index: int, t: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,15 +134,19 @@ def pipeline_latents(
         return values
 
     images = pipeline(
-        prompt_embeds=wanted.conditions["text"][None], height=HEIGHT, width=WIDTH, num_inference_steps=wanted.steps,
-        guidance_scale=wanted.guidance, latents=noise, callback_on_step_end=keep, output_type="pt", **extra,
+        prompt_embeds=wanted.conditions["text"][None], height=HEIGHT, width=WIDTH,
+        num_inference_steps=wanted.steps,
+        guidance_scale=wanted.guidance, latents=noise, callback_on_step_end=keep, output_type="pt",
+        **extra,
     ).images  # fmt: skip
     return torch.stack(after), images[0][:, None]
 
 
 @pytest.mark.parametrize("references", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
-def test_every_step_is_that_of_diffusers(sampler: EulerSampler, vae_folder: Path, kind: str, references: int) -> None:
+def test_every_step_is_that_of_diffusers(
+    sampler: EulerSampler, vae_folder: Path, kind: str, references: int
+) -> None:
     model, wanted = tiny_model(kind), job(references)
     seen: list[Tensor] = []
 
@@ -142,7 +161,8 @@ def test_every_step_is_that_of_diffusers(sampler: EulerSampler, vae_folder: Path
     calls = 2 if kind == "klein base" else 1
     assert len(steps) == STEPS and len(seen) == STEPS * calls
     assert latents.dtype == torch.float32 and latents.shape == (16, 1, 3, 2)
-    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid are fp32, ours fp64
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
+    # are fp32, ours fp64
     for ours, theirs in zip([*seen[calls::calls], latents], expected, strict=True):
         assert (ours - theirs).abs().max() / theirs.std() < 1e-4
     assert (latents - seen[0]).abs().max() > 0.5
@@ -152,14 +172,20 @@ def test_every_step_is_that_of_diffusers(sampler: EulerSampler, vae_folder: Path
     torch.testing.assert_close(pixels, picture, atol=1e-4, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+@pytest.mark.filterwarnings(
+    "ignore:Already found a `peft_config`:UserWarning"
+)  # two adapters are what is asked for
 @pytest.mark.parametrize(("added_kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     sampler: EulerSampler, vae_folder: Path, tmp_path: Path, added_kind: str, strength: float
 ) -> None:
     written, kind = ExportConfig(dtype="fp32", forms=("diffusers",)), "klein base"
     files, model = [], tiny_model(kind)
-    shapes = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    shapes = {
+        name: tuple(m.weight.shape)
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     for name, rank in (("fast", 3), ("trained", 4)):
         model = tiny_model(kind)
         adapter = AdapterConfig(rank=rank, use_dora=name == "fast" and added_kind == "dora")
@@ -190,7 +216,9 @@ def test_a_constant_shift_is_that_of_diffusers(sampler: EulerSampler, vae_folder
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("dev", 1), ("klein base", 2), ("klein", 1)])
-def test_guidance_is_what_the_architecture_makes_of_it(sampler: EulerSampler, kind: str, calls: int) -> None:
+def test_guidance_is_what_the_architecture_makes_of_it(
+    sampler: EulerSampler, kind: str, calls: int
+) -> None:
     model, given = tiny_model(kind), []
 
     def run(model: Any, inputs: Any) -> Any:
@@ -226,9 +254,13 @@ def test_seed_and_references_decide_the_image(sampler: EulerSampler) -> None:
 def test_bf16_decodes_almost_what_fp32_does_and_takes_over_where_memory_lacks(
     vae_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, latents = ModelPaths(vae=str(vae_folder)), torch.randn(16, 1, 8, 8, generator=generator("latents"))
+    paths, latents = (
+        ModelPaths(vae=str(vae_folder)),
+        torch.randn(16, 1, 8, 8, generator=generator("latents")),
+    )
     exact, rounded = (
-        euler(paths, [VaeMode(dtype)]).decoder.decode(latents) for dtype in (torch.float32, torch.bfloat16)
+        euler(paths, [VaeMode(dtype)]).decoder.decode(latents)
+        for dtype in (torch.float32, torch.bfloat16)
     )
     error = (exact - rounded).abs()
     # measured: 0.03 and 50 dB, of random weights; 8 bits are rounded in each of some thirty layers

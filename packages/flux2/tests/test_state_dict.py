@@ -1,4 +1,5 @@
-"""FLUX.2's names against the official recording's and diffusers' own: every parameter, in every form, there and back."""
+"""FLUX.2's names against the official recording's and diffusers' own: every parameter, in every
+form, there and back."""
 
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def their_state(guidance: bool = True) -> dict[str, Tensor]:
     from diffusers import Flux2Transformer2DModel
 
     model = Flux2Transformer2DModel(
-        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16,
+        num_attention_heads=2,
         joint_attention_dim=20, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance,
     )  # fmt: skip
     return {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
@@ -30,7 +32,8 @@ def their_state(guidance: bool = True) -> dict[str, Tensor]:
 
 def our_state(guidance: bool = True) -> dict[str, Tensor]:
     arch = Flux2Arch(
-        dim=32, heads=2, double_layers=2, single_layers=2, text_dim=20, guidance=guidance, in_channels=8, out_channels=8,
+        dim=32, heads=2, double_layers=2, single_layers=2, text_dim=20, guidance=guidance,
+        in_channels=8, out_channels=8,
         axes=(4, 4, 4, 4),
     )  # fmt: skip
     model = Flux2Transformer(arch, Precision())
@@ -39,7 +42,11 @@ def our_state(guidance: bool = True) -> dict[str, Tensor]:
 
 def official_state() -> dict[str, Tensor]:
     with safe_open(GOLDEN, "pt") as file:
-        return {key.removeprefix("sd."): file.get_tensor(key) for key in file.keys() if key.startswith("sd.")}  # noqa: SIM118
+        return {
+            key.removeprefix("sd."): file.get_tensor(key)
+            for key in file.keys()  # noqa: SIM118
+            if key.startswith("sd.")
+        }
 
 
 def shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
@@ -91,15 +98,26 @@ def test_official_and_diffusers_tensors_relate_as_its_converter_says():
 
 def test_the_halves_of_the_heads_modulation_change_places_both_ways():
     ours = "head.adaLN_modulation.1.weight"
-    assert NAMES.to_native("norm_out.linear.weight") == (TensorSlice(ours, 1, 2), TensorSlice(ours, 0, 2))
+    assert NAMES.to_native("norm_out.linear.weight") == (
+        TensorSlice(ours, 1, 2),
+        TensorSlice(ours, 0, 2),
+    )
     theirs = "norm_out.linear.weight"
-    assert NAMES.from_native["diffusers"](ours) == (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2))
-    assert NAMES.from_native["official"](ours) == (TensorSlice("final_layer.adaLN_modulation.1.weight"),)
+    assert NAMES.from_native["diffusers"](ours) == (
+        TensorSlice(theirs, 1, 2),
+        TensorSlice(theirs, 0, 2),
+    )
+    assert NAMES.from_native["official"](ours) == (
+        TensorSlice("final_layer.adaLN_modulation.1.weight"),
+    )
 
 
 def test_repacked_files_may_name_the_weight_of_a_norm_as_torch_does():
     ours = native(official_state())
-    repacked = {name.replace("_norm.scale", "_norm.weight"): tensor for name, tensor in official_state().items()}
+    repacked = {
+        name.replace("_norm.scale", "_norm.weight"): tensor
+        for name, tensor in official_state().items()
+    }
     assert repacked.keys() != official_state().keys()
     assert same(native(repacked), ours)
 
@@ -146,7 +164,9 @@ def test_every_linear_of_ours_has_a_name_in_both_forms_which_is_what_adapter_fil
         model = Flux2Transformer(PRESETS["klein-4b"], Precision())
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for form in FORMS:
-        names = {part.name for name in linears for part in NAMES.from_native[form](f"{name}.weight")}
+        names = {
+            part.name for name in linears for part in NAMES.from_native[form](f"{name}.weight")
+        }
         assert all(name.endswith(".weight") for name in names)
         stacked = 4 * 5 if form == "official" else 0  # q, k, v of two streams are one tensor each
         assert len(names) == len(linears) - stacked

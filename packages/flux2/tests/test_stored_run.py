@@ -21,7 +21,8 @@ SETTINGS = {
 
 
 def write(folder: Path, commit: str) -> StoredRun:
-    """Make a stored run in an empty folder with the code as it is; `STORED` was made so with that of 58d647d."""
+    """Make a stored run in an empty folder with the code as it is; `STORED` was made so with that
+    of 58d647d."""
     caption = "a tile of one colour"  # of all: the cache has 512 tokens of each
     _write_checkpoint(folder / "inputs" / "checkpoint", caption)
     (folder / "inputs" / "pictures").mkdir()
@@ -40,11 +41,16 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
     tokenizer = build_tokenizer([caption])
     tokenizer.save_pretrained(folder / "tokenizer")
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=4, intermediate_size=4, num_hidden_layers=28, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=4, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=None, pad_token_id=tokenizer.pad_token_id, architectures=["Qwen3ForCausalLM"], dtype="float32",
+        vocab_size=len(tokenizer), hidden_size=4, intermediate_size=4, num_hidden_layers=28,
+        num_attention_heads=1,
+        num_key_value_heads=1, head_dim=4, max_position_embeddings=1024, tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None, pad_token_id=tokenizer.pad_token_id, architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
     )  # fmt: skip
-    write_text_encoder(folder, random_model("text encoder", Qwen3ForCausalLM, config), tied="lm_head.weight")
+    write_text_encoder(
+        folder, random_model("text encoder", Qwen3ForCausalLM, config), tied="lm_head.weight"
+    )
     vae = random_model(
         "vae",
         AutoencoderKLFlux2,
@@ -55,8 +61,10 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
     )
     vae.save_pretrained(folder / "vae")
     transformer = random_model(
-        "transformer", Flux2Transformer2DModel, in_channels=8, num_layers=1, num_single_layers=1, num_attention_heads=2,
-        attention_head_dim=8, joint_attention_dim=12, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
+        "transformer", Flux2Transformer2DModel, in_channels=8, num_layers=1, num_single_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=8, joint_attention_dim=12, timestep_guidance_channels=16,
+        axes_dims_rope=(2, 2, 2, 2),
         guidance_embeds=False,
     )  # fmt: skip
     transformer.save_pretrained(folder / "transformer")
@@ -67,4 +75,6 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
 
 def test_a_stored_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STORED.check(tmp_path)
-    assert "changed since the last part" not in capsys.readouterr().out, "every stored key means what it meant"
+    assert "changed since the last part" not in capsys.readouterr().out, (
+        "every stored key means what it meant"
+    )

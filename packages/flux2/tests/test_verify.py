@@ -20,30 +20,47 @@ def all_layers(kind: str, form: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
-def test_an_adapter_on_every_layer_is_what_diffusers_computes(tmp_path: Path, kind: str, form: str) -> None:
+def test_an_adapter_on_every_layer_is_what_diffusers_computes(
+    tmp_path: Path, kind: str, form: str
+) -> None:
     world = Adapted(kind, all_layers(kind, form), alpha=6.0)
     before = {name: value.clone() for name, value in trainable_parameters(world.model).items()}
     line = world.verify(world.write(tmp_path, form))
     assert "agrees with our model" in line and "cannot tell" not in line and "\n" not in line
-    assert all(torch.equal(before[name], value) for name, value in trainable_parameters(world.model).items())
+    assert all(
+        torch.equal(before[name], value)
+        for name, value in trainable_parameters(world.model).items()
+    )
 
 
-@pytest.mark.parametrize("targets", [QKV, ("*.q",), ("*.k", "double_blocks.1.txt_attn.v"), ("*.q", "*.v", "*.proj")])
-def test_separate_q_k_and_v_are_exact_in_the_fused_tensor(tmp_path: Path, targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "targets", [QKV, ("*.q",), ("*.k", "double_blocks.1.txt_attn.v"), ("*.q", "*.v", "*.proj")]
+)
+def test_separate_q_k_and_v_are_exact_in_the_fused_tensor(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
     world = Adapted("klein base", targets, alpha=6.0)
     assert "agrees with our model" in world.verify(world.write(tmp_path, "official"))
 
 
 def test_the_official_file_has_the_names_that_comfyui_reads(tmp_path: Path) -> None:
-    state = load_file(Adapted("klein base", (*QKV, "*.linear1", "embed.img_in")).write(tmp_path, "official"))
-    qkv = [f"double_blocks.{block}.{stream}_attn.qkv" for block in (0, 1) for stream in ("img", "txt")]
+    state = load_file(
+        Adapted("klein base", (*QKV, "*.linear1", "embed.img_in")).write(tmp_path, "official")
+    )
+    qkv = [
+        f"double_blocks.{block}.{stream}_attn.qkv" for block in (0, 1) for stream in ("img", "txt")
+    ]
     modules = [*qkv, "single_blocks.0.linear1", "single_blocks.1.linear1", "img_in"]
-    assert state.keys() == {f"diffusion_model.{name}.lora_{part}.weight" for name in modules for part in "AB"}
+    assert state.keys() == {
+        f"diffusion_model.{name}.lora_{part}.weight" for name in modules for part in "AB"
+    }
     shapes = [tuple(state[f"diffusion_model.{qkv[0]}.lora_{part}.weight"].shape) for part in "AB"]
     assert shapes == [(9, 32), (96, 9)]  # rank 3 of each
 
 
-def test_the_heads_modulation_is_exact_in_diffusers_form_and_misread_in_the_official_one(tmp_path: Path) -> None:
+def test_the_heads_modulation_is_exact_in_diffusers_form_and_misread_in_the_official_one(
+    tmp_path: Path,
+) -> None:
     world = Adapted("dev", (ADALN, "embed.single_stream_modulation.lin"))
     assert "agrees with our model" in world.verify(world.write(tmp_path, "diffusers"))
     with pytest.raises(UserError, match="differs from ours"):
@@ -56,16 +73,24 @@ def test_dora_in_diffusers_form_is_proven_too(tmp_path: Path, targets: tuple[str
     assert "agrees with our model" in world.verify(world.write(tmp_path, "diffusers"))
 
 
-@pytest.mark.parametrize("config", [{"method": "lokr"}, {"method": "loha"}], ids=lambda config: config["method"])
+@pytest.mark.parametrize(
+    "config", [{"method": "lokr"}, {"method": "loha"}], ids=lambda config: config["method"]
+)
 def test_a_lokr_or_loha_is_compared_with_pefts_layers_in_diffusers_model(
     tmp_path: Path, config: dict[str, str]
 ) -> None:
-    """In the diffusers form, which ComfyUI reads for this model: the official names have q, k and v in one."""
+    """In the diffusers form, which ComfyUI reads for this model: the official names have q, k and v
+    in one."""
     world = Adapted("dev", ("*.q", "*.proj", "single_blocks.*"), alpha=6.0, **config)
     line = world.verify(file := world.write(tmp_path, "diffusers"))
-    assert "diffusers' model with peft's layers takes adapter" in line and "agrees with our model" in line, line
+    assert (
+        "diffusers' model with peft's layers takes adapter" in line
+        and "agrees with our model" in line
+    ), line
     assert all(name.startswith("transformer.") for name in load_file(file))
-    with pytest.raises(UserError, match=r"the official form has .*qkv for more or less than one layer"):
+    with pytest.raises(
+        UserError, match=r"the official form has .*qkv for more or less than one layer"
+    ):
         world.write(tmp_path, "official")
 
 
@@ -75,7 +100,9 @@ def test_a_16_bit_file_and_a_16_bit_base_are_compared_within_their_rounding(tmp_
     world = Adapted("dev", ("double_blocks.*", "single_blocks.*"), dtype=torch.bfloat16)
     assert "cannot tell" not in world.verify(world.write(tmp_path, "official", torch.bfloat16))
     small = Adapted("dev", ("double_blocks.*",), dtype=torch.bfloat16, size=1e-3)
-    assert "bfloat16 cannot tell so small a change" in small.verify(small.write(tmp_path, "official", torch.bfloat16))
+    assert "bfloat16 cannot tell so small a change" in small.verify(
+        small.write(tmp_path, "official", torch.bfloat16)
+    )
 
 
 def tamper(file: Path, change: str) -> None:
@@ -119,4 +146,6 @@ def test_the_bases_matrices_are_not_copied() -> None:
     model = Adapted("dev", QKV).model
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
     theirs = DIFFUSERS.transformer(model).named_parameters()
-    assert [name for name, parameter in theirs if parameter.data_ptr() not in pointers] == ["norm_out.linear.weight"]
+    assert [name for name, parameter in theirs if parameter.data_ptr() not in pointers] == [
+        "norm_out.linear.weight"
+    ]

@@ -1,4 +1,5 @@
-"""An exported whole transformer is what diffusers' own loaders read, and is compared with ours without being in memory."""
+"""An exported whole transformer is what diffusers' own loaders read, and is compared with ours
+without being in memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,28 +20,38 @@ from ditkit_flux2.verify import DIFFUSERS
 
 def exported(folder: Path, kind: str, form: str, dtype: str = "fp32") -> tuple[Any, Path]:
     model: Any = tiny_model(kind)
-    (path,) = export_merged(model, FLUX2, folder, ExportConfig(forms=(form,), dtype=dtype), metadata={})
+    (path,) = export_merged(
+        model, FLUX2, folder, ExportConfig(forms=(form,), dtype=dtype), metadata={}
+    )
     return model, path
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize("kind", ["dev", "klein base"])
-def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Path, kind: str, form: str) -> None:
+def test_diffusers_computes_with_an_exported_transformer_what_we_do(
+    tmp_path: Path, kind: str, form: str
+) -> None:
     model, folder = exported(tmp_path, kind, form)
     line = DIFFUSERS.verify_whole(folder, form, model, run_plain)
-    assert line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (") and "\n" not in line
+    assert (
+        line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (")
+        and "\n" not in line
+    )
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, form: str) -> None:
-    """The official form has q, k and v in one tensor, and scale and shift of the head the other way round."""
+    """The official form has q, k and v in one tensor, and scale and shift of the head the other way
+    round."""
     model, folder = exported(tmp_path, "dev", form, "bf16")
     ours = DIFFUSERS.empty(model)
     ours.save_config(tmp_path / "config")
     load_whole(ours, folder, DIFFUSERS.convert if form == "official" else None)
     if form == "diffusers":
         (folder / "config.json").write_bytes((tmp_path / "config" / "config.json").read_bytes())
-        theirs = type(ours).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+        theirs = type(ours).from_pretrained(
+            folder, local_files_only=True, torch_dtype=torch.float32
+        )
     else:
         (file,) = folder.glob("*.safetensors")
         theirs = type(ours).from_single_file(
@@ -60,5 +71,7 @@ def test_a_conversion_without_the_swap_of_scale_and_shift_is_noticed(tmp_path: P
         halves = converted["norm_out.linear.weight"].chunk(2)
         return converted | {"norm_out.linear.weight": torch.cat(halves[::-1])}
 
-    with pytest.raises(UserError, match=r"diffusers' output differs from ours by .* export it again$"):
+    with pytest.raises(
+        UserError, match=r"diffusers' output differs from ours by .* export it again$"
+    ):
         replace(DIFFUSERS, convert=wrong).verify_whole(folder, "official", model, run_plain)

@@ -1,4 +1,5 @@
-"""What Wan's tests share: the demo's tiny checkpoint, written once in each process. Imports no torch: pytest-xdist's controller reads it too."""
+"""What Wan's tests share: the demo's tiny checkpoint, written once in each process. Imports no
+torch: pytest-xdist's controller reads it too."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,12 +19,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ditkit_wan.demo.write import write_checkpoint
 
     folder = tmp_path_factory.mktemp("demo") / "checkpoint"
-    write_checkpoint(folder, ["a red circle moves right on a dark background", "a blue square moves left"])
+    write_checkpoint(
+        folder, ["a red circle moves right on a dark background", "a blue square moves left"]
+    )
     return folder
 
 
 class Recording:
-    """Forwards and backwards of one model of DiffSynth-Studio, by case, in fp32 on the CPU; the file's header says how it was built."""
+    """Forwards and backwards of one model of DiffSynth-Studio, by case, in fp32 on the CPU; the
+    file's header says how it was built."""
 
     def __init__(self, name: str):
         with safe_open(Path(__file__).parent / "golden" / f"{name}.safetensors", "pt") as file:
@@ -33,10 +37,13 @@ class Recording:
 
     def group(self, prefix: str) -> "dict[str, torch.Tensor]":
         """Tensors whose names begin so, by what follows."""
-        return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)
+        }
 
     def model(self, **extra: object) -> "torch.nn.Module":
-        """Ours with the recorded weights; `extra` are fields of the architecture besides those that all have."""
+        """Ours with the recorded weights; `extra` are fields of the architecture besides those that
+        all have."""
         import torch
 
         from ditkit_core.models.precision import Precision
@@ -46,15 +53,19 @@ class Recording:
 
         c = self.config
         arch = WanArch(
-            dim=c["dim"], ffn_dim=c["ffn_dim"], heads=c["num_heads"], layers=c["num_layers"], in_channels=c["in_dim"],
-            out_channels=c["out_dim"], text_dim=c["text_dim"], text_tokens=6, freq_dim=c["freq_dim"], image_dim=c["image_dim"],
+            dim=c["dim"], ffn_dim=c["ffn_dim"], heads=c["num_heads"], layers=c["num_layers"],
+            in_channels=c["in_dim"],
+            out_channels=c["out_dim"], text_dim=c["text_dim"], text_tokens=6,
+            freq_dim=c["freq_dim"], image_dim=c["image_dim"],
             **extra,
         )  # fmt: skip
         model = WanTransformer(arch, Precision(matmul=torch.float32))
         model.load_state_dict({to_native(key): tensor for key, tensor in self.group("sd.").items()})
         return model
 
-    def check(self, model: "torch.nn.Module", case: str, given: Mapping[str, str]) -> "torch.Tensor":
+    def check(
+        self, model: "torch.nn.Module", case: str, given: Mapping[str, str]
+    ) -> "torch.Tensor":
         """Hold a forward and backward against the recorded case, and return the output.
 
         Args:
@@ -72,7 +83,11 @@ class Recording:
             if field == "reference" or tensor.shape[0] == 1:
                 tensor = tensor[0]
             leaves[field] = tensor.clone().requires_grad_()
-        (out,) = model(WanInputs(timestep=recorded["timestep"], **{field: [leaf] for field, leaf in leaves.items()}))
+        (out,) = model(
+            WanInputs(
+                timestep=recorded["timestep"], **{field: [leaf] for field, leaf in leaves.items()}
+            )
+        )
         # 2e-6 and 2e-5: the order of summation over the blocks, as for the other recordings in fp32
         expected = self.tensors[f"out.{case}.0"][0]
         assert relative(out, expected) <= 2e-6, case
@@ -82,15 +97,26 @@ class Recording:
         assert relative(loss, self.tensors[f"{case}.loss"]) <= 2e-6, case
         for field, name in given.items():
             assert (
-                relative(leaves[field].grad, self.tensors[f"gi.{case}.{name}"].reshape(leaves[field].shape)) <= 2e-5
+                relative(
+                    leaves[field].grad,
+                    self.tensors[f"gi.{case}.{name}"].reshape(leaves[field].shape),
+                )
+                <= 2e-5
             ), field
-        gradients = {to_native(name): gradient for name, gradient in self.group(f"gp.{case}.").items()}
+        gradients = {
+            to_native(name): gradient for name, gradient in self.group(f"gp.{case}.").items()
+        }
         if gradients:
-            found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+            found = {
+                name: parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
             assert found.keys() == gradients.keys()
             norm = max(float(gradient.norm()) for gradient in gradients.values())
             for name, gradient in gradients.items():
-                # k.bias has a gradient of exactly zero in exact arithmetic: compare on the scale of the whole gradient too
+                # k.bias has a gradient of exactly zero in exact arithmetic: compare on the scale of
+                # the whole gradient too
                 off = float((found[name] - gradient).norm())
                 assert off <= 2e-5 * float(gradient.norm()) or off <= 1e-7 * norm, name
         return out.detach()
@@ -110,7 +136,8 @@ def recording() -> Callable[[str], Recording]:
 
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIP vision encoder of three narrow layers, as transformers stores it; tests only read it."""
+    """A CLIP vision encoder of three narrow layers, as transformers stores it; tests only read
+    it."""
     from ditkit_wan.demo.models import build_image_encoder
 
     folder = tmp_path_factory.mktemp("clip") / "image_encoder"

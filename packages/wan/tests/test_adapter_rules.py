@@ -1,4 +1,5 @@
-"""What is said of programs that read Wan's adapter files, held against the diffusers that is installed."""
+"""What is said of programs that read Wan's adapter files, held against the diffusers that is
+installed."""
 
 import json
 from collections.abc import Callable
@@ -32,8 +33,16 @@ from ditkit_wan.spec import WAN
 from ditkit_wan.verify import DIFFUSERS
 
 ATTENTION = ("self_attn.q", "cross_attn.v")
-BLOCKS = tuple(f"{part}.{matrix}" for part in ("self_attn", "cross_attn") for matrix in "qkvo") + ("ffn.0", "ffn.2")
-OUTSIDE = ("embed.time_embedding.0", "embed.text_embedding.2", "embed.time_projection.1", "head.head")
+BLOCKS = tuple(f"{part}.{matrix}" for part in ("self_attn", "cross_attn") for matrix in "qkvo") + (
+    "ffn.0",
+    "ffn.2",
+)
+OUTSIDE = (
+    "embed.time_embedding.0",
+    "embed.text_embedding.2",
+    "embed.time_projection.1",
+    "head.head",
+)
 
 
 class Trained:
@@ -70,39 +79,49 @@ class Trained:
 
 @pytest.mark.parametrize("form", ["official", "diffusers", "diffsynth", "musubi"])
 @pytest.mark.parametrize("targets", [ATTENTION, BLOCKS, ("layers.1.ffn.0",), (*BLOCKS, *OUTSIDE), OUTSIDE], ids=lambda targets: str(len(targets)))  # fmt: skip
-def test_what_is_said_of_diffusers_is_what_it_does(checkpoint: Path, tmp_path: Path, form: str, targets: Any) -> None:
+def test_what_is_said_of_diffusers_is_what_it_does(
+    checkpoint: Path, tmp_path: Path, form: str, targets: Any
+) -> None:
     trained = Trained(checkpoint, targets)
     file = trained.write(tmp_path, form)
     said = read_by(WAN, form, trained.model)["diffusers"]
     assert trained.loads(file) == (said == ""), said
     found = find_adapter(file, WAN, layers=trained.layers)
     assert found.layout.form == form
-    assert (WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"] == "") == (said == "")
+    assert (WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"] == "") == (
+        said == ""
+    )
 
 
 def rewritten(file: Path, rename: Callable[[str], str], *, alpha: bool = False) -> Path:
     tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
     if alpha:
         tensors |= {
-            f"{name.rpartition('.lora_')[0]}.alpha": torch.tensor(4.0) for name in list(tensors) if ".lora_" in name
+            f"{name.rpartition('.lora_')[0]}.alpha": torch.tensor(4.0)
+            for name in list(tensors)
+            if ".lora_" in name
         }
     save_file(tensors, file)
     return file
 
 
 OTHERS: dict[str, tuple[Callable[[str], str], bool]] = {
-    "lora_up and lora_down": (lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"), False),
+    "lora_up and lora_down": (lambda name: name.replace("lora_A", "lora_down").replace("lora_B",
+    "lora_up"), False),
     "alpha": (lambda name: name, True),
     "no prefix": (lambda name: name.removeprefix("diffusion_model."), False),
     "a model's prefix": (lambda name: f"model.{name}", False),
     "peft": (lambda name: name.replace("diffusion_model.", "base_model.model."), False),
-    "their names": (lambda name: name.replace("self_attn", "attn1").replace("cross_attn", "attn2").replace(".q.", ".to_q.").replace(".v.", ".to_v."), False),
+    "their names": (lambda name: name.replace("self_attn", "attn1").replace("cross_attn",
+    "attn2").replace(".q.", ".to_q.").replace(".v.", ".to_v."), False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("targets", [ATTENTION, (*ATTENTION, "head.head")], ids=["blocks", "head"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_so_it_is_of_files_that_others_write(checkpoint: Path, tmp_path: Path, other: str, targets: Any) -> None:
+def test_so_it_is_of_files_that_others_write(
+    checkpoint: Path, tmp_path: Path, other: str, targets: Any
+) -> None:
     trained = Trained(checkpoint, targets)
     rename, alpha = OTHERS[other]
     file = rewritten(trained.write(tmp_path, "official"), rename, alpha=alpha)
@@ -118,22 +137,32 @@ def test_musubis_names_without_all_of_a_block_or_alpha_or_with_two_underscores_a
     complete = load_file(trained.write(tmp_path, "musubi"))
     parts = {
         "some": {name: tensor for name, tensor in complete.items() if "ffn" not in name},
-        "no alpha": {name: tensor for name, tensor in complete.items() if not name.endswith("alpha")},
-        "videox": {name.replace("lora_unet_", "lora_unet__"): tensor for name, tensor in complete.items()},
+        "no alpha": {
+            name: tensor for name, tensor in complete.items() if not name.endswith("alpha")
+        },
+        "videox": {
+            name.replace("lora_unet_", "lora_unet__"): tensor for name, tensor in complete.items()
+        },
         "complete": complete,
     }
     for what, tensors in parts.items():
         save_file(tensors, tmp_path / "x.safetensors")
         found = find_adapter(tmp_path / "x.safetensors", WAN, layers=trained.layers)
         said = WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"]
-        assert trained.loads(tmp_path / "x.safetensors") == (said == "") == (what == "complete"), what
+        assert trained.loads(tmp_path / "x.safetensors") == (said == "") == (what == "complete"), (
+            what
+        )
 
 
 def test_zeros_fill_blocks_from_the_first_on() -> None:
     assert fillers("official", ["layers.1.self_attn.q"]) == []
     assert fillers("musubi", ["embed.time_embedding.0"]) == []
     found = fillers("musubi", ["layers.1.self_attn.q", "layers.1.ffn.0"])
-    assert len(found) == 2 * 10 - 2 and "layers.0.ffn.2" in found and "layers.0.cross_attn.k_img" not in found
+    assert (
+        len(found) == 2 * 10 - 2
+        and "layers.0.ffn.2" in found
+        and "layers.0.cross_attn.k_img" not in found
+    )
     assert "layers.0.cross_attn.v_img" in fillers("musubi", ["layers.0.cross_attn.k_img"])
 
 
@@ -143,15 +172,23 @@ def test_a_partial_adapter_is_converted_for_musubi_and_back_without_its_zeros(
     trained = Trained(checkpoint, ATTENTION, alpha=4.0)
     official, musubi = trained.write(tmp_path, "official"), tmp_path / "m.safetensors"
     flags = ["--base", str(checkpoint), "--out"]
-    assert cli.run(WAN, "export", ["--adapter", str(official), "--to", "musubi", *flags, str(musubi)]) == 0
+    assert (
+        cli.run(WAN, "export", ["--adapter", str(official), "--to", "musubi", *flags, str(musubi)])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "24 modules are written as zeros" in said and "bitwise identical" in said
     assert "loaded whole by diffusers, ComfyUI, musubi-tuner (DiffSynth loads nothing of it" in said
     assert trained.loads(musubi)
     back = tmp_path / "back.safetensors"
-    assert cli.run(WAN, "export", ["--adapter", str(musubi), "--to", "official", *flags, str(back)]) == 0
+    assert (
+        cli.run(WAN, "export", ["--adapter", str(musubi), "--to", "official", *flags, str(back)])
+        == 0
+    )
     ours, theirs = load_file(official), load_file(back)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
     assert len(open_adapter(musubi, WAN.architecture.names, trained.layers).modules) == 30
 
 
@@ -162,7 +199,9 @@ def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -
     save_file(tensors, tmp_path / "x.safetensors")
     presets = find_adapter(tmp_path / "x.safetensors", WAN).presets
     assert (
-        "t2v-1.3b" in presets and "vace-1.3b" in presets and not any("14b" in name or "5b" in name for name in presets)
+        "t2v-1.3b" in presets
+        and "vace-1.3b" in presets
+        and not any("14b" in name or "5b" in name for name in presets)
     )
 
 
@@ -170,9 +209,13 @@ def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -
 def test_differences_of_published_files_are_merged_into_the_parameters_that_they_are_of(
     tmp_path: Path, form: str
 ) -> None:
-    """Keys as distilled LoRAs for Wan have them: differences of biases, norms, modulations and the patch embedding."""
+    """Keys as distilled LoRAs for Wan have them: differences of biases, norms, modulations and the
+    patch embedding."""
     architecture, arch = WAN.architecture, PRESETS["t2v-1.3b"]
-    parameters, layers = parameters_of(architecture.build, arch), layers_of(architecture.build, arch)
+    parameters, layers = (
+        parameters_of(architecture.build, arch),
+        layers_of(architecture.build, arch),
+    )
     wanted = {
         "blocks.0.self_attn.q.diff_b": "layers.0.self_attn.q.bias",
         "blocks.0.self_attn.norm_q.diff": "layers.0.self_attn.norm_q.weight",
@@ -193,7 +236,8 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
     tensors |= {official: torch.ones(parameters[ours]) for official, ours in named.items()}
     if form == "kohya":
         tensors = {
-            key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): tensor for key, tensor in tensors.items()
+            key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): tensor
+            for key, tensor in tensors.items()
         }
         stems = {
             key: next(
@@ -210,7 +254,9 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
     else:
         tensors = {f"diffusion_model.{key}": tensor for key, tensor in tensors.items()}
     save_file(tensors, tmp_path / "x.safetensors")
-    file = open_adapter(tmp_path / "x.safetensors", architecture.names, layers, parameters=parameters)
+    file = open_adapter(
+        tmp_path / "x.safetensors", architecture.names, layers, parameters=parameters
+    )
     assert set(file.differences) == set(named.values()) and list(file.modules) == ["layers.0.ffn.0"]
     modulation = torch.zeros(parameters["layers.0.modulation"])
     merge_into([(file, 0.5)])["layers.0.modulation"](modulation)
@@ -219,7 +265,10 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
 
 
 def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
-    save_file({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    save_file(
+        {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)},
+        tmp_path / "x.safetensors",
+    )
     told = r"is a LoRA of another model \(its names look like those of FLUX\.2, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*\): .* or use the flux2 commands for FLUX.2$"
     with pytest.raises(UserError, match=told):
         find_adapter(tmp_path / "x.safetensors", WAN)
@@ -252,19 +301,26 @@ def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() ->
     for preset, arch in PRESETS.items():
         rules = WAN.for_arch(arch).adapters.rules
         has_none = "control" in preset or preset.startswith(("wantodance", "s2v"))
-        assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
+        assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, (
+            preset
+        )
         assert not rules.readers(official, blocks)["ComfyUI"]
     for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):
         assert "has no such model" in RULES.readers(official, [*blocks, name])["diffusers"]
 
 
-def test_a_file_is_said_to_be_for_the_preset_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_said_to_be_for_the_preset_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It fits many presets: diffusers has models of some."""
     file, dim = tmp_path / "x.safetensors", PRESETS["t2v-1.3b"].dim
     key = "diffusion_model.blocks.29.self_attn.q.lora"
     save_file({f"{key}_A.weight": torch.ones(2, dim), f"{key}_B.weight": torch.ones(dim, 2)}, file)
     for preset, has_none in (("t2v-1.3b", False), ("fun-v1.1-control-1.3b", True)):
-        assert cli.run(WAN, "export", ["--inspect", str(file), "--json", "--model.preset", preset]) == 0
+        assert (
+            cli.run(WAN, "export", ["--inspect", str(file), "--json", "--model.preset", preset])
+            == 0
+        )
         said = json.loads(capsys.readouterr().out)["readers"]["diffusers"]
         assert ("has no such model" in said) == has_none, preset
 
@@ -272,13 +328,19 @@ def test_a_file_is_said_to_be_for_the_preset_that_is_named(tmp_path: Path, capsy
 def test_other_readers() -> None:
     official = AdapterLayout(form="official")
     assert not any(
-        said for reader, said in RULES.readers(official, ["layers.0.ffn.0"]).items() if reader != "musubi-tuner"
+        said
+        for reader, said in RULES.readers(official, ["layers.0.ffn.0"]).items()
+        if reader != "musubi-tuner"
     )
     vace = RULES.readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
     assert "rejects vace_blocks.0.ffn.0" in vace["diffusers"] and not vace["ComfyUI"]
-    assert "k_img without v_img" in RULES.readers(official, ["layers.0.cross_attn.k_img"])["diffusers"]
+    assert (
+        "k_img without v_img" in RULES.readers(official, ["layers.0.cross_attn.k_img"])["diffusers"]
+    )
     # ComfyUI knows VideoX-Fun's files by one key alone, and loads nothing of those without it.
     videox = AdapterLayout(form="videox")
     assert not RULES.readers(videox, ["layers.0.ffn.0", "layers.0.cross_attn.k"])["ComfyUI"]
     assert RULES.readers(videox, ["layers.0.ffn.0"])["ComfyUI"].startswith("loads nothing")
-    assert RULES.readers(AdapterLayout(form="diffusers", naming="diffusers"), ["layers.0.ffn.0"])["DiffSynth"]
+    assert RULES.readers(AdapterLayout(form="diffusers", naming="diffusers"), ["layers.0.ffn.0"])[
+        "DiffSynth"
+    ]

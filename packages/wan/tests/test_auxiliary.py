@@ -1,4 +1,5 @@
-"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
+"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the
+encoders themselves."""
 
 from pathlib import Path
 
@@ -27,17 +28,22 @@ def auxiliary_models(preset: str = "t2v-1.3b", **where: str) -> dict[str, Auxili
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
     """wan_2.1_vae.safetensors has 507.6 MB in fp32, the UMT5-XXL encoder 11.36 GB in bf16."""
     built = {name: each.build(torch.bfloat16) for name, each in auxiliary_models().items()}
-    assert num_parameters(built["VAE encoder"]) == num_parameters(built["VAE decoder"]) == 126_892_531
+    assert (
+        num_parameters(built["VAE encoder"]) == num_parameters(built["VAE decoder"]) == 126_892_531
+    )
     assert num_parameters(built["text encoder"]) == 5_680_910_336
     assert {parameter.dtype for parameter in built["text encoder"].parameters()} == {torch.bfloat16}
 
 
 def test_a_model_that_looks_at_images_has_clip_and_ti2v_the_larger_vae() -> None:
-    """Wan2.2_VAE.pth has 2.82 GB in fp32; clip_vision_h.safetensors 1.26 GB in fp16, a projection included that is not used."""
+    """Wan2.2_VAE.pth has 2.82 GB in fp32; clip_vision_h.safetensors 1.26 GB in fp16, a projection
+    included that is not used."""
     looking = auxiliary_models("i2v-14b-480p")
     assert list(looking) == ["VAE encoder", "text encoder", "image encoder", "VAE decoder"]
     built = looking["image encoder"].build(torch.bfloat16)
-    assert num_parameters(built) == 630_766_080 and {each.dtype for each in built.parameters()} == {torch.float32}
+    assert num_parameters(built) == 630_766_080 and {each.dtype for each in built.parameters()} == {
+        torch.float32
+    }
     larger = auxiliary_models("ti2v-5b")
     assert list(larger) == ["VAE encoder", "text encoder", "VAE decoder"]
     assert num_parameters(larger["VAE decoder"].build(torch.bfloat16)) == 704_688_668
@@ -59,7 +65,9 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
 
 
 def test_the_text_encoder_takes_its_weights_and_little_more() -> None:
-    weights, peak = measure_model(auxiliary_models()["text encoder"], WAN.data.size, dtype=torch.bfloat16)
+    weights, peak = measure_model(
+        auxiliary_models()["text encoder"], WAN.data.size, dtype=torch.bfloat16
+    )
     assert weights == 2 * 5_680_910_336 and weights < peak < weights + 0.2 * GIB
 
 
@@ -74,7 +82,8 @@ def test_a_clip_in_tiles_takes_a_quarter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), [((1, 48, 64), torch.float32), ((13, 64, 32), torch.float32), ((5, 64, 32), torch.bfloat16)]
+    ("size", "dtype"),
+    [((1, 48, 64), torch.float32), ((13, 64, 32), torch.float32), ((5, 64, 32), torch.bfloat16)],
 )
 def test_what_the_vae_holds_is_what_was_planned(
     checkpoint: Path, size: tuple[int, int, int], dtype: torch.dtype
@@ -83,7 +92,8 @@ def test_what_the_vae_holds_is_what_was_planned(
     encoder.load()
     found = auxiliary_models(base=str(checkpoint))
     encode, decode = (
-        measure_model(found[f"VAE {half}"], size, dtype=dtype, kind="cpu").peak for half in ("encoder", "decoder")
+        measure_model(found[f"VAE {half}"], size, dtype=dtype, kind="cpu").peak
+        for half in ("encoder", "decoder")
     )
     clip = torch.zeros(3, *size)
     held = live(encoder.module, lambda: encoder.encode([clip]))
@@ -98,9 +108,14 @@ def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> No
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
     planned = measure_model(
-        auxiliary_models(base=str(checkpoint))["text encoder"], WAN.data.size, dtype=torch.float32, kind="cpu"
+        auxiliary_models(base=str(checkpoint))["text encoder"],
+        WAN.data.size,
+        dtype=torch.float32,
+        kind="cpu",
     )
-    assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
+    assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(
+        planned.peak, rel=0.05
+    )
 
 
 def test_a_streamed_text_encoder_takes_its_embedding_and_little_more() -> None:
@@ -118,23 +133,34 @@ def test_what_a_streamed_text_encoder_holds_is_what_was_planned(
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "always")
     encoder.load()
     found = auxiliary_models(base=str(checkpoint))["text encoder"]
-    planned = measure_model(found, WAN.data.size, dtype=torch.float32, kind="cpu", mode="layer by layer")
+    planned = measure_model(
+        found, WAN.data.size, dtype=torch.float32, kind="cpu", mode="layer by layer"
+    )
     held = live(encoder._model, lambda: encoder.encode(["a red circle"] * encoder.items_at_once))
     assert held == pytest.approx(planned.peak, rel=0.05)
 
 
 @pytest.mark.slow
-def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_give_other_latents_under_another_identity(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = ModelPaths(base=str(checkpoint))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, mode=VaeMode(tiled=True))
-    assert whole.identity != tiled.identity == WAN.auxiliary.media_encoder(where, CPU, VaeMode(tiled=True)).identity
+    assert (
+        whole.identity
+        != tiled.identity
+        == WAN.auxiliary.media_encoder(where, CPU, VaeMode(tiled=True)).identity
+    )
     whole.load()
     tiled.load()
     large = torch.rand(3, 5, 288, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     small = large[:, :, :256]
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     with torch.no_grad():
-        for encoder in (whole, tiled):  # random attention, over the whole image, would hide where each tile is
+        for encoder in (
+            whole,
+            tiled,
+        ):  # random attention, over the whole image, would hide where each tile is
             for half in (encoder.module.encoder, encoder.module.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
     check_tiles(whole, tiled, large, patch=monkeypatch)

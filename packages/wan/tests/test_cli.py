@@ -1,4 +1,5 @@
-"""Wan's commands answer what needs no model before anything that takes seconds to import is touched."""
+"""Wan's commands answer what needs no model before anything that takes seconds to import is
+touched."""
 
 from ditkit_core.testing.commands import check_commands
 

@@ -16,11 +16,15 @@ from ditkit_wan.spec import WAN
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
-# One file of each kind of architecture, the smallest: planning traces a block of every kind, which takes most of a minute.
+# One file of each kind of architecture, the smallest: planning traces a block of every kind, which
+# takes most of a minute.
 PLANNED = (
-    "t2v_1.3b_lora", "t2v_1.3b_full", "i2v_14b_480p_lora", "flf2v_14b_lora", "ti2v_5b_lora", "t2v_a14b_lora", "i2v_a14b_lora",
-    "vace_1.3b_lora", "fun_v1.1_control_1.3b_lora", "fun_v1.1_control_camera_1.3b_lora", "wantodance_14b_lora",
-    "fun_v1.1_inp_1.3b_lora", "fun_inp_5b_lora", "fun_control_5b_lora", "fun_control_camera_5b_lora", "fun_inp_a14b_lora", "fun_control_a14b_lora",
+    "t2v_1.3b_lora", "t2v_1.3b_full", "i2v_14b_480p_lora", "flf2v_14b_lora", "ti2v_5b_lora",
+    "t2v_a14b_lora", "i2v_a14b_lora",
+    "vace_1.3b_lora", "fun_v1.1_control_1.3b_lora", "fun_v1.1_control_camera_1.3b_lora",
+    "wantodance_14b_lora",
+    "fun_v1.1_inp_1.3b_lora", "fun_inp_5b_lora", "fun_control_5b_lora",
+    "fun_control_camera_5b_lora", "fun_inp_a14b_lora", "fun_control_a14b_lora",
     "fun_control_camera_a14b_lora", "vace_fun_a14b_lora", "s2v_14b_lora", "animate_14b_lora",
 )  # fmt: skip
 
@@ -30,20 +34,26 @@ def run_of(file):
 
 
 def comments(file):
-    return "\n".join(line.partition("#")[2] for line in file.read_text().splitlines() if "#" in line)
+    return "\n".join(
+        line.partition("#")[2] for line in file.read_text().splitlines() if "#" in line
+    )
 
 
 def kind(preset):
     """What an architecture is, its size apart."""
     arch = PRESETS[preset]
     return (
-        arch.in_channels, arch.image_dim, arch.image_positions, bool(arch.boundary), bool(arch.vace_layers), arch.ref_conv,
-        arch.camera_channels, arch.music is not None, arch.speech is not None, arch.animate is not None, arch.token_times, arch.fun,
+        arch.in_channels, arch.image_dim, arch.image_positions, bool(arch.boundary),
+        bool(arch.vace_layers), arch.ref_conv,
+        arch.camera_channels, arch.music is not None, arch.speech is not None,
+        arch.animate is not None, arch.token_times, arch.fun,
     )  # fmt: skip
 
 
 def test_there_are_run_files_for_every_preset():
-    assert {resolve(RunConfig, file=file).model.preset for file in CONFIGS} == set(WAN.architecture.presets)
+    assert {resolve(RunConfig, file=file).model.preset for file in CONFIGS} == set(
+        WAN.architecture.presets
+    )
 
 
 @pytest.mark.parametrize("file", [*CONFIGS, WAN.demo.config], ids=lambda file: file.stem)
@@ -51,7 +61,9 @@ def test_a_run_file_is_accepted(file):
     run = run_of(file)
     config, spec = run.config, run.spec
     assert config.model.preset in (*WAN.architecture.presets, "")
-    assert config.data.frames % spec.data.frame_step == 1 and config.data.frames <= spec.data.size[0]
+    assert (
+        config.data.frames % spec.data.frame_step == 1 and config.data.frames <= spec.data.size[0]
+    )
     assert config.data.height % spec.data.size_step == config.data.width % spec.data.size_step == 0
     check_export(spec, config.export, config.adapter)
     check_training(run, here=False)
@@ -91,12 +103,16 @@ def test_the_comments_of_a_run_file_are_true(file):
         for word in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", line)
     }
     assert named <= columns.keys(), "each is a column of this model"
-    assert {name for name, column in columns.items() if column.required} <= named, "what no clip may lack is named"
+    assert {name for name, column in columns.items() if column.required} <= named, (
+        "what no clip may lack is named"
+    )
     assert ("both experts" in said) == bool(run.experts)
 
 
 def test_every_kind_of_architecture_is_planned_once():
-    presets = [resolve(RunConfig, file=file).model.preset for file in CONFIGS if file.stem in PLANNED]
+    presets = [
+        resolve(RunConfig, file=file).model.preset for file in CONFIGS if file.stem in PLANNED
+    ]
     assert {kind(preset) for preset in presets} == {kind(preset) for preset in PRESETS}
     assert len(presets) == len(PLANNED) == len({kind(preset) for preset in presets}) + 1, (
         "and one is trained in full, too"
@@ -107,7 +123,9 @@ def test_every_kind_of_architecture_is_planned_once():
     "file",
     [
         pytest.param(
-            file, marks=pytest.mark.slow if file.stem == "t2v_1.3b_lora" else pytest.mark.exhaustive, id=file.stem
+            file,
+            marks=pytest.mark.slow if file.stem == "t2v_1.3b_lora" else pytest.mark.exhaustive,
+            id=file.stem,
         )
         for file in CONFIGS
         if file.stem in PLANNED

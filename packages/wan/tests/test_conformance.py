@@ -1,4 +1,5 @@
-"""Wan against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of other trainers.
+"""Wan against every suite of the core: the seam, plans, audits, kernels, ranks, and levers of other
+trainers.
 
 Variants that need more than a few lines are in test_conformance_controls.py.
 """
@@ -76,12 +77,14 @@ class TestStreamOrder(Clips, StreamFaultChecks):
 
 
 class TestPeers(Clips, PeerChecks):
-    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an assistant."""
+    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an
+    assistant."""
 
     diffusers = DIFFUSERS
 
     def sizes(self, index, grid):
-        """Captions as long as the model takes: its pipelines pad text, and its transformer in diffusers does not."""
+        """Captions as long as the model takes: its pipelines pad text, and its transformer in
+        diffusers does not."""
         return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
 
 
@@ -107,7 +110,8 @@ class TestPlan(FullSizePlanConformance):
 
 
 class TestSplit(FullSizeSplitConformance):
-    """Wan 14B at its published size, divided over two to four devices that refuse to mix, without memory."""
+    """Wan 14B at its published size, divided over two to four devices that refuse to mix, without
+    memory."""
 
     spec = WAN
     preset = "t2v-14b"
@@ -117,7 +121,8 @@ class TestSplit(FullSizeSplitConformance):
     most_apart = 2 * 352e6 * 1.01  # no more than a block
 
     def crossing(self, arch, cut):
-        """Tokens, modulation, time, rotary table, text; of these the tokens alone come from an adapter."""
+        """Tokens, modulation, time, rotary table, text; of these the tokens alone come from an
+        adapter."""
         return 5, 1
 
 
@@ -126,9 +131,11 @@ def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
     check_kernels(TestWan, TestVace)
 
 
-@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes
+# and not with those of ranks, which each change waits for: the interpreter takes two minutes
+@pytest.mark.slow
 class TestKernelRanks(KernelRanksConformance):
-    """One block, and clips of four tokens and of three, an odd number for two ranks that share them."""
+    """One block, and clips of four tokens and of three, an odd number for two ranks that share
+    them."""
 
     spec = WAN
     arch = WanArch(**SIZES | {"layers": 1, "text_tokens": 3}, in_channels=4)
@@ -137,7 +144,10 @@ class TestKernelRanks(KernelRanksConformance):
     def items(self, count, ragged=False):
         random = torch.Generator().manual_seed(0)
         return [
-            {"latents": torch.randn(4, *grid, generator=random), "text": torch.randn(2, 20, generator=random)}
+            {
+                "latents": torch.randn(4, *grid, generator=random),
+                "text": torch.randn(2, 20, generator=random),
+            }
             for grid in ((1, 4, 4), (1, 2, 6))
         ]
 
@@ -161,11 +171,14 @@ FOUR = SIZES | {"heads": 4}
 
 
 def items(*grids, **more):
-    """Clips of these frames, rows and columns of latents; `more` are channels of conditions of the same size."""
+    """Clips of these frames, rows and columns of latents; `more` are channels of conditions of the
+    same size."""
     random = torch.Generator().manual_seed(0)
 
     def item(index, grid):
-        sizes = {"latents": (4, *grid), "text": (3 + index, 20)} | {name: (num, *grid) for name, num in more.items()}
+        sizes = {"latents": (4, *grid), "text": (3 + index, 20)} | {
+            name: (num, *grid) for name, num in more.items()
+        }
         return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
 
     return [item(index, grid) for index, grid in enumerate(grids)]
@@ -173,7 +186,10 @@ def items(*grids, **more):
 
 def clean_first(clips):
     """Every other clip with a given first frame."""
-    return [clip | ({} if i % 2 else {"first_frame": clip["latents"][:, :1].clone()}) for i, clip in enumerate(clips)]
+    return [
+        clip | ({} if i % 2 else {"first_frame": clip["latents"][:, :1].clone()})
+        for i, clip in enumerate(clips)
+    ]
 
 
 def with_reference(clips):
@@ -194,9 +210,11 @@ SUBJECTS = {
     "ragged": Subject(WAN, WanArch(**FOUR, in_channels=4), items(*RAGGED), 2),
     "two heads": Subject(WAN, WanArch(**SIZES, in_channels=4), items(*RAGGED), 2),
     "clean first frame": Subject(
-        WAN, WanArch(**FOUR, in_channels=4, token_times=True), clean_first(items(*RAGGED)), 2, gathers=2
+        WAN, WanArch(**FOUR, in_channels=4, token_times=True), clean_first(items(*RAGGED)), 2,
+        gathers=2
     ),
-    "time of each token": Subject(TIMES, WanArch(**FOUR, in_channels=4, token_times=True), items(*RAGGED), 2),
+    "time of each token": Subject(TIMES, WanArch(**FOUR, in_channels=4, token_times=True),
+    items(*RAGGED), 2),
     "image": Subject(
         WAN, WanArch(**FOUR, in_channels=10, image_dim=14),
         [clip | {"image": torch.ones(7, 14)} for clip in items(*ODD, y=6)], 2,
@@ -205,7 +223,8 @@ SUBJECTS = {
         WAN, WanArch(**FOUR | {"layers": 3}, in_channels=4, vace_layers=(0, 1), vace_channels=7),
         items(*RAGGED, vace=7), 5,
     ),
-    "reference": Subject(WAN, WanArch(**FOUR, in_channels=4, ref_conv=True), with_reference(items(*RAGGED)), 2),
+    "reference": Subject(WAN, WanArch(**FOUR, in_channels=4, ref_conv=True),
+    with_reference(items(*RAGGED)), 2),
 }  # fmt: skip
 
 
@@ -228,7 +247,9 @@ def test_only_what_is_added_by_frame_cannot_be_shared():
     by_frame = {name for name, arch in PRESETS.items() if arch.music or arch.speech or arch.animate}
     assert len(by_frame) == 4
     streams = {name: token_streams(arch) for name, arch in PRESETS.items()}
-    assert {name for name, declared in streams.items() if declared is None or declared.positions} == by_frame
+    assert {
+        name for name, declared in streams.items() if declared is None or declared.positions
+    } == by_frame
 
 
 BOTH = (Divided(4, 2, context=2),)

@@ -1,4 +1,5 @@
-"""Animate passes every check of the seam: its face adapters are inside blocks, and the motion of a face travels in the carry."""
+"""Animate passes every check of the seam: its face adapters are inside blocks, and the motion of a
+face travels in the carry."""
 
 import torch
 from wan_items import SIZES
@@ -16,7 +17,8 @@ class TestAnimate(Conformance):
     slow = True
     arch = WanArch(
         **SIZES, in_channels=10, image_dim=14,
-        animate=AnimateArch(layers=(0,), pose_channels=3, face_channels=(3, 4), style=5, motion=2, motion_dim=6, width=8, tokens=2),
+        animate=AnimateArch(layers=(0,), pose_channels=3, face_channels=(3, 4), style=5, motion=2,
+        motion_dim=6, width=8, tokens=2),
     )  # fmt: skip
     last_layers = ("WanBlock ffn.2", "face.linear2")
     added_as_they_are = ("face.linear2",)
@@ -25,7 +27,10 @@ class TestAnimate(Conformance):
         random = torch.Generator().manual_seed(0)
         grids = [(3, 4, 6), (2, 4, 10), (3, 6, 4)] if ragged else [(3, 4, 6)]
         return [
-            {name: torch.randn(size, generator=random) for name, size in self.sizes(i, grids[i % len(grids)]).items()}
+            {
+                name: torch.randn(size, generator=random)
+                for name, size in self.sizes(i, grids[i % len(grids)]).items()
+            }
             for i in range(count)
         ]
 

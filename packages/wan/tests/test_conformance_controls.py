@@ -1,6 +1,8 @@
-"""WanToDance, a reference in front and a camera's path pass every check of the seam: split, policies, swap, offload, quantization, precision.
+"""WanToDance, a reference in front and a camera's path pass every check of the seam: split,
+policies, swap, offload, quantization, precision.
 
-What their reviewers asked for: every parameter besides the blocks placed, music carried between devices, two heads, nothing sent twice.
+What their reviewers asked for: every parameter besides the blocks placed, music carried between
+devices, two heads, nothing sent twice.
 """
 
 import torch
@@ -24,7 +26,8 @@ SIZES = {
 
 
 class _Items:
-    """Clips of two latent frames; the grids of ragged ones are all of whole groups that hear music."""
+    """Clips of two latent frames; the grids of ragged ones are all of whole groups that hear
+    music."""
 
     spec = WAN
     one_in = 23
@@ -51,7 +54,9 @@ class TestReferenceInFront(_Items, Conformance):
     arch = WanArch(**SIZES, in_channels=8, image_dim=8, ref_conv=True)
 
     def item(self, number, size, random):
-        return super().item(number, size, random) | {"reference": torch.randn(16, 1, *size[1:], generator=random)}
+        return super().item(number, size, random) | {
+            "reference": torch.randn(16, 1, *size[1:], generator=random)
+        }
 
 
 class TestCamera(_Items, CoreChecks, SplitChecks):
@@ -62,11 +67,14 @@ class TestCamera(_Items, CoreChecks, SplitChecks):
     def item(self, number, size, random):
         _, height, width = size
         poses = moving(("Left", "UpIn", "Right")[number % 3], "0.3", 5)
-        return super().item(number, size, random) | {"camera_path": path_of(poses, height=8 * height, width=8 * width)}
+        return super().item(number, size, random) | {
+            "camera_path": path_of(poses, height=8 * height, width=8 * width)
+        }
 
 
 class TestWanToDance(_Items, Conformance):
-    """Drawn between keyframes; the second of two ragged clips is of keyframes, which have another embedding and another head."""
+    """Drawn between keyframes; the second of two ragged clips is of keyframes, which have another
+    embedding and another head."""
 
     slow = True
     arch = WanArch(

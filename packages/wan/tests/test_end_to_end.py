@@ -1,4 +1,5 @@
-"""The demo is the real path on generated inputs: from mp4 files to an adapter that diffusers loads."""
+"""The demo is the real path on generated inputs: from mp4 files to an adapter that diffusers
+loads."""
 
 import re
 
@@ -23,19 +24,34 @@ class TestDemo(DemoConformance):
     trained_names = r"diffusion_model\.blocks\."
     daily = slice(1, None, 2)
     levers = (
-        ("--data.frames", "1", "--sample.guidance", "1", "--adapter.targets", '["self"]', "--adapter.alpha", "3"),
+        (
+            "--data.frames",
+            "1",
+            "--sample.guidance",
+            "1",
+            "--adapter.targets",
+            '["self"]',
+            "--adapter.alpha",
+            "3",
+        ),
     )
     init_from = "first.safetensors"
     merge_from = "first.safetensors"
 
     @pytest.mark.exhaustive  # each change does so with an adapter of FLUX.2, in both forms
-    def test_an_adapter_trained_here_starts_and_merges_into_another_run(self, demo, tmp_path, capsys):
-        super().test_an_adapter_trained_here_starts_and_merges_into_another_run(demo, tmp_path, capsys)
+    def test_an_adapter_trained_here_starts_and_merges_into_another_run(
+        self, demo, tmp_path, capsys
+    ):
+        super().test_an_adapter_trained_here_starts_and_merges_into_another_run(
+            demo, tmp_path, capsys
+        )
 
 
 @pytest.mark.exhaustive
 def test_the_demo_is_audited(demo, tmp_path, capsys):
     check_demo(demo, tmp_path / "run")
     # Which of them is first by a few per cent depends on the CPU.
-    most = re.search(r"what matters most: (\w+), which this run has in fp32", capsys.readouterr().out)
+    most = re.search(
+        r"what matters most: (\w+), which this run has in fp32", capsys.readouterr().out
+    )
     assert most is not None and most[1] in ("modulation", "residual")

@@ -14,7 +14,13 @@ from ditkit_wan.spec import WAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
-CLIP = {"model.preset": "t2v-14b", "data.frames": 49, "data.height": 480, "data.width": 832, "adapter.rank": 32}
+CLIP = {
+    "model.preset": "t2v-14b",
+    "data.frames": 49,
+    "data.height": 480,
+    "data.width": 832,
+    "adapter.rank": 32,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +32,16 @@ def test_two_gpus_of_24_gib_take_49_frames_with_exact_weights(run):
     task = task_for(run, parse_gpus("2x24GiB"))
     found = fit(task)
     execution = found.chosen.execution
-    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == ("full", "none", (0, 1))
+    assert (execution.checkpointing, execution.quantize, found.chosen.gpus) == (
+        "full",
+        "none",
+        (0, 1),
+    )
     assert 0 < sum(execution.swap_blocks) < 40 and len(execution.split_points) == 1
     assert all(plan.fits for plan in found.chosen.plan)
-    assert not list(candidates(task, "attn_only", "none")), "the faster policy fits with nothing exact"
+    assert not list(candidates(task, "attn_only", "none")), (
+        "the faster policy fits with nothing exact"
+    )
     for quantize in ("none", "int8"):
         for each in candidates(task, "full", quantize):
             assert each.score * (1 + HARDLY_LONGER) >= found.chosen.score
@@ -40,11 +52,18 @@ def test_one_gpu_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
     chosen = fit(task).chosen
     assert (chosen.execution.checkpointing, chosen.execution.quantize) == ("full+offload", "none")
     assert all(plan.fits for plan in chosen.plan)
-    assert not list(candidates(task, "full", "nf4")), "nothing smaller fits where all stays on the card"
+    assert not list(candidates(task, "full", "nf4")), (
+        "nothing smaller fits where all stays on the card"
+    )
 
 
 def test_larger_clips_take_fewer_frames_there():
-    run = create_run(WAN, resolve(RunConfig, flags=CLIP | {"data.frames": 81, "data.height": 720, "data.width": 1280}))
+    run = create_run(
+        WAN,
+        resolve(
+            RunConfig, flags=CLIP | {"data.frames": 81, "data.height": 720, "data.width": 1280}
+        ),
+    )
     task = task_for(run, parse_gpus("24GiB"))
     assert fit(task).chosen is None and least_missing(task) > 0
     best, *_ = changes(WAN, run.config, task)

@@ -1,4 +1,5 @@
-"""The presets are the published models, counted on `meta`, and what diffusers' configurations say of them."""
+"""The presets are the published models, counted on `meta`, and what diffusers' configurations say
+of them."""
 
 from functools import cache
 from typing import Any
@@ -25,8 +26,18 @@ COUNTS = {
     "i2v-a14b": (14_288_901_184, 1095),
 }
 
-SIZES_1_3B = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
-SIZES_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
+SIZES_1_3B = {
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+}
+SIZES_14B = {
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "ffn_dim": 13824,
+    "num_layers": 40,
+}
 IMAGE = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 VACE = {"vace_in_channels": 96, "in_channels": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -38,7 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vace-1.3b": SIZES_1_3B | VACE | {"vace_layers": list(range(0, 30, 2))},
     "vace-14b": SIZES_14B | VACE | {"vace_layers": list(range(0, 40, 5))},
     "ti2v-5b": {
-        "num_attention_heads": 24, "attention_head_dim": 128, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48,
+        "num_attention_heads": 24, "attention_head_dim": 128, "ffn_dim": 14336, "num_layers": 30,
+        "in_channels": 48,
         "out_channels": 48,
     },
     "t2v-a14b": SIZES_14B,
@@ -65,7 +77,9 @@ def theirs(preset: str) -> Any:
 
     config = CONFIGS[preset]
     with torch.device("meta"):
-        return (WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel)(**config)
+        return (WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel)(
+            **config
+        )
 
 
 @pytest.mark.parametrize(("preset", "counts"), COUNTS.items())
@@ -118,4 +132,9 @@ def test_the_authors_own_config_leaves_the_choice_to_the_shapes():
         "in_dim": 16,
         "model_type": "t2v",
     }
-    assert arch_from_config(official | {"num_heads": 12, "num_layers": 30, "out_dim": 16, "text_len": 512}, {}) is None
+    assert (
+        arch_from_config(
+            official | {"num_heads": 12, "num_layers": 30, "out_dim": 16, "text_len": 512}, {}
+        )
+        is None
+    )

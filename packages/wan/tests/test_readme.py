@@ -14,7 +14,9 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_every_preset_is_in_the_readme_as_it_is() -> None:
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    rows = [
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
     found = {}
     for row in rows:
         name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
@@ -23,9 +25,14 @@ def test_every_preset_is_in_the_readme_as_it_is() -> None:
     for preset, (parameters, told, vae, transformers, size) in found.items():
         arch = PRESETS[preset]
         with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in WanTransformer(arch, Precision()).parameters())
+            count = sum(
+                parameter.numel() for parameter in WanTransformer(arch, Precision()).parameters()
+            )
         assert parameters == f"{count:,}", preset
-        named = [f"*`{column.name}`*" if column.required else f"`{column.name}`" for column in columns(arch)]
+        named = [
+            f"*`{column.name}`*" if column.required else f"`{column.name}`"
+            for column in columns(arch)
+        ]
         assert told == ", ".join(named), preset
         assert vae == ("2.2" if arch.out_channels == 48 else "2.1")
         assert int(transformers) == (len(WAN.architecture.experts(arch)) or 1)
@@ -34,6 +41,8 @@ def test_every_preset_is_in_the_readme_as_it_is() -> None:
 
 
 def test_the_readme_has_every_named_set_of_layers() -> None:
-    section = README.read_text(encoding="utf-8").partition("## What is trained")[2].partition("\n## ")[0]
+    section = (
+        README.read_text(encoding="utf-8").partition("## What is trained")[2].partition("\n## ")[0]
+    )
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     assert [row[1].strip("`") for row in rows[1:]] == list(WAN.adapters.targets)

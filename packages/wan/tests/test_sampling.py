@@ -34,10 +34,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Any:
-    """Our transformer with the checkpoint's weights, in fp32, trained in full: no adapter, no peft."""
+    """Our transformer with the checkpoint's weights, in fp32, trained in full: no adapter, no
+    peft."""
     components = ModelPaths(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
-    unloaded = model_on_meta(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+    unloaded = model_on_meta(
+        WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision
+    )
     return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0).module
 
 
@@ -46,7 +49,8 @@ def job(checkpoint: Path) -> GenerationRequest:
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
     return GenerationRequest(
-        conditions=encoder.encode(["a red circle"])[0], negative=encoder.encode(["blue"])[0], frames=5, height=32, width=48,
+        conditions=encoder.encode(["a red circle"])[0], negative=encoder.encode(["blue"])[0],
+        frames=5, height=32, width=48,
         steps=3, guidance=4.0, shift=0.0, seed=7,
     )  # fmt: skip
 
@@ -59,31 +63,40 @@ def diffusers_pipeline(checkpoint: Path) -> Any:
     return pipeline
 
 
-def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+def test_three_guided_steps_are_those_of_diffusers(
+    checkpoint: Path, model: Any, job: GenerationRequest
+) -> None:
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     steps: list[None] = []
     latents = generate_latents(sampler, job, model, run_plain, lambda: steps.append(None))
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     pipeline = diffusers_pipeline(checkpoint)
     arguments = {
-        "prompt": "a red circle", "negative_prompt": "blue", "height": 32, "width": 48, "num_frames": 5,
+        "prompt": "a red circle", "negative_prompt": "blue", "height": 32, "width": 48,
+        "num_frames": 5,
         "num_inference_steps": 3, "guidance_scale": 4.0,
     }  # fmt: skip
     expected = pipeline(**arguments, latents=noise, output_type="latent").frames[0]
-    # fp32 in two orders of summation, amplified by guidance; diffusers' sinusoid is fp32 where ours is fp64
+    # fp32 in two orders of summation, amplified by guidance; diffusers' sinusoid is fp32 where ours
+    # is fp64
     assert latents.dtype == torch.float32 and latents.shape == (16, 2, 4, 6) and len(steps) == 3
     assert (latents - expected).abs().max() / expected.std() < 1e-4
     assert (latents - noise[0]).abs().max() > 0.5
 
     pixels = sampler.decoder.decode(latents)
-    video = torch.from_numpy(pipeline(**arguments, latents=noise, output_type="np").frames[0]).permute(3, 0, 1, 2)
+    video = torch.from_numpy(
+        pipeline(**arguments, latents=noise, output_type="np").frames[0]
+    ).permute(3, 0, 1, 2)
     assert pixels.shape == (3, 5, 32, 48) and pixels.device == CPU
     torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)
 
 
 def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     """The checkpoint's transformer with an adapter of random values."""
-    components, precision = ModelPaths(base=str(checkpoint), dtype="fp32"), Precision(matmul=torch.float32)
+    components, precision = (
+        ModelPaths(base=str(checkpoint), dtype="fp32"),
+        Precision(matmul=torch.float32),
+    )
     adapter = AdapterConfig(rank=rank, use_dora=use_dora)
     unloaded = model_on_meta(WAN, components, adapter, BaseConfig(), precision=precision)
     model = load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=rank).module
@@ -93,7 +106,9 @@ def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     return model.eval()
 
 
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+@pytest.mark.filterwarnings(
+    "ignore:Already found a `peft_config`:UserWarning"
+)  # two adapters are what is asked for
 @pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     checkpoint: Path, job: GenerationRequest, tmp_path: Path, kind: str, strength: float
@@ -105,13 +120,19 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
         for each, name in ((model, "trained"), (other, "fast"))
     ]
     bare = build_on_meta(WAN, model.embed.arch, Precision(matmul=torch.float32))
-    shapes = {name: tuple(m.weight.shape) for name, m in bare.named_modules() if isinstance(m, torch.nn.Linear)}
+    shapes = {
+        name: tuple(m.weight.shape)
+        for name, m in bare.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     fast = AddedAdapter(open_adapter(files[1], WAN.architecture.names, shapes), strength)
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     alone = generate_latents(sampler, job, model, run_plain)
     with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
         latents = generate_latents(sampler, job, model, run_plain)
-    assert torch.equal(alone, generate_latents(sampler, job, model, run_plain)), "nothing of it stays"
+    assert torch.equal(alone, generate_latents(sampler, job, model, run_plain)), (
+        "nothing of it stays"
+    )
 
     pipeline = diffusers_pipeline(checkpoint)
     for file in files:
@@ -120,7 +141,8 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     pipeline.set_adapters(["fast", "trained"], [strength, 1.0])
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     expected = pipeline(
-        prompt="a red circle", negative_prompt="blue", height=32, width=48, num_frames=5, num_inference_steps=3,
+        prompt="a red circle", negative_prompt="blue", height=32, width=48, num_frames=5,
+        num_inference_steps=3,
         guidance_scale=4.0, latents=noise, output_type="latent",
     ).frames[0]  # fmt: skip
     # as without adapters: fp32 in two orders of summation, amplified by guidance
@@ -128,7 +150,9 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     assert (latents - alone).abs().max() / expected.std() > 0.05
 
 
-def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+def test_without_guidance_the_model_is_called_once_a_step(
+    checkpoint: Path, model: Any, job: GenerationRequest
+) -> None:
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     times: list[float] = []
 
@@ -153,10 +177,14 @@ def test_a_seed_decides_the_sample_and_shift_the_noise_levels(
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
 
     def sampled(**changes: Any) -> torch.Tensor:
-        return generate_latents(sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain)
+        return generate_latents(
+            sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain
+        )
 
     first = sampled()
-    assert torch.equal(first, sampled()) and torch.equal(first, sampled(shift=3.0))  # 3 is the checkpoint's own
+    assert torch.equal(first, sampled()) and torch.equal(
+        first, sampled(shift=3.0)
+    )  # 3 is the checkpoint's own
     assert not torch.equal(first, sampled(seed=8)) and not torch.equal(first, sampled(shift=8.0))
 
 
@@ -166,7 +194,9 @@ def test_a_checkpoints_scheduler_decides_the_shift(
     shutil.copytree(checkpoint, tmp_path / "base")
     file = tmp_path / "base" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": 8.0}))
-    theirs, ours = (WanSampler(ModelPaths(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint))
+    theirs, ours = (
+        WanSampler(ModelPaths(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint)
+    )
     explicit = generate_latents(ours, dataclasses.replace(job, shift=8.0), model, run_plain)
     assert torch.equal(generate_latents(theirs, job, model, run_plain), explicit)
     file.write_text("{")
@@ -174,7 +204,9 @@ def test_a_checkpoints_scheduler_decides_the_shift(
         WanSampler(ModelPaths(base=str(tmp_path / "base")), CPU)
 
 
-def test_a_single_file_vae_needs_no_scheduler_folder(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+def test_a_single_file_vae_needs_no_scheduler_folder(
+    checkpoint: Path, model: Any, job: GenerationRequest
+) -> None:
     alone = WanSampler(ModelPaths(vae=str(checkpoint / "vae")), CPU)
     with_base = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     job = dataclasses.replace(job, guidance=1.0)

@@ -1,4 +1,5 @@
-"""What the spec makes of noised latents, noise levels and items: the timestep in full precision, the text next to the latents."""
+"""What the spec makes of noised latents, noise levels and items: the timestep in full precision,
+the text next to the latents."""
 
 import pytest
 import torch
@@ -10,14 +11,25 @@ from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 
 ARCH = WanArch(
-    dim=24, ffn_dim=32, heads=2, layers=1, in_channels=4, out_channels=4, text_dim=20, text_tokens=6, freq_dim=16
+    dim=24,
+    ffn_dim=32,
+    heads=2,
+    layers=1,
+    in_channels=4,
+    out_channels=4,
+    text_dim=20,
+    text_tokens=6,
+    freq_dim=16,
 )
 
 
 def items(count: int = 1) -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(0)
     return [
-        {"latents": torch.randn(4, 2, 4, 6, generator=random), "text": torch.randn(3, 20, generator=random)}
+        {
+            "latents": torch.randn(4, 2, 4, 6, generator=random),
+            "text": torch.randn(3, 20, generator=random),
+        }
         for _ in range(count)
     ]
 
@@ -39,7 +51,11 @@ def test_a_bf16_model_sees_a_timestep_that_moves_by_a_half(latents):
 
     def velocity(sigma: float) -> torch.Tensor:
         with torch.no_grad():
-            return model(WAN.training.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[0]
+            return model(
+                WAN.training.make_inputs(
+                    [item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0
+                )
+            )[0]
 
     assert torch.equal(velocity(0.9), velocity(0.9))
     assert not torch.equal(velocity(0.9), velocity(0.9005))
@@ -54,7 +70,9 @@ def test_training_in_bf16_hands_over_timesteps_in_fp32():
 
     model = make_model(WAN, ARCH, dtype=torch.bfloat16)
     train_shortly(altered(WAN, make_inputs=spied), model, items(2), BlockEngine())
-    assert {len(timestep) for timestep in seen} == {1, 2}, "held-out clips one by one, and micro-batches"
+    assert {len(timestep) for timestep in seen} == {1, 2}, (
+        "held-out clips one by one, and micro-batches"
+    )
     assert {timestep.dtype for timestep in seen} == {torch.float32}
     drawn = torch.cat([timestep for timestep in seen if len(timestep) == 2])
     assert drawn.max() > 1 and not torch.equal(drawn, drawn.bfloat16().float())

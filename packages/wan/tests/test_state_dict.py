@@ -9,7 +9,8 @@ from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES, to_diffusers, to_native, to_official
 
-TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 20,
+TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+    "text_dim": 20,
         "freq_dim": 24, "ffn_dim": 56, "num_layers": 3, "patch_size": (1, 2, 2)}  # fmt: skip
 
 
@@ -23,7 +24,15 @@ def their_shapes(**extra) -> dict[str, torch.Size]:
 
 def our_shapes() -> dict[str, torch.Size]:
     arch = WanArch(
-        dim=24, ffn_dim=56, heads=2, layers=3, in_channels=4, out_channels=4, text_dim=20, text_tokens=6, freq_dim=24
+        dim=24,
+        ffn_dim=56,
+        heads=2,
+        layers=3,
+        in_channels=4,
+        out_channels=4,
+        text_dim=20,
+        text_tokens=6,
+        freq_dim=24,
     )
     with torch.device("meta"):
         model = WanTransformer(arch, Precision())
@@ -54,13 +63,17 @@ def test_vace_names_go_round_in_both_forms():
     from diffusers import WanVACETransformer3DModel
 
     with torch.device("meta"):
-        theirs = list(WanVACETransformer3DModel(**TINY, vace_layers=[0, 2], vace_in_channels=8).state_dict())
+        theirs = list(
+            WanVACETransformer3DModel(**TINY, vace_layers=[0, 2], vace_in_channels=8).state_dict()
+        )
     ours = [to_native(name) for name in theirs]
     assert None not in ours
     assert len(set(ours)) == len(theirs)
     assert [to_diffusers(name) for name in ours] == theirs
     assert [to_native(to_official(name)) for name in ours] == ours
-    assert {name for name in map(to_official, ours) if "vace" in name and "blocks.1." not in name} >= {
+    assert {
+        name for name in map(to_official, ours) if "vace" in name and "blocks.1." not in name
+    } >= {
         "vace_patch_embedding.weight",
         "vace_blocks.0.before_proj.weight",
         "vace_blocks.0.after_proj.bias",
@@ -73,16 +86,26 @@ def test_official_names_are_those_of_the_published_files():
     outside = {
         f"{module}.{leaf}"
         for module in (
-            "patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2",
+            "patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0",
+            "time_embedding.2",
             "time_projection.1", "head.head",
         )
         for leaf in ("weight", "bias")
     } | {"head.modulation"}  # fmt: skip
-    linears = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"] + ["ffn.0", "ffn.2", "norm3"]
+    linears = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"] + [
+        "ffn.0",
+        "ffn.2",
+        "norm3",
+    ]
     norms = [f"{kind}_attn.norm_{part}.weight" for kind in ("self", "cross") for part in "qk"]
-    block = {f"{module}.{leaf}" for module in linears for leaf in ("weight", "bias")} | {*norms, "modulation"}
+    block = {f"{module}.{leaf}" for module in linears for leaf in ("weight", "bias")} | {
+        *norms,
+        "modulation",
+    }
     assert len(block) == 27
-    assert official == outside | {f"blocks.{number}.{name}" for number in range(3) for name in block}
+    assert official == outside | {
+        f"blocks.{number}.{name}" for number in range(3) for name in block
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,12 +134,20 @@ def test_every_linear_of_a_block_has_a_name_in_both_forms_which_is_what_adapter_
 
     with torch.device("meta"):
         model = WanTransformer3DModel(**TINY)
-    theirs = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "blocks." in name}
+    theirs = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "blocks." in name
+    }
     native = {to_native(f"{name}.weight").removesuffix(".weight") for name in theirs}
     assert native == {
         f"layers.{number}.{module}"
         for number in range(3)
-        for module in [*(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"), "ffn.0", "ffn.2"]
+        for module in [
+            *(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"),
+            "ffn.0",
+            "ffn.2",
+        ]
     }
     assert {to_official(f"{name}.weight").removesuffix(".weight") for name in native} == {
         name.replace("layers.", "blocks.") for name in native

@@ -1,4 +1,5 @@
-"""Every variant from files to a sample: encode, train, export, load in diffusers where it has such a model, draw."""
+"""Every variant from files to a sample: encode, train, export, load in diffusers where it has such
+a model, draw."""
 
 import json
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from ditkit_wan.spec import WAN
 
 FEW = CLIPS[:3]
 KINDS = {
-    "t2v": set(), "i2v": {"first-last", "clip-vision"}, "flf2v": {"first-last", "clip-vision"}, "ti2v": {"first-frame"},
+    "t2v": set(), "i2v": {"first-last", "clip-vision"}, "flf2v": {"first-last", "clip-vision"},
+    "ti2v": {"first-frame"},
     "t2v-a14b": set(), "i2v-a14b": {"first-last"}, "vace": {"vace"},
-    "fun-control": {"control", "reference", "clip-vision"}, "fun-control-camera": {"camera", "first-latent", "clip-vision"},
+    "fun-control": {"control", "reference", "clip-vision"}, "fun-control-camera": {"camera",
+    "first-latent", "clip-vision"},
     "wantodance": {"music", "keyframes", "clip-vision", "clip-vision-dancer"},
     "s2v": {"speech", "speech-reference", "pose"},
     "animate": {"animate", "animate-pose", "face", "clip-vision-subject"},
@@ -44,7 +47,10 @@ def _direction(file: Path, number: int) -> None:
 
 
 def _music(file: Path, number: int) -> None:
-    np.save(file.with_suffix(".npy"), np.random.default_rng(number).standard_normal((90, 35)).astype(np.float32))
+    np.save(
+        file.with_suffix(".npy"),
+        np.random.default_rng(number).standard_normal((90, 35)).astype(np.float32),
+    )
 
 
 def _speech(file: Path, number: int) -> None:
@@ -57,7 +63,11 @@ CONTROLS: dict[str, dict[str, Callable[[Path, int], None]]] = {
     "fun-control-camera": {"camera_control_direction": _direction},
     "wantodance": {"wantodance_music_path": _music, "wantodance_reference_image": _reference},
     "s2v": {"input_audio": _speech, "s2v_pose_video": _control},
-    "animate": {"animate_pose_video": _control, "animate_face_video": _control, "reference_image": _reference},
+    "animate": {
+        "animate_pose_video": _control,
+        "animate_face_video": _control,
+        "reference_image": _reference,
+    },
 }
 """By variant and column, what writes the file that goes with a clip."""
 
@@ -91,13 +101,17 @@ def flags_of(variant: str, inputs: Path) -> list[str]:
     return flags + (["--export.forms", '["diffusers"]'] if variant in ("vace", "animate") else [])
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "t2v"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "t2v"]
+)
 def test_a_variant_trains_exports_verifies_and_samples(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = {name: kind.ours for name, kind in VARIANTS.items() if kind.ours is not None}
     spec = altered(
-        WAN, presets={**WAN.architecture.presets, **tiny}, write=lambda folder: write_inputs(folder, variant)
+        WAN,
+        presets={**WAN.architecture.presets, **tiny},
+        write=lambda folder: write_inputs(folder, variant),
     )
     demo = Demo.write(spec, tmp_path)
     run = tmp_path / "run"
@@ -113,14 +127,24 @@ def test_a_variant_trains_exports_verifies_and_samples(
     assert demo.train(run, *flags, *flags_of(variant, demo.inputs)) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     experts = VARIANTS[variant].experts
-    exports = [path for path in sorted((run / "exports").glob("**/*.safetensors")) if "-step-" not in path.name]
+    exports = [
+        path
+        for path in sorted((run / "exports").glob("**/*.safetensors"))
+        if "-step-" not in path.name
+    ]
     verified = experts if VARIANTS[variant].ours is None else 0  # diffusers has no such model
-    agreeing = [line for line in said.splitlines() if "agrees with our model" in line and "-step-" not in line]
+    agreeing = [
+        line
+        for line in said.splitlines()
+        if "agrees with our model" in line and "-step-" not in line
+    ]
     assert len(exports) == experts and len(agreeing) == verified
     for export in exports:
         tensors = load_file(export)
         # B begins at zero: a target that nothing was learnt in is still there
-        moved = {name for name, tensor in tensors.items() if "lora_B" in name and tensor.abs().max() > 0}
+        moved = {
+            name for name, tensor in tensors.items() if "lora_B" in name and tensor.abs().max() > 0
+        }
         assert len(moved) == sum("lora_B" in name for name in tensors)
         assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert len(list((run / "samples").glob("*.mp4"))) == 1

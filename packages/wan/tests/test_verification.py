@@ -1,4 +1,5 @@
-"""The process of its own that verifies exports next to a run on GPUs, with the demo's run of a real model."""
+"""The process of its own that verifies exports next to a run on GPUs, with the demo's run of a real
+model."""
 
 import shutil
 import time
@@ -23,7 +24,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run whose exports were never verified; tests copy it."""
     folder = tmp_path_factory.mktemp("finished")
     demo, run = Demo.write(WAN, folder / "demo"), folder / "run"
-    flags = ("--train.steps", "2", "--save.every_steps", "1", "--optim.lr", "0.01", "--sample.captions", "0")
+    flags = (
+        "--train.steps",
+        "2",
+        "--save.every_steps",
+        "1",
+        "--optim.lr",
+        "0.01",
+        "--sample.captions",
+        "0",
+    )
     assert demo.train(run, *flags, "--base.quantize", "int8", "--export.merged", "true") == 0
     RunFolder(run).verified.unlink()
     return run
@@ -53,7 +63,9 @@ def test_what_a_killed_run_left_is_verified_by_a_process_of_the_next(
     assert num_before < len(expected), "it ended with the run"
     with Verifier(run, folder, apart=True) as verifier:
         verifier.wait()
-    assert read_results(folder).keys() == expected and all(each.agrees for each in read_results(folder).values())
+    assert read_results(folder).keys() == expected and all(
+        each.agrees for each in read_results(folder).values()
+    )
     assert not unverified(folder)
     assert capsys.readouterr().out.count("agrees with our model to ") == len(expected) - num_before
 

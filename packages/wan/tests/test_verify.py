@@ -49,11 +49,18 @@ class World:
         with torch.no_grad():
             for name, parameter in trainable_parameters(self.model).items():
                 if not parameter.any():
-                    parameter.copy_(size * torch.randn(parameter.shape, generator=generator("up", name)) / 2)
+                    parameter.copy_(
+                        size * torch.randn(parameter.shape, generator=generator("up", name)) / 2
+                    )
 
     def export(self, **config: Any) -> Path:
         (file,) = export_adapter(
-            self.model, WAN, self.folder, "adapter", ExportConfig(forms=(self.form,), **config), metadata={}
+            self.model,
+            WAN,
+            self.folder,
+            "adapter",
+            ExportConfig(forms=(self.form,), **config),
+            metadata={},
         )
         return file
 
@@ -61,11 +68,15 @@ class World:
         return DIFFUSERS.verify(file, self.components, self.model, run_plain)
 
     def adapter_values(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name}
+        return {
+            name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name
+        }
 
 
 @pytest.mark.parametrize("file_dtype", ["fp32", "bf16"])
-def test_an_exported_adapter_is_what_diffusers_computes(checkpoint: Path, tmp_path: Path, file_dtype: str) -> None:
+def test_an_exported_adapter_is_what_diffusers_computes(
+    checkpoint: Path, tmp_path: Path, file_dtype: str
+) -> None:
     world = World(checkpoint, tmp_path, alpha=6.0)
     before = world.adapter_values()
     line = world.verify(world.export(dtype=file_dtype))
@@ -92,12 +103,17 @@ def test_a_lokr_or_loha_is_compared_with_pefts_layers_in_diffusers_model(
 ) -> None:
     world = World(checkpoint, tmp_path, form=form, **config)
     line = world.verify(file := world.export(dtype="fp32"))
-    assert "diffusers' model with peft's layers takes adapter" in line and "agrees with our model" in line, line
+    assert (
+        "diffusers' model with peft's layers takes adapter" in line
+        and "agrees with our model" in line
+    ), line
     state = load_file(file)
     key = next(
         key
         for key in state
-        if key.endswith(("ffn.2.lokr_w2_a", "ffn_2.lokr_w2", "ffn.net.2.hada_w2_a", "ffn_2.lokr_w2_a"))
+        if key.endswith(
+            ("ffn.2.lokr_w2_a", "ffn_2.lokr_w2", "ffn.net.2.hada_w2_a", "ffn_2.lokr_w2_a")
+        )
     )
     state[key] = state[key] * 1.5
     save_file(state, file)
@@ -110,7 +126,9 @@ def test_over_a_quantized_base_diffusers_multiplies_with_the_same_weights(
     checkpoint: Path, tmp_path: Path, quantize: Any
 ) -> None:
     """Within fp32's tolerance: the rounding of the base is no part of the difference."""
-    world = World(checkpoint, tmp_path, quantize=quantize, use_dora=quantize == "nf4", form="diffusers")
+    world = World(
+        checkpoint, tmp_path, quantize=quantize, use_dora=quantize == "nf4", form="diffusers"
+    )
     assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
 
 
@@ -130,7 +148,9 @@ def tamper(file: Path, change: str) -> None:
         del state[key], state[key.replace("lora_B", "lora_A")]
     elif change == "unknown module":
         for part in ("lora_A", "lora_B"):
-            state[key.replace("lora_B", part).replace("ffn.2", "ffn.7")] = state[key.replace("lora_B", part)].clone()
+            state[key.replace("lora_B", part).replace("ffn.2", "ffn.7")] = state[
+                key.replace("lora_B", part)
+            ].clone()
     elif change == "empty":
         state = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     save_file(state, file)

@@ -21,11 +21,15 @@ ALL = ("q,k,v,o,ffn.0,ffn.2,k_img,v_img",)
 
 
 def adapted(variant: str, targets: tuple[str, ...] = ()) -> Any:
-    return make_model(WAN, WanArch(**SIZES | VARIANTS[variant]), adapter=AdapterConfig(rank=4, targets=targets))
+    return make_model(
+        WAN, WanArch(**SIZES | VARIANTS[variant]), adapter=AdapterConfig(rank=4, targets=targets)
+    )
 
 
 def exported(model: Any, folder: Path, form: str) -> Path:
-    (file,) = export_adapter(model, WAN, folder, "adapter", ExportConfig(forms=(form,), dtype="fp32"), metadata={})
+    (file,) = export_adapter(
+        model, WAN, folder, "adapter", ExportConfig(forms=(form,), dtype="fp32"), metadata={}
+    )
     return file
 
 
@@ -43,7 +47,9 @@ def exported(model: Any, folder: Path, form: str) -> Path:
         ("vace", "official", ("layers.*",)),
     ],
 )
-def test_diffusers_computes_what_we_do(variant: str, form: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_diffusers_computes_what_we_do(
+    variant: str, form: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     model = adapted(variant, targets)
     assert read_by(WAN, form, model)["diffusers"] == ""
     line = DIFFUSERS.verify(exported(model, tmp_path, form), ModelPaths(), model, run_plain)
@@ -51,7 +57,9 @@ def test_diffusers_computes_what_we_do(variant: str, form: str, targets: tuple[s
 
 
 @pytest.mark.parametrize("targets", [(), ("vace",), ("layers.*", "vace_before_proj")])
-def test_diffusers_does_not_load_vace_blocks_in_the_official_form(targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_diffusers_does_not_load_vace_blocks_in_the_official_form(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
     """So it is said instead of tried; what is said is true."""
     model = adapted("vace", targets)
     assert "write it with --to diffusers" in read_by(WAN, "official", model)["diffusers"]
@@ -70,7 +78,9 @@ def test_what_diffusers_has_no_transformer_for_is_not_tried(more: dict[str, Any]
 
 def test_named_sets_of_vace() -> None:
     def kinds(targets: tuple[str, ...]) -> set[str]:
-        names = [name for name, _ in adapted("vace", targets).named_parameters() if "lora_A" in name]
+        names = [
+            name for name, _ in adapted("vace", targets).named_parameters() if "lora_A" in name
+        ]
         return {name.split(".")[0] for name in names}
 
     assert kinds(()) == {"layers", "vace_blocks"}
@@ -82,6 +92,8 @@ def test_a_wrong_condition_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     model = adapted("i2v")
     file = exported(model, tmp_path, "official")
     embed = model.embed.img_emb.forward
-    monkeypatch.setattr(model.embed.img_emb, "forward", lambda images: torch.roll(embed(images), 1, -1))
+    monkeypatch.setattr(
+        model.embed.img_emb, "forward", lambda images: torch.roll(embed(images), 1, -1)
+    )
     with pytest.raises(UserError, match="differs from ours"):
         DIFFUSERS.verify(file, ModelPaths(), model, run_plain)

@@ -1,4 +1,5 @@
-"""An exported whole transformer is what diffusers' own loaders read, and is compared with ours without being in memory."""
+"""An exported whole transformer is what diffusers' own loaders read, and is compared with ours
+without being in memory."""
 
 import json
 import subprocess
@@ -26,32 +27,46 @@ from ditkit_wan.verify import DIFFUSERS
 WHOLE = {"t2v": {"in_channels": 4}, **VARIANTS}
 
 
-def exported(folder: Path, variant: str, form: str, *, dtype: str = "fp32", shards: int = 2**40) -> tuple[Any, Path]:
+def exported(
+    folder: Path, variant: str, form: str, *, dtype: str = "fp32", shards: int = 2**40
+) -> tuple[Any, Path]:
     arch = WanArch(**SIZES | WHOLE[variant])
     model: Any = make_model(WAN, arch).eval()
     config = ExportConfig(forms=(form,), dtype=dtype)
-    (path,) = export_merged(model, WAN.for_arch(arch), folder, config, metadata={}, shard_bytes=shards)
+    (path,) = export_merged(
+        model, WAN.for_arch(arch), folder, config, metadata={}, shard_bytes=shards
+    )
     return model, path
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize("variant", WHOLE)
-def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Path, variant: str, form: str) -> None:
+def test_diffusers_computes_with_an_exported_transformer_what_we_do(
+    tmp_path: Path, variant: str, form: str
+) -> None:
     model, folder = exported(tmp_path, variant, form)
     header = SafetensorsSource.open(folder).metadata
-    if (variant, form) == ("flf2v", "official"):  # diffusers' conversion forgets the table of positions
+    if (variant, form) == (
+        "flf2v",
+        "official",
+    ):  # diffusers' conversion forgets the table of positions
         assert "does not know img_emb.emb_pos" in header[VERIFIED]
         with pytest.raises(UserError, match=r"image_embedder\.pos_embed, img_emb\.emb_pos"):
             DIFFUSERS.verify_whole(folder, form, model, run_plain)
         return
     assert VERIFIED not in header
     line = DIFFUSERS.verify_whole(folder, form, model, run_plain)
-    assert line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (") and "\n" not in line
+    assert (
+        line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (")
+        and "\n" not in line
+    )
 
 
 @pytest.mark.parametrize("shards", [2**40, 20_000])
 @pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, form: str, shards: int) -> None:
+def test_the_tensors_are_those_that_diffusers_own_loaders_read(
+    tmp_path: Path, form: str, shards: int
+) -> None:
     model, folder = exported(tmp_path, "i2v", form, dtype="bf16", shards=shards)
     ours = DIFFUSERS.empty(model)
     config = tmp_path / "config" / "config.json"
@@ -59,12 +74,21 @@ def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, f
     load_whole(ours, folder, DIFFUSERS.convert if form == "official" else None)
     if form == "diffusers":
         (folder / "config.json").write_bytes(config.read_bytes())
-        theirs = type(ours).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+        theirs = type(ours).from_pretrained(
+            folder, local_files_only=True, torch_dtype=torch.float32
+        )
     else:
-        state = {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+        state = {
+            key: tensor
+            for file in folder.glob("*.safetensors")
+            for key, tensor in load_file(file).items()
+        }
         save_file(state, tmp_path / "one.safetensors")
         theirs = type(ours).from_single_file(
-            tmp_path / "one.safetensors", config=str(config.parent), subfolder="", torch_dtype=torch.float32
+            tmp_path / "one.safetensors",
+            config=str(config.parent),
+            subfolder="",
+            torch_dtype=torch.float32,
         )
     for name, parameter in theirs.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -78,11 +102,15 @@ def test_a_conversion_that_mixes_up_two_layers_is_noticed(tmp_path: Path) -> Non
     def wrong(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         swapped = {"to_q": "to_k", "to_k": "to_q"}
         return {
-            ".".join(swapped.get(part, part) for part in name.split(".")) if "blocks.1.attn1" in name else name: rows
+            ".".join(swapped.get(part, part) for part in name.split("."))
+            if "blocks.1.attn1" in name
+            else name: rows
             for name, rows in convert(state).items()
         }
 
-    with pytest.raises(UserError, match=r"diffusers' output differs from ours by .* export it again$"):
+    with pytest.raises(
+        UserError, match=r"diffusers' output differs from ours by .* export it again$"
+    ):
         replace(DIFFUSERS, convert=wrong).verify_whole(folder, "official", model, run_plain)
 
 
@@ -104,14 +132,22 @@ def test_a_folder_with_other_names_or_shapes_is_refused(tmp_path: Path, change: 
 
 
 @pytest.mark.parametrize(
-    ("more", "dtype"), [({"ref_conv": True}, "bf16"), ({"camera_channels": 24}, "bf16"), ({}, "fp8_scaled")]
+    ("more", "dtype"),
+    [({"ref_conv": True}, "bf16"), ({"camera_channels": 24}, "bf16"), ({}, "fp8_scaled")],
 )
-def test_where_there_is_no_reader_the_header_says_so(tmp_path: Path, more: dict[str, Any], dtype: str) -> None:
+def test_where_there_is_no_reader_the_header_says_so(
+    tmp_path: Path, more: dict[str, Any], dtype: str
+) -> None:
     arch = WanArch(**SIZES | VARIANTS["i2v"] | more)
     config = ExportConfig(forms=("official",), dtype=dtype)
-    (folder,) = export_merged(make_model(WAN, arch), WAN.for_arch(arch), tmp_path, config, metadata={VERIFIED: "later"})
+    (folder,) = export_merged(
+        make_model(WAN, arch), WAN.for_arch(arch), tmp_path, config, metadata={VERIFIED: "later"}
+    )
     said = SafetensorsSource.open(folder).metadata[VERIFIED]
-    assert said == f"{NO_READER}diffusers {'has no such model' if more else 'does not read scaled 8 bits'}"
+    assert (
+        said
+        == f"{NO_READER}diffusers {'has no such model' if more else 'does not read scaled 8 bits'}"
+    )
 
 
 _PEAK = """
@@ -152,8 +188,11 @@ print(json.dumps([peaks[1] - peaks[0], size]))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
 def test_the_memory_is_that_of_matrices_and_not_of_a_model(tmp_path: Path) -> None:
-    """Twelve blocks need no more than one: the largest matrix of the embedding or of a block, in both dtypes."""
-    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=False)
+    """Twelve blocks need no more than one: the largest matrix of the embedding or of a block, in
+    both dtypes."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     grown, size = json.loads(done.stdout.splitlines()[-1])
     assert size > 350e6 and grown < 0.1 * size, (grown, size)

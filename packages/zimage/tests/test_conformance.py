@@ -1,4 +1,5 @@
-"""Z-Image against every suite of the core, the recording of its official code, and diffusers: outputs, every gradient, samples, adapters."""
+"""Z-Image against every suite of the core, the recording of its official code, and diffusers:
+outputs, every gradient, samples, adapters."""
 
 import json
 import re
@@ -64,14 +65,18 @@ from ditkit_zimage.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 GOLDEN = Path(__file__).parent / "golden" / "zimage_fp32.safetensors"
-ARCH = ZImageArch(dim=64, heads=2, layers=2, refiner_layers=1, text_dim=12, in_channels=4, axes=(8, 12, 12))
+ARCH = ZImageArch(
+    dim=64, heads=2, layers=2, refiner_layers=1, text_dim=12, in_channels=4, axes=(8, 12, 12)
+)
 GRIDS, CAPTIONS = [(8, 10), (12, 14), (10, 8)], (20, 40, 25)
 """Latent pixels, and rows of captions, of three samples."""
 
 
 def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(0)
-    sizes = [(GRIDS[i % 3 if ragged else 0], CAPTIONS[i % 3 if ragged else 0]) for i in range(count)]
+    sizes = [
+        (GRIDS[i % 3 if ragged else 0], CAPTIONS[i % 3 if ragged else 0]) for i in range(count)
+    ]
     return [
         {
             "latents": torch.randn(4, 1, *grid, generator=random),
@@ -94,7 +99,8 @@ class TestConformance(Images, Conformance):
 
 
 class TestRoutedRefiners(Images, RoutingChecks):
-    """With a refiner of each kind where tokens skip blocks: those of the image have a mask of their own."""
+    """With a refiner of each kind where tokens skip blocks: those of the image have a mask of their
+    own."""
 
     arch = replace(ARCH, refiner_layers=2)
 
@@ -137,14 +143,23 @@ def test_planned_memory_is_what_the_readme_says():
     layers = [next(iter(ZIMAGE.adapters.targets.values()))] * 2 + [attention] * 2
     planned = []
     for targets, precision, rows in zip(
-        layers, (Precision(matmul=torch.bfloat16), fast, fast, fast), (512,) * 3 + (64,), strict=True
+        layers,
+        (Precision(matmul=torch.bfloat16), fast, fast, fast),
+        (512,) * 3 + (64,),
+        strict=True,
     ):
         job = step_of(ZIMAGE, arch, (1, 1024, 1024), AdapterConfig(rank=16, targets=targets))
-        item = {name: x[:rows] if name.startswith("text") else x for name, x in job.batch[0].items()}
-        job = replace(job, batch=[item]).with_execution(checkpointing="full", kernels="triton", precision=precision)
+        item = {
+            name: x[:rows] if name.startswith("text") else x for name, x in job.batch[0].items()
+        }
+        job = replace(job, batch=[item]).with_execution(
+            checkpointing="full", kernels="triton", precision=precision
+        )
         stages = profile(job)
         budget = parse_gpus("h100")[0].budget
-        (plan,) = compose(stages, divided(len(stages.blocks), ()), (budget,), replace(job.work, cuda_graphs="off"))
+        (plan,) = compose(
+            stages, divided(len(stages.blocks), ()), (budget,), replace(job.work, cuda_graphs="off")
+        )
         planned.append(f"{plan.peak / 2**30:.1f}")
     page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert planned == re.findall(r"^\| [^|]+ \| ([\d.]+) \| ", page, re.MULTILINE)[-4:]
@@ -159,7 +174,8 @@ class TestSplit(FullSizeSplitConformance):
     most_apart = 1.1 * 2 * 184e6  # no more than a block
 
     def crossing(self, arch, cut):
-        """Two streams, time, rotary table; after the join one stream. One image has no masks. Adapters are behind the streams that a refiner ran on."""
+        """Two streams, time, rotary table; after the join one stream. One image has no masks.
+        Adapters are behind the streams that a refiner ran on."""
         if cut > 2 * arch.refiner_layers:
             return 3, 1
         return 4, 1 if cut <= arch.refiner_layers else 2
@@ -192,7 +208,8 @@ def test_kernels_compute_what_torch_computes_under_every_policy():
     check_kernels(TestConformance)
 
 
-@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes minutes
+# and not with those of ranks, which each change waits for: the interpreter takes minutes
+@pytest.mark.slow
 class TestKernelRanks(Images, KernelRanksConformance):
     """A block of each kind, and images of a few tokens."""
 
@@ -221,7 +238,9 @@ class TestRanks(Images, RanksConformance):
 @pytest.mark.exhaustive
 class TestSharded(Images, ShardedConformance):
     sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
-    exact = Limits(1e-5, 4e-5, 1e-4)  # all weights with shared tokens: averages of gradients 1.9e-5, weights 8e-7
+    exact = Limits(
+        1e-5, 4e-5, 1e-4
+    )  # all weights with shared tokens: averages of gradients 1.9e-5, weights 8e-7
 
 
 class TestEverySharded(Images, EverySharded):
@@ -231,7 +250,8 @@ class TestEverySharded(Images, EverySharded):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestContext(ContextConformance):
-    """Ranks that share the tokens of each sample, under some policies: those of the refiners by themselves."""
+    """Ranks that share the tokens of each sample, under some policies: those of the refiners by
+    themselves."""
 
     outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 6, 6))
@@ -260,10 +280,14 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def loaded(state: dict[str, Tensor], arch: ZImageArch, dtype: torch.dtype, *, cast: bool = True) -> ZImageTransformer:
+def loaded(
+    state: dict[str, Tensor], arch: ZImageArch, dtype: torch.dtype, *, cast: bool = True
+) -> ZImageTransformer:
     """Our model with weights that have official names."""
     ours = ZImageTransformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict({to_native(name)[0].name: tensor.clone() for name, tensor in state.items()})
+    ours.load_state_dict(
+        {to_native(name)[0].name: tensor.clone() for name, tensor in state.items()}
+    )
     return ours.to(dtype) if cast else ours
 
 
@@ -271,13 +295,19 @@ def loaded(state: dict[str, Tensor], arch: ZImageArch, dtype: torch.dtype, *, ca
 
 
 def test_outputs_and_every_gradient_are_those_of_the_official_code():
-    """Bars: 2e-5 and 8e-5, because the recording's own sinusoid in fp32 is 1.1e-5 off an fp64 run."""
+    """Bars: 2e-5 and 8e-5, because the recording's own sinusoid in fp32 is 1.1e-5 off an fp64
+    run."""
     with safe_open(GOLDEN, "pt") as file:
         config = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    weights = {key.removeprefix("sd."): tensor for key, tensor in tensors.items() if key.startswith("sd.")}
+    weights = {
+        key.removeprefix("sd."): tensor for key, tensor in tensors.items() if key.startswith("sd.")
+    }
     ours = loaded(weights, arch_from_config(config, {}), torch.float32)
-    latents, text = ([tensors[f"in.{name}.{i}"].requires_grad_() for i in range(2)] for name in ("x", "cap_feats"))
+    latents, text = (
+        [tensors[f"in.{name}.{i}"].requires_grad_() for i in range(2)]
+        for name in ("x", "cap_feats")
+    )
     inputs = make_inputs(
         latents,
         1 - tensors["in.t"].double(),
@@ -285,7 +315,9 @@ def test_outputs_and_every_gradient_are_those_of_the_official_code():
         1.0,
     )
     outputs = [-velocity for velocity in ours(inputs)]
-    loss = torch.stack([(out - tensors[f"in.target.{i}"]).square().mean() for i, out in enumerate(outputs)]).mean()
+    loss = torch.stack(
+        [(out - tensors[f"in.target.{i}"]).square().mean() for i, out in enumerate(outputs)]
+    ).mean()
     loss.backward()
     assert relative(loss, tensors["loss"]) < 2e-5
     for i in range(2):
@@ -314,14 +346,17 @@ def diffusers_model(seed: int = 0) -> torch.nn.Module:
 
 
 def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary tables and norms."""
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary
+    tables and norms."""
     exact_sinusoid(monkeypatch)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     to = Tensor.to
 
     def widened(tensor: Tensor, *args, **options) -> Tensor:
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-        return to(tensor, *(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args), **options)
+        return to(
+            tensor, *(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args), **options
+        )
 
     monkeypatch.setattr(Tensor, "to", widened)
 
@@ -347,21 +382,35 @@ class Samples:
             return (values.bfloat16() if exact else values).to(dtype).requires_grad_()
 
         sizes = [(GRIDS[i], CAPTIONS[i]) for i in range(3)]
-        drawn = [(draw(4, 1, *grid), draw(rows, 12), draw(4, 1, *grid).detach()) for grid, rows in sizes]
-        self.latents, self.text, self.target = (list(x) for x in zip(*(drawn[i] for i in chosen), strict=True))
+        drawn = [
+            (draw(4, 1, *grid), draw(rows, 12), draw(4, 1, *grid).detach()) for grid, rows in sizes
+        ]
+        self.latents, self.text, self.target = (
+            list(x) for x in zip(*(drawn[i] for i in chosen), strict=True)
+        )
         self.sigma = torch.tensor([0.8125, 0.25, 0.5], dtype=torch.float64)[list(chosen)]
 
     def ours(self, model: ZImageTransformer) -> list[Tensor]:
         return model(
-            make_inputs(self.latents, self.sigma, [{"text": text, "latents": text} for text in self.text], 1.0)
+            make_inputs(
+                self.latents,
+                self.sigma,
+                [{"text": text, "latents": text} for text in self.text],
+                1.0,
+            )
         )
 
     def theirs(self, model: torch.nn.Module) -> list[Tensor]:
-        return [-out for out in model(self.latents, 1 - self.sigma, self.text, return_dict=False)[0]]
+        return [
+            -out for out in model(self.latents, 1 - self.sigma, self.text, return_dict=False)[0]
+        ]
 
     def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
         """Outputs and the gradients of inputs."""
-        sum((out.double() - target).square().sum() for out, target in zip(outputs, self.target, strict=True)).backward()
+        sum(
+            (out.double() - target).square().sum()
+            for out, target in zip(outputs, self.target, strict=True)
+        ).backward()
         results = {f"output {i}": out for i, out in enumerate(outputs)}
         for name, tensors in (("latents", self.latents), ("text", self.text)):
             for i, tensor in enumerate(tensors):
@@ -369,10 +418,14 @@ class Samples:
         return results
 
 
-def compare(ours: ZImageTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float) -> None:
+def compare(
+    ours: ZImageTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float
+) -> None:
     mine, them = samples.run(samples.ours(ours)), samples.run(samples.theirs(theirs))
     mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
-    them |= {to_native(name)[0].name: parameter.grad for name, parameter in theirs.named_parameters()}
+    them |= {
+        to_native(name)[0].name: parameter.grad for name, parameter in theirs.named_parameters()
+    }
     assert mine.keys() == them.keys()
     errors = {name: relative(mine[name], them[name]) for name in mine}
     assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
@@ -395,7 +448,12 @@ def test_fp32_equals_diffusers(chosen, monkeypatch):
     """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
     exact_sinusoid(monkeypatch, torch.float32)
     theirs = diffusers_model()
-    compare(loaded(theirs.state_dict(), ARCH, torch.float32), theirs, Samples(torch.float32, chosen), 1e-5)
+    compare(
+        loaded(theirs.state_dict(), ARCH, torch.float32),
+        theirs,
+        Samples(torch.float32, chosen),
+        1e-5,
+    )
 
 
 def test_names_and_parameters_are_those_of_diffusers_at_full_size():
@@ -405,26 +463,40 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
         theirs = ZImageTransformer2DModel()
         for preset, arch in PRESETS.items():
             ours = ZImageTransformer(arch, Precision())
-            shapes = {to_official(name)[0].name: tensor.shape for name, tensor in ours.state_dict().items()}
-            assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}, preset
+            shapes = {
+                to_official(name)[0].name: tensor.shape
+                for name, tensor in ours.state_dict().items()
+            }
+            assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}, (
+                preset
+            )
     assert sum(parameter.numel() for parameter in theirs.parameters()) == 6_154_908_736
 
 
 def test_comfyuis_names_are_read_and_written():
     """q, k and v in one tensor, and the two layers outside of blocks without their patch sizes."""
-    state = {name: parameter.detach() for name, parameter in make_model(ZIMAGE, ARCH).named_parameters()}
+    state = {
+        name: parameter.detach() for name, parameter in make_model(ZIMAGE, ARCH).named_parameters()
+    }
     pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
         (part,) = NAMES.from_native["comfyui"](name)
         pieces.setdefault(part.name, {})[part.index] = tensor
-    assert "layers.1.attention.qkv.weight" in pieces and "final_layer.adaLN_modulation.1.bias" in pieces
+    assert (
+        "layers.1.attention.qkv.weight" in pieces
+        and "final_layer.adaLN_modulation.1.bias" in pieces
+    )
     comfyui = {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in pieces.items()}
 
-    from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
+    from diffusers.loaders.single_file_utils import (
+        convert_z_image_transformer_checkpoint_to_diffusers,
+    )
 
     converted = convert_z_image_transformer_checkpoint_to_diffusers(dict(comfyui))
     assert converted.keys() == diffusers_model().state_dict().keys()
-    assert all(torch.equal(converted[to_official(name)[0].name], tensor) for name, tensor in state.items())
+    assert all(
+        torch.equal(converted[to_official(name)[0].name], tensor) for name, tensor in state.items()
+    )
     for name, tensor in comfyui.items():
         parts = to_native(name)
         assert parts is not None
@@ -436,8 +508,9 @@ def test_comfyuis_names_are_read_and_written():
 
 
 def test_bf16_is_closer_to_fp64_than_diffusers():
-    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves it. The mean of several weights, because one may
-    be lucky: outputs, gradients of inputs, and of all parameters together."""
+    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
+    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
+    all parameters together."""
     errors: dict[str, list[tuple[float, float]]] = {}
     for seed in range(4):
         theirs = diffusers_model(seed)
@@ -457,12 +530,17 @@ def test_bf16_is_closer_to_fp64_than_diffusers():
             samples = Samples(dtype, (0, 2), exact=True)
             found.append(samples.run(getattr(samples, run)(model)))
             gradients = {
-                to_native(name)[0].name if run == "theirs" else name: p.grad for name, p in model.named_parameters()
+                to_native(name)[0].name if run == "theirs" else name: p.grad
+                for name, p in model.named_parameters()
             }
-            found[-1]["parameters"] = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+            found[-1]["parameters"] = torch.cat(
+                [gradients[name].double().flatten() for name in sorted(gradients)]
+            )
         truth, mine, them = found
         for name in truth:
-            errors.setdefault(name, []).append((relative(mine[name], truth[name]), relative(them[name], truth[name])))
+            errors.setdefault(name, []).append(
+                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
+            )
         assert mine["output 0"].dtype == torch.float32
     for name, pairs in errors.items():
         ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
@@ -481,11 +559,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
-    """The tokenizer's own chat template, which the pipeline renders, says what our encoder writes out."""
+    """The tokenizer's own chat template, which the pipeline renders, says what our encoder writes
+    out."""
     from diffusers import ZImagePipeline
 
-    pipeline = ZImagePipeline.from_pretrained(checkpoint, local_files_only=True, transformer=None, vae=None)
-    encoder = ZIMAGE.auxiliary.text_encoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "never")
+    pipeline = ZImagePipeline.from_pretrained(
+        checkpoint, local_files_only=True, transformer=None, vae=None
+    )
+    encoder = ZIMAGE.auxiliary.text_encoder(
+        ModelPaths(base=str(checkpoint)), CPU, torch.float32, "never"
+    )
     encoder.load()
     captions = ["a red circle", "", "a long one, " * 200]
     with torch.no_grad():
@@ -493,7 +576,9 @@ def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
     for caption, expected in zip(captions, theirs, strict=True):
         (ours,) = encoder.encode([caption])
         assert ours["text"].shape == expected.shape and len(expected) <= 512
-        torch.testing.assert_close(ours["text"], expected, rtol=1e-4, atol=1e-4)  # fp32; kernels sum in another order
+        torch.testing.assert_close(
+            ours["text"], expected, rtol=1e-4, atol=1e-4
+        )  # fp32; kernels sum in another order
     assert len(theirs[2]) == 512
 
 
@@ -506,7 +591,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, kind, guidan
     model, random = make_model(ZIMAGE, arch).eval(), torch.Generator().manual_seed(2)
     prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (40, 5))
     job = GenerationRequest(
-        conditions=prompt, negative=negative, frames=1, height=48, width=64, steps=3, guidance=guidance, shift=0.0, seed=7
+        conditions=prompt, negative=negative, frames=1, height=48, width=64, steps=3,
+        guidance=guidance, shift=0.0, seed=7
     )  # fmt: skip
     sampler = ZIMAGE.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
     seen: list[Tensor] = []
@@ -520,7 +606,9 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, kind, guidan
     calls = 2 if (kind, guidance) == ("base", 4.0) else 1
     assert len(seen) == 3 * calls
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae", local_files_only=True)
-    pipeline = ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, None, None, DIFFUSERS.transformer(model))
+    pipeline = ZImagePipeline(
+        FlowMatchEulerDiscreteScheduler(shift=3.0), vae, None, None, DIFFUSERS.transformer(model)
+    )
     pipeline.set_progress_bar_config(disable=True)
     after: list[Tensor] = []
 
@@ -530,11 +618,14 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, kind, guidan
 
     noise = torch.randn((16, 1, 6, 8), generator=generator(7, "sample"))
     image = pipeline(
-        prompt_embeds=[prompt["text"]], negative_prompt_embeds=[negative["text"]], height=48, width=64,
-        num_inference_steps=3, guidance_scale=guidance - 1 if kind == "base" else 0.0, latents=noise[:, 0][None],
+        prompt_embeds=[prompt["text"]], negative_prompt_embeds=[negative["text"]], height=48,
+        width=64,
+        num_inference_steps=3, guidance_scale=guidance - 1 if kind == "base" else 0.0,
+        latents=noise[:, 0][None],
         callback_on_step_end=keep, output_type="pt",
     ).images[0]  # fmt: skip
-    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid are fp32, ours fp64
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
+    # are fp32, ours fp64
     for ours, theirs in zip([*seen[calls::calls], latents], after, strict=True):
         assert (ours[:, 0] - theirs).abs().max() / theirs.std() < 2e-4
     assert (latents - seen[0]).abs().max() > 0.5
@@ -561,7 +652,9 @@ LAYERS = (
 )
 LAYERS += ("embed.cap_embedder.1", "embed.t_embedder.mlp.2")
 FILES: dict[str, tuple[str, Callable[[str], str]]] = {
-    **{form: (form, lambda name: name) for form in ("official", "diffusers", "diffsynth", "musubi")},
+    **{
+        form: (form, lambda name: name) for form in ("official", "diffusers", "diffsynth", "musubi")
+    },
     "lora_up and lora_down": (
         "official",
         lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
@@ -574,7 +667,8 @@ FILES: dict[str, tuple[str, Callable[[str], str]]] = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind):
-    """An adapter of every kind of layer, loaded by the pipeline's own loader, to the outputs of our model."""
+    """An adapter of every kind of layer, loaded by the pipeline's own loader, to the outputs of our
+    model."""
     form, rename = FILES[kind]
     model = adapted(targets=LAYERS if kind != "ComfyUI's own" else ("attention.to_out.0",))
     file = written(model, tmp_path / "adapter.safetensors", form)
@@ -598,8 +692,11 @@ def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind):
 @pytest.mark.parametrize("factors", [{}, {"rank_pattern": ("*=10000",)}])
 @pytest.mark.parametrize("form", ["official", "diffusers", "musubi"])
 @pytest.mark.parametrize("alpha", [False, True])
-def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path, form, factors, alpha):
-    """Alpha counts in it as here: over the rank of a low-rank factor, and not at all if both are whole."""
+def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(
+    tmp_path, form, factors, alpha
+):
+    """Alpha counts in it as here: over the rank of a low-rank factor, and not at all if both are
+    whole."""
     from diffusers import ZImagePipeline
 
     model = adapted(targets=("attention.to_q",), method="lokr", decompose_factor=4, **factors)
@@ -608,10 +705,14 @@ def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path, 
         tensors = load_file(file)
         for stem in {name.rpartition(".lokr_")[0] for name in tensors}:
             rank = tensors[f"{stem}.lokr_w2_a"].shape[1] if f"{stem}.lokr_w2_a" in tensors else 9
-            tensors[f"{stem}.alpha"] = torch.tensor(float(rank))  # as large as the rank: the file means the same
+            tensors[f"{stem}.alpha"] = torch.tensor(
+                float(rank)
+            )  # as large as the rank: the file means the same
         save_file(tensors, file)
     found = find_adapter(
-        file, ZIMAGE, layers={name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
+        file,
+        ZIMAGE,
+        layers={name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()},
     )
     said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
     theirs, inputs = DIFFUSERS.transformer(model), DIFFUSERS.inputs(model)
@@ -628,17 +729,28 @@ def test_what_is_said_of_diffusers_and_a_lokr_is_what_its_loader_does(tmp_path, 
 
 
 def test_a_transformer_in_scaled_8_bits_has_the_names_that_keep_their_scales(tmp_path):
-    """ComfyUI renames official names and leaves their scales behind. One scale then is for q, k and v."""
+    """ComfyUI renames official names and leaves their scales behind. One scale then is for q, k and
+    v."""
     model = make_model(ZIMAGE, ARCH, dtype=torch.bfloat16).eval()
-    (folder,) = export_merged(model, ZIMAGE, tmp_path, ExportConfig(dtype="fp8_scaled", merged=True), metadata={})
+    (folder,) = export_merged(
+        model, ZIMAGE, tmp_path, ExportConfig(dtype="fp8_scaled", merged=True), metadata={}
+    )
     state = load_file(folder / "diffusion_pytorch_model.safetensors")
-    scales = {name.removesuffix(".scale_weight") for name in state if name.endswith(".scale_weight")}
+    scales = {
+        name.removesuffix(".scale_weight") for name in state if name.endswith(".scale_weight")
+    }
     ends = {name.partition(".")[2].partition(".")[2] for name in scales}
     assert (
-        ends == {"attention.qkv", "attention.out", *(f"feed_forward.w{i}" for i in (1, 2, 3))} and len(scales) == 4 * 5
+        ends == {"attention.qkv", "attention.out", *(f"feed_forward.w{i}" for i in (1, 2, 3))}
+        and len(scales) == 4 * 5
     )
-    q, k, v = (model.layers[0].attention.get_submodule(f"to_{part}").weight.detach().float() for part in "qkv")
-    codes, scale = (state[f"layers.0.attention.qkv.{leaf}"].float() for leaf in ("weight", "scale_weight"))
+    q, k, v = (
+        model.layers[0].attention.get_submodule(f"to_{part}").weight.detach().float()
+        for part in "qkv"
+    )
+    codes, scale = (
+        state[f"layers.0.attention.qkv.{leaf}"].float() for leaf in ("weight", "scale_weight")
+    )
     assert relative(codes * scale, torch.cat([q, k, v])) < 0.05
 
 
@@ -652,8 +764,12 @@ def test_a_run_file_is_accepted(file):
     run = create_run(ZIMAGE, replace(config, train=replace(config.train, threads=0)))
     check_training(run)
     distilled = config.model.preset == "turbo"
-    assert bool(config.base.assistant) == distilled, "Turbo is trained next to an assistant, the base without one"
-    assert config.train.caption_dropout == (0 if distilled else 0.1), "guidance needs the empty caption"
+    assert bool(config.base.assistant) == distilled, (
+        "Turbo is trained next to an assistant, the base without one"
+    )
+    assert config.train.caption_dropout == (0 if distilled else 0.1), (
+        "guidance needs the empty caption"
+    )
 
 
 def test_run_files_conform_to_the_schema_next_to_them():

@@ -1,8 +1,10 @@
-"""The shared core of ditkit, and the door to it: everything that a training program needs is imported from here.
+"""The shared core of ditkit, and the door to it: everything that a training program needs is
+imported from here.
 
     from ditkit_core import LoraConfig, flow_loss, load
 
-docs/library.md has programs. Names are imported when they are first used, because torch takes seconds.
+docs/library.md has programs. Names are imported when they are first used, because torch takes
+seconds.
 """
 
 from typing import TYPE_CHECKING

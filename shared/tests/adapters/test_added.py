@@ -23,27 +23,41 @@ from ditkit_core.testing.world import make_model
 def test_the_bytes_of_a_plan_are_those_of_the_matrices(tmp_path: Path) -> None:
     """In each parameter's own dtype, and on one device only what is there."""
     model = make_model(TOY, ToyArch())
-    shapes = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    modules = {"blocks.0.qkv": "layers.0.qkv", "blocks.1.mlp.0": "layers.1.mlp.0", "head.out": "head.out"}
+    shapes = {
+        name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
+    modules = {
+        "blocks.0.qkv": "layers.0.qkv",
+        "blocks.1.mlp.0": "layers.1.mlp.0",
+        "head.out": "head.out",
+    }
     tensors = {}
     for rank, (key, name) in enumerate(modules.items(), start=2):
         out, into = shapes[name]
         tensors[f"diffusion_model.{key}.lora_A.weight"] = torch.randn(rank, into)
         tensors[f"diffusion_model.{key}.lora_B.weight"] = torch.randn(out, rank)
     save_file(tensors, tmp_path / "fast.safetensors")
-    adapters = [AddedAdapter(open_adapter(tmp_path / "fast.safetensors", TOY.architecture.names, shapes), 1.0)]
+    adapters = [
+        AddedAdapter(
+            open_adapter(tmp_path / "fast.safetensors", TOY.architecture.names, shapes), 1.0
+        )
+    ]
 
     def dtype_of(name: str) -> torch.dtype:
         return torch.float32 if name.startswith("head") else torch.bfloat16
 
     before = dict(model.named_modules())
     with added(model, adapters, dtype_of):
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, AddedLora)}
+        layers = {
+            name: module for name, module in model.named_modules() if isinstance(module, AddedLora)
+        }
         assert layers.keys() == set(modules.values())
         matrices = {name: (layer._down, layer._up) for name, layer in layers.items()}
     assert dict(model.named_modules()) == before
     for within in (shapes.keys(), {"head.out"}):
-        stored = sum(tensor.nbytes for name in within & matrices.keys() for tensor in matrices[name])
+        stored = sum(
+            tensor.nbytes for name in within & matrices.keys() for tensor in matrices[name]
+        )
         assert added_bytes(adapters, shapes, dtype_of, within) == stored > 0
 
 
@@ -51,24 +65,42 @@ def test_lokr_and_loha_are_added_as_they_are_merged_also_where_a_file_has_layers
     tmp_path: Path,
 ) -> None:
     model = make_model(TOY, ToyArch())
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     shapes = {name: tuple(module.weight.shape) for name, module in layers.items()}
     names, random = TOY.architecture.names, torch.Generator().manual_seed(0)
-    owners = {"layers.0.qkv": "loha", "layers.0.out": "lokr", "layers.0.query": "lokr", "layers.1.qkv": "lokr"}
+    owners = {
+        "layers.0.qkv": "loha",
+        "layers.0.out": "lokr",
+        "layers.0.query": "lokr",
+        "layers.1.qkv": "lokr",
+    }
     tensors: dict[str, torch.Tensor] = {}
     for module, method in owners.items():
         out, into = shapes[module]
         parts = names.from_native["diffusers"](f"{module}.weight")
         for part in parts:
-            key, rows = f"transformer.{part.name.removesuffix('.weight')}", part.of * out // len(parts)
+            key, rows = (
+                f"transformer.{part.name.removesuffix('.weight')}",
+                part.of * out // len(parts),
+            )
             sizes = {"lokr_w1": (2, 2), "lokr_w2_a": (rows // 2, 3), "lokr_w2_b": (3, into // 2)}
             if method == "loha":
-                sizes = {f"hada_w{i}_{side}": (rows, 2) if side == "a" else (2, into) for i in (1, 2) for side in "ab"}
-            tensors |= {f"{key}.{name}": torch.randn(size, generator=random) for name, size in sizes.items()}
+                sizes = {
+                    f"hada_w{i}_{side}": (rows, 2) if side == "a" else (2, into)
+                    for i in (1, 2)
+                    for side in "ab"
+                }
+            tensors |= {
+                f"{key}.{name}": torch.randn(size, generator=random) for name, size in sizes.items()
+            }
     save_file(tensors, tmp_path / "fast.safetensors")
     adapter = AddedAdapter(open_adapter(tmp_path / "fast.safetensors", names, shapes), 0.5)
     assert owners.keys() <= adapter.file.modules.keys()
-    inputs = {name: torch.randn(5, shapes[name][1], generator=random) for name in adapter.file.modules}
+    inputs = {
+        name: torch.randn(5, shapes[name][1], generator=random) for name in adapter.file.modules
+    }
     with torch.no_grad(), added(model, [adapter], lambda name: torch.float32):
         found = {name: model.get_submodule(name)(x) for name, x in inputs.items()}
     for name, x in inputs.items():
@@ -87,11 +119,16 @@ NAMES, DORA = TOY.architecture.names, ("layers.0.qkv", "layers.1.mlp.0", "head.o
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {
+        name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
 
 
-def written(path: Path, shapes: dict[str, tuple[int, ...]], seed: int, magnitude: str = "") -> AdapterFile:
-    """A file with adapters of `DORA`; with magnitudes over the norm of the merged rows, or of the base's."""
+def written(
+    path: Path, shapes: dict[str, tuple[int, ...]], seed: int, magnitude: str = ""
+) -> AdapterFile:
+    """A file with adapters of `DORA`; with magnitudes over the norm of the merged rows, or of the
+    base's."""
     random, tensors = torch.Generator().manual_seed(seed), {}
     for name in DORA:
         (part,) = NAMES.from_native["official"](f"{name}.weight")
@@ -123,7 +160,10 @@ def test_doras_are_added_as_they_are_merged_whatever_is_trained_over_them(
     base = make_model(TOY, ToyArch())
     shapes = shapes_of(base)
     files = [written(tmp_path / f"{seed}.safetensors", shapes, seed, magnitude) for seed in (1, 2)]
-    inputs = {name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3)) for name in DORA}
+    inputs = {
+        name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3))
+        for name in DORA
+    }
     plain = outputs(model, inputs)
     adapters = [AddedAdapter(files[0], 0.5), AddedAdapter(files[1], 1.0)]
     with added(model, adapters, lambda name: torch.float32):
@@ -137,17 +177,24 @@ def test_doras_are_added_as_they_are_merged_whatever_is_trained_over_them(
             weight = frozen.weight.detach().clone()
             file.change(name, weight, strength)
             expected = expected + x @ (weight - frozen.weight.detach()).T
-        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=name)  # fp32 in another order
+        torch.testing.assert_close(
+            found[name], expected, rtol=1e-4, atol=1e-5, msg=name
+        )  # fp32 in another order
         assert (expected - plain[name]).norm() > 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("assistant", ["", "merged", "base"])
-def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(tmp_path: Path, assistant: str) -> None:
+def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(
+    tmp_path: Path, assistant: str
+) -> None:
     model = make_model(TOY, ToyArch(), adapter=AdapterConfig(rank=4)).eval()
     shapes = shapes_of(make_model(TOY, ToyArch()))
     merged = written(tmp_path / "assistant.safetensors", shapes, 1, assistant)
     dora = written(tmp_path / "dora.safetensors", shapes, 2, "merged")
-    inputs = {name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3)) for name in DORA}
+    inputs = {
+        name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3))
+        for name in DORA
+    }
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in DORA}
     before = {name: layer.base_layer.weight.detach().clone() for name, layer in layers.items()}
     plain = outputs(model, inputs)
@@ -157,7 +204,10 @@ def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(tmp_path: Pat
         merged.change(name, layer.base_layer.weight.data, 0.8)
     taken_out = AddedAdapter(merged, 0.8, before.__getitem__)
     assert (outputs(model, inputs)[DORA[0]] - plain[DORA[0]]).norm() > 0.1
-    for adapters, wanted in (([taken_out], plain), ([AddedAdapter(dora, 0.6), taken_out], expected)):
+    for adapters, wanted in (
+        ([taken_out], plain),
+        ([AddedAdapter(dora, 0.6), taken_out], expected),
+    ):
         with added(model, adapters, lambda name: torch.float32):
             for name, out in outputs(model, inputs).items():
                 torch.testing.assert_close(out, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
@@ -168,7 +218,9 @@ def test_an_assistant_that_leaves_nothing_of_a_row_is_refused(tmp_path: Path) ->
     shapes = shapes_of(model)
     file = written(tmp_path / "zero.safetensors", shapes, 1, "merged")
     tensors = {key: file.source.read(key) for key in file.source.tensors}
-    tensors = {key: tensor * 0 if key.endswith("dora_scale") else tensor for key, tensor in tensors.items()}
+    tensors = {
+        key: tensor * 0 if key.endswith("dora_scale") else tensor for key, tensor in tensors.items()
+    }
     save_file(tensors, tmp_path / "zero.safetensors")
     file = open_adapter(tmp_path / "zero.safetensors", NAMES, shapes)
     before = dict(model.named_modules())
@@ -182,12 +234,21 @@ def test_an_assistant_that_leaves_nothing_of_a_row_is_refused(tmp_path: Path) ->
 
 def test_only_a_lora_is_an_assistant_next_to_a_dora(tmp_path: Path) -> None:
     """It is merged into the layers without a DoRA, and nothing of it is trained."""
-    model = make_model(TOY, ToyArch(), adapter=AdapterConfig(rank=4, use_dora=True, targets=("qkv",))).eval()
+    model = make_model(
+        TOY, ToyArch(), adapter=AdapterConfig(rank=4, use_dora=True, targets=("qkv",))
+    ).eval()
     shapes = shapes_of(make_model(TOY, ToyArch()))
-    with pytest.raises(UserError, match=r"base.assistant = .*dora.safetensors is a DoRA \(layers.0.qkv\)"):
+    with pytest.raises(
+        UserError, match=r"base.assistant = .*dora.safetensors is a DoRA \(layers.0.qkv\)"
+    ):
         dora = written(tmp_path / "dora.safetensors", shapes, 1, "merged")
         ranks_next_to_dora(dora, adapter_layers(model), "base.assistant")
-    assert ranks_next_to_dora(dora, [name for name in shapes if name not in dora.modules], "base.assistant") == {}
+    assert (
+        ranks_next_to_dora(
+            dora, [name for name in shapes if name not in dora.modules], "base.assistant"
+        )
+        == {}
+    )
     file = written(tmp_path / "lora.safetensors", shapes, 1)
     trained, x = set(trainable_parameters(model)), torch.randn(5, shapes["layers.0.qkv"][1])
     merged, layer = [(file, 0.5)], model.get_submodule("layers.0.qkv")

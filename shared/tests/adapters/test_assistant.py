@@ -1,4 +1,5 @@
-"""An assistant next to a DoRA that is trained: whole runs of the toy; `testing/conformance_peers.py` has the numbers of the families."""
+"""An assistant next to a DoRA that is trained: whole runs of the toy;
+`testing/conformance_peers.py` has the numbers of the families."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def donor(world: World) -> str:
     """A LoRA of layers with and without a DoRA in the runs below."""
-    flags = ("--optim.lr", "0.05", "--sample.captions", "0", "--adapter.targets", '["qkv", "mlp.0"]')
+    flags = (
+        "--optim.lr",
+        "0.05",
+        "--sample.captions",
+        "0",
+        "--adapter.targets",
+        '["qkv", "mlp.0"]',
+    )
     assert world.train("donor", 2, *flags) == 0
     return str(world.folder / "donor" / "exports" / "donor.safetensors")
 
@@ -39,7 +47,8 @@ def donor(world: World) -> str:
 def test_a_run_that_goes_on_is_bitwise_that_at_once_and_its_files_are_for_the_bare_base(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Read back from either form, the adapter is that of the save; one that is trained over the merged assistant is another."""
+    """Read back from either form, the adapter is that of the save; one that is trained over the
+    merged assistant is another."""
     file = donor(world)
     flags = (
         "--adapter.use_dora",
@@ -59,7 +68,9 @@ def test_a_run_that_goes_on_is_bitwise_that_at_once_and_its_files_are_for_the_ba
     assert world.run("train", "--run", "parts", "--train.steps", "2") == 0
     check_equal(world.folder / "whole", world.folder / "parts")
     capsys.readouterr()
-    assert world.run("export", "--run", "whole", "--merge") == 1, "the whole transformer would contain the assistant"
+    assert world.run("export", "--run", "whole", "--merge") == 1, (
+        "the whole transformer would contain the assistant"
+    )
     assert "merge the adapter's file with" in capsys.readouterr().err
     assert world.train("merged", 2, *flags, "--base.merge", json.dumps([file])) == 0
     assert not equal(world.adapter("whole"), world.adapter("merged"))
@@ -84,25 +95,55 @@ def test_a_run_that_goes_on_is_bitwise_that_at_once_and_its_files_are_for_the_ba
 def test_next_to_layers_without_a_dora_an_assistant_is_of_any_method(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is merged there, as next to any other adapter, and refused by a plan and a run where a DoRA is trained."""
+    """It is merged there, as next to any other adapter, and refused by a plan and a run where a
+    DoRA is trained."""
     flags = ("--optim.lr", "0.05", "--sample.captions", "0")
-    loha = (*flags, "--adapter.dropout", "0", "--adapter.method", "loha", "--adapter.targets", '["mlp.0"]')
+    loha = (
+        *flags,
+        "--adapter.dropout",
+        "0",
+        "--adapter.method",
+        "loha",
+        "--adapter.targets",
+        '["mlp.0"]',
+    )
     assert world.train("donor", 2, *loha) == 0
-    dora = (*flags, "--adapter.use_dora", "true", "--base.assistant", "donor/exports/donor.safetensors")
+    dora = (
+        *flags,
+        "--adapter.use_dora",
+        "true",
+        "--base.assistant",
+        "donor/exports/donor.safetensors",
+    )
     for run, targets, code in (("run", '["qkv"]', 0), ("refused", '["qkv", "mlp.0"]', 1)):
         for mode in (("--plan",), ()):
-            assert world.train(run, 1, *dora, "--adapter.targets", targets, *mode) == code, capsys.readouterr()
+            assert world.train(run, 1, *dora, "--adapter.targets", targets, *mode) == code, (
+                capsys.readouterr()
+            )
     error = capsys.readouterr().err
-    assert error.count("is a loha (layers.0.mlp.0)") == 2 and "leave its layers out of adapter.targets" in error
-    assert world.train("bare", 1, *dora, "--adapter.targets", '["qkv"]', "--base.assistant", "") == 0
+    assert (
+        error.count("is a loha (layers.0.mlp.0)") == 2
+        and "leave its layers out of adapter.targets" in error
+    )
+    assert (
+        world.train("bare", 1, *dora, "--adapter.targets", '["qkv"]', "--base.assistant", "") == 0
+    )
     assert not equal(world.adapter("run"), world.adapter("bare"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lever", LEVERS)
 def test_levers_train_it_as_without_them(world: World, lever: str) -> None:
-    """Bitwise, but for a base of other numbers and a loss of other steps, which train another adapter."""
-    flags = ("--adapter.use_dora", "true", "--adapter.targets", '["qkv"]', "--base.assistant", donor(world))
+    """Bitwise, but for a base of other numbers and a loss of other steps, which train another
+    adapter."""
+    flags = (
+        "--adapter.use_dora",
+        "true",
+        "--adapter.targets",
+        '["qkv"]',
+        "--base.assistant",
+        donor(world),
+    )
     flags += ("--optim.lr", "0.05", "--sample.captions", "0", "--adapter.dropout", "0")
     assert world.train("plain", 2, *flags) == 0
     assert world.train("lever", 2, *flags, *LEVERS[lever]) == 0
@@ -110,4 +151,6 @@ def test_levers_train_it_as_without_them(world: World, lever: str) -> None:
     if lever in ("streamed", "recomputed"):
         assert equal(plain, other)
     else:
-        assert plain.keys() == other.keys() and all(tensor.isfinite().all() for tensor in other.values())
+        assert plain.keys() == other.keys() and all(
+            tensor.isfinite().all() for tensor in other.values()
+        )

@@ -1,4 +1,5 @@
-"""DoRA in files for diffusers and for ComfyUI, whose norms differ: both files are the trained model."""
+"""DoRA in files for diffusers and for ComfyUI, whose norms differ: both files are the trained
+model."""
 
 from pathlib import Path
 
@@ -33,11 +34,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def prepared(base: Path, adapter: AdapterConfig, *, quantize: str = "none", merge: tuple[str, ...] = ()):
+def prepared(
+    base: Path, adapter: AdapterConfig, *, quantize: str = "none", merge: tuple[str, ...] = ()
+):
     unloaded = model_on_meta(
-        SPEC, ModelPaths(transformer=str(base)), adapter, BaseConfig(merge=merge, quantize=quantize), precision=FP32
+        SPEC,
+        ModelPaths(transformer=str(base)),
+        adapter,
+        BaseConfig(merge=merge, quantize=quantize),
+        precision=FP32,
     )
-    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0)
+    return load_weights(
+        unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0
+    )
 
 
 def trained(base: Path, quantize: str = "none"):
@@ -65,15 +74,21 @@ def merged_by_peft(layer) -> Tensor:
 
 
 def merged_by_comfyui(weight: Tensor, tensors: dict[str, Tensor], key: str) -> Tensor:
-    """What ComfyUI does with a file's tensors, from the description of its computation: `dora_scale` [out, 1] is divided by the norm of
-    each row of the weight as it was before the product of the matrices was added."""
-    scale, product = tensors[f"{key}.dora_scale"], tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"]
+    """What ComfyUI does with a file's tensors, from the description of its computation:
+    `dora_scale` [out, 1] is divided by the norm of each row of the weight as it was before the
+    product of the matrices was added."""
+    scale, product = (
+        tensors[f"{key}.dora_scale"],
+        tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"],
+    )
     assert scale.shape == (len(weight), 1)
     norm = weight.norm(dim=1, keepdim=True) + torch.finfo(weight.dtype).eps
     return (weight + product) * (scale / norm)
 
 
-def test_comfyui_makes_of_the_official_file_what_peft_makes_of_the_model(base: Path, tmp_path: Path) -> None:
+def test_comfyui_makes_of_the_official_file_what_peft_makes_of_the_model(
+    base: Path, tmp_path: Path
+) -> None:
     result = trained(base)
     file = export(result, tmp_path, "official")
     tensors = load_file(file)
@@ -95,17 +110,29 @@ def test_training_goes_on_from_either_file_where_it_stopped(
     base: Path, tmp_path: Path, form: str, quantize: str
 ) -> None:
     result = trained(base, quantize)
-    again = prepared(base, AdapterConfig(init=str(export(result, tmp_path, form))), quantize=quantize)
+    again = prepared(
+        base, AdapterConfig(init=str(export(result, tmp_path, form))), quantize=quantize
+    )
     for name, parameter in result.trainable.items():
         if "magnitude" in name:
-            torch.testing.assert_close(again.trainable[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                again.trainable[name], parameter, rtol=1e-5, atol=1e-6, msg=name
+            )
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_either_file_merged_into_the_base_is_what_peft_merges(base: Path, tmp_path: Path, form: str) -> None:
+def test_either_file_merged_into_the_base_is_what_peft_merges(
+    base: Path, tmp_path: Path, form: str
+) -> None:
     result = trained(base)
-    again = prepared(base, AdapterConfig(targets=("out",)), merge=(str(export(result, tmp_path, form)),))
-    merged = {name: parameter for name, parameter in again.module.named_parameters() if name.endswith("qkv.weight")}
+    again = prepared(
+        base, AdapterConfig(targets=("out",)), merge=(str(export(result, tmp_path, form)),)
+    )
+    merged = {
+        name: parameter
+        for name, parameter in again.module.named_parameters()
+        if name.endswith("qkv.weight")
+    }
     for name, weight in merged.items():
         expected = merged_by_peft(adapter_layers(result.module)[name.removesuffix(".weight")])
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=name)
@@ -120,5 +147,7 @@ def test_a_row_of_zeros_in_the_base_is_exact_too(base: Path, tmp_path: Path) -> 
     result = trained(tmp_path / "zero.safetensors")
     layer = adapter_layers(result.module)["layers.0.qkv"]
     tensors = load_file(export(result, tmp_path, "official"))
-    found = merged_by_comfyui(layer.base_layer.weight.data.clone(), tensors, "diffusion_model.blocks.0.qkv")
+    found = merged_by_comfyui(
+        layer.base_layer.weight.data.clone(), tensors, "diffusion_model.blocks.0.qkv"
+    )
     torch.testing.assert_close(found, merged_by_peft(layer), rtol=1e-5, atol=1e-6)

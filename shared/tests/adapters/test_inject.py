@@ -27,7 +27,9 @@ def on_meta(precision: Precision | None = None) -> ToyModel:
         return ToyModel(ToyArch(), precision or Precision())
 
 
-def adapted(config: AdapterConfig, *, base: torch.dtype = torch.float32, seed: int = 0, **start) -> ToyModel:
+def adapted(
+    config: AdapterConfig, *, base: torch.dtype = torch.float32, seed: int = 0, **start
+) -> ToyModel:
     """A toy with fixed random weights, prepared in the written order."""
     model = on_meta(Precision(matmul=base))
     inject(model, config, TOY.adapters.targets)
@@ -38,7 +40,11 @@ def adapted(config: AdapterConfig, *, base: torch.dtype = torch.float32, seed: i
         module = model.get_submodule(name.rpartition(".")[0])
         value = torch.randn(parameter.shape, generator=generator) * 0.2
         value = value if TOY.precision.keep_fp32(canonical_name(name)) else value.to(base)
-        setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=parameter.requires_grad))
+        setattr(
+            module,
+            name.rpartition(".")[2],
+            nn.Parameter(value, requires_grad=parameter.requires_grad),
+        )
     initialise(model, seed, device_of=lambda module: CPU, **start)
     return model
 
@@ -46,7 +52,9 @@ def adapted(config: AdapterConfig, *, base: torch.dtype = torch.float32, seed: i
 def toy_inputs() -> ToyInputs:
     generator = torch.Generator().manual_seed(2)
     return ToyInputs(
-        [torch.randn(4, 2, 3, 4, generator=generator)], torch.tensor([0.3]), [torch.randn(5, 8, generator=generator)]
+        [torch.randn(4, 2, 3, 4, generator=generator)],
+        torch.tensor([0.3]),
+        [torch.randn(5, 8, generator=generator)],
     )
 
 
@@ -75,7 +83,11 @@ def test_an_ending_fits_whole_components_only():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.eq, self.inner = nn.Linear(2, 2), nn.Linear(2, 2), nn.ModuleDict({"q": nn.Linear(2, 2)})
+            self.q, self.eq, self.inner = (
+                nn.Linear(2, 2),
+                nn.Linear(2, 2),
+                nn.ModuleDict({"q": nn.Linear(2, 2)}),
+            )
 
     assert target_modules(Model(), ("q",), {}) == ("q", "inner.q")
 
@@ -120,7 +132,11 @@ def test_only_adapters_are_trained_and_they_are_fp32_over_a_bf16_base(use_dora):
     assert model.layers[0].qkv.base_layer.weight.dtype == torch.bfloat16
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     sum(part.sum() for part in model(toy_inputs())).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert {canonical_name(name) for name in gradients} == trained.keys()
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
@@ -145,7 +161,9 @@ def test_names_are_canonical():
 def test_a_new_adapter_changes_nothing(use_dora):
     model = adapted(AdapterConfig(rank=4, use_dora=use_dora))
     plain = ToyModel(ToyArch(), Precision(matmul=torch.float32))
-    plain.load_state_dict({canonical_name(n): t for n, t in model.state_dict().items() if ".lora_" not in n})
+    plain.load_state_dict(
+        {canonical_name(n): t for n, t in model.state_dict().items() if ".lora_" not in n}
+    )
     torch.testing.assert_close(model(toy_inputs()), plain(toy_inputs()), rtol=1e-5, atol=1e-6)
 
 
@@ -187,8 +205,12 @@ def test_given_values_are_taken_and_the_dora_magnitude_then_includes_them():
     assert torch.equal(state["layers.1.qkv.lora_A.weight"], given["lora_A.weight"])
     assert torch.equal(state["layers.1.qkv.lora_B.weight"], given["lora_B.weight"])
     assert not state["layers.0.qkv.lora_B.weight"].any()
-    merged = model.layers[1].qkv.base_layer.weight + 2 * given["lora_B.weight"] @ given["lora_A.weight"]
-    torch.testing.assert_close(state["layers.1.qkv.lora_magnitude_vector.weight"], merged.norm(dim=1))
+    merged = (
+        model.layers[1].qkv.base_layer.weight + 2 * given["lora_B.weight"] @ given["lora_A.weight"]
+    )
+    torch.testing.assert_close(
+        state["layers.1.qkv.lora_magnitude_vector.weight"], merged.norm(dim=1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +234,11 @@ def test_ranks_and_alphas_by_layer_are_those_of_peft():
     import peft
 
     config = AdapterConfig(
-        rank=8, alpha=4.0, rank_pattern=("query=2", "layers.0.*=3"), alpha_pattern=("layers.1.qkv=16",), use_rslora=True
+        rank=8,
+        alpha=4.0,
+        rank_pattern=("query=2", "layers.0.*=3"),
+        alpha_pattern=("layers.1.qkv=16",),
+        use_rslora=True,
     )
     model, reference = on_meta(), on_meta()
     names = inject(model, config, TOY.adapters.targets)
@@ -229,7 +255,9 @@ def test_ranks_and_alphas_by_layer_are_those_of_peft():
     ours, expected = adapter_layers(model), adapter_layers(reference)
     assert ours.keys() == expected.keys()
     for name, layer in ours.items():
-        assert layer.lora_A["default"].weight.shape == expected[name].lora_A["default"].weight.shape, name
+        assert (
+            layer.lora_A["default"].weight.shape == expected[name].lora_A["default"].weight.shape
+        ), name
         assert layer.scaling["default"] == expected[name].scaling["default"], name
     assert {layer.r["default"] for layer in ours.values()} == {2, 3, 8}
 

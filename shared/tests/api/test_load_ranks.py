@@ -1,4 +1,5 @@
-"""A model whose weights ranks divide trains in a loop of one's own as in one process, and in a Trainer too."""
+"""A model whose weights ranks divide trains in a loop of one's own as in one process, and in a
+Trainer too."""
 
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def test_two_ranks_train_what_one_process_does(tmp_path: Path) -> None:
         assert divided and local < total and local + tables[1][name][1] == total
     model = load(SPEC, base, LORA, dtype="fp32")
     config = TrainerConfig(train=TrainConfig(steps=2, accumulation=2))
-    assert Trainer(model, Data(), config, folder=tmp_path / "one").fit().step == tables[0]["step"] == 2
+    assert (
+        Trainer(model, Data(), config, folder=tmp_path / "one").fit().step == tables[0]["step"] == 2
+    )
     expected = load_file(model.save_adapter(tmp_path / "one.safetensors", dtype="fp32"))
     for key, tensor in load_file(tmp_path / "trainer.safetensors").items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-5, atol=1e-6)

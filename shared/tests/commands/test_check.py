@@ -1,4 +1,5 @@
-"""`train --check` as a person meets it: everything that is wrong at once, nothing left behind, and a verdict that training agrees with."""
+"""`train --check` as a person meets it: everything that is wrong at once, nothing left behind, and
+a verdict that training agrees with."""
 
 import json
 import random
@@ -47,7 +48,9 @@ def add_picture(
 def check(world: World, *flags: str, name: str = "run") -> tuple[int, dict[str, Any]]:
     """Exit status and JSON of a check."""
     folder = world.folder / name
-    status = world.run("train", "--run.folder", str(folder), "--train.steps", "1", "--check", *flags)
+    status = world.run(
+        "train", "--run.folder", str(folder), "--train.steps", "1", "--check", *flags
+    )
     return status, json.loads((folder / "check.json").read_text())
 
 
@@ -55,20 +58,37 @@ def codes(found: Mapping[str, Any], severity: str | None = None) -> list[str]:
     return [each["code"] for each in found["findings"] if severity in (None, each["severity"])]
 
 
-def test_a_sound_run_can_be_trained_and_nothing_else_is_left(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_run_can_be_trained_and_nothing_else_is_left(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, found = check(world, "--train.batch_size", "2", "--held_out.clips", "1")
     assert status == 0 and found["trainable"] and codes(found) == []
-    assert sorted(path.name for path in (world.folder / "run").iterdir()) == ["check.html", "check.json"]
+    assert sorted(path.name for path in (world.folder / "run").iterdir()) == [
+        "check.html",
+        "check.json",
+    ]
     assert found["samples"] == 4 and found["frames"] == {"kept": 4, "dropped": 0}
     (row,) = found["buckets"]
-    assert (row["samples"], row["held_out"], row["tokens"], row["batch_size"], row["micro_batches"]) == (4, 1, 16, 2, 2)
+    assert (
+        row["samples"],
+        row["held_out"],
+        row["tokens"],
+        row["batch_size"],
+        row["micro_batches"],
+    ) == (4, 1, 16, 2, 2)
     (step,) = found["steps"]
     assert len(step["samples"]) == 2 and step["tokens"] == 32 and step["reloaded"] is True
-    assert step["without_gradient"] == [] and step["parameters"] > 0 and len(set(step["losses"])) == 2
+    assert (
+        step["without_gradient"] == [] and step["parameters"] > 0 and len(set(step["losses"])) == 2
+    )
     assert world.media.calls == 2, "what is not in the largest micro-batch is not encoded"
     said = capsys.readouterr().out
     assert found["memory"]["fits"] is None and "fits: not planned: a run on the CPU" in said
-    assert "4 samples of 4 files" in said and "can be trained; checked in" in said and "check.html" in said
+    assert (
+        "4 samples of 4 files" in said
+        and "can be trained; checked in" in said
+        and "check.html" in said
+    )
 
 
 def test_training_after_a_check_equals_training_without_one_bitwise(world: World) -> None:
@@ -97,17 +117,32 @@ def test_class_images_are_examined_like_the_data_and_distinguished_from_it(
     torn = add_picture(world, "../class/torn.jpg", 60, (64, 64))
     truncated(torn, torn, 0.7)
     add_picture(world, "../class/nocaption.png", 61).with_suffix(".txt").unlink()
-    flags = ("--prior.folder", str(world.folder / "class"), "--data.buckets", "true", "--train.batch_size", "2")
+    flags = (
+        "--prior.folder",
+        str(world.folder / "class"),
+        "--data.buckets",
+        "true",
+        "--train.batch_size",
+        "2",
+    )
     status, found = check(world, *flags, "--data.on_bad", "skip")
     assert status == 0 and (found["samples"], found["class_images"]) == (4, 5)
     where = {each["code"]: each["where"] for each in found["findings"]}
-    assert where.keys() == {"D02", "D03", "D04", "D07"}, "that they share a caption is what they are for"
-    assert (where["D03"], where["D04"], where["D07"]) == ("prior: torn", "2, prior: same", "prior: blank")
+    assert where.keys() == {"D02", "D03", "D04", "D07"}, (
+        "that they share a caption is what they are for"
+    )
+    assert (where["D03"], where["D04"], where["D07"]) == (
+        "prior: torn",
+        "2, prior: same",
+        "prior: blank",
+    )
     rows = [(each["dataset"], each["samples"], each["micro_batches"]) for each in found["buckets"]]
     assert rows[0] == ("data", 4, 2) and sum(each[1] for each in rows[1:]) == 5
     assert {(each[0], each[2]) for each in rows[1:]} == {("prior", None)}
     assert [each["dataset"] for each in found["files"]] == ["data"] * 4 + ["prior"] * 5
-    assert all(name.startswith("prior: ") for name in found["steps"][0]["samples"]), "theirs is the largest micro-batch"
+    assert all(name.startswith("prior: ") for name in found["steps"][0]["samples"]), (
+        "theirs is the largest micro-batch"
+    )
     assert "4 samples and 5 class images of 9 files" in capsys.readouterr().out
     torn.rename(world.folder / "torn.jpg")
     shutil.rmtree(torn.parent)
@@ -163,19 +198,25 @@ def test_a_dataset_of_nothing_but_problems_lists_them(world: World) -> None:
     assert sorted(Path(each["name"]).stem for each in found["excluded"]) == sorted(names)
     shutil.rmtree(world.folder / "clips")
     status, found = check(world)
-    assert status == 1 and codes(found) == ["D01"] and "does not exist" in found["findings"][0]["what"]
+    assert (
+        status == 1 and codes(found) == ["D01"] and "does not exist" in found["findings"][0]["what"]
+    )
 
 
 def test_short_clips_stop_or_are_left_out_by_their_own_setting(world: World) -> None:
-    written(world.folder / "clips" / "short.mp4", pan(1, 6, height=32, width=32)).with_suffix(".txt").write_text(
-        "a clip"
-    )
+    written(world.folder / "clips" / "short.mp4", pan(1, 6, height=32, width=32)).with_suffix(
+        ".txt"
+    ).write_text("a clip")
     flags = ("--data.frames", "17", "--data.on_bad", "skip")
     status, found = check(world, *flags)
     assert status == 1 and [each["stops"] for each in found["excluded"]] == [True]
     assert check(world, *flags, "--data.short_clips", "skip")[0] == 0
     status, found = check(world, *flags, "--data.short_clips", "shorten")
-    assert status == 0 and found["excluded"] == [] and {row["frames"] for row in found["buckets"]} == {1}
+    assert (
+        status == 0
+        and found["excluded"] == []
+        and {row["frames"] for row in found["buckets"]} == {1}
+    )
 
 
 def test_what_is_likely_a_mistake_is_warned_of(world: World) -> None:
@@ -191,7 +232,9 @@ def test_what_is_likely_a_mistake_is_warned_of(world: World) -> None:
     assert where.keys() == {"D04", "D06", "D11"}
     assert found["same"] == [["again", "cut"]] and where["D04"] == "again, cut"
     assert Path(where["D11"]).stem == "tiny"
-    cut = next(each for each in found["findings"] if each["code"] == "D06" and each["where"] == "cut")
+    cut = next(
+        each for each in found["findings"] if each["code"] == "D06" and each["where"] == "cut"
+    )
     assert "1.25 s" in cut["what"]
     row = next(each for each in found["files"] if Path(each["file"]).stem == "cut")
     assert (row["frames"], row["kept"], row["dropped"], row["trained_fps"]) == (20, 17, 3, 8.0)
@@ -206,7 +249,8 @@ def test_what_is_damaged_behind_its_window_is_reported_and_trained(world: World)
     assert status == 0 and found["samples"] == 5 and codes(found, "warning") == ["D27"]
     (finding,) = found["findings"]
     assert (
-        "torn.mp4 is truncated or damaged after" in finding["what"] and "up to 0.31 s, can be read" in finding["what"]
+        "torn.mp4 is truncated or damaged after" in finding["what"]
+        and "up to 0.31 s, can be read" in finding["what"]
     )
     row = next(each for each in found["files"] if Path(each["file"]).stem == "torn")
     assert (row["frames"], row["kept"], row["dropped"]) == (5, 5, 0)
@@ -235,7 +279,9 @@ def test_captions_that_are_cut_are_shown_with_what_is_left(world: World) -> None
     add_picture(world, "wordy.png", 30, caption="a very long caption that nobody reads")
     status, found = check(world)
     assert status == 0 and codes(found) == ["D14"]
-    assert found["captions"]["cut"] == [{"sample": "wordy", "tokens": 17, "kept": "a very long caption "}]
+    assert found["captions"]["cut"] == [
+        {"sample": "wordy", "tokens": 17, "kept": "a very long caption "}
+    ]
     world.text = ToyTextEncoder()
     assert check(world)[1]["captions"]["cut"] is None
 
@@ -255,7 +301,14 @@ def test_every_adapter_matrix_is_heard_of_and_the_first_only_after_an_update(
     "--optim.fused_backward", "true", "--train.clip_norm", "0", "--adapter.method", "full"), (
     "--train.pipelined", "true", "--train.accumulation", "2"), ("--adapter.method", "lokr", "--adapter.dropout", "0"), ("--ema.decay", "0.9", "--train.checkpointing", "full")])  # fmt: skip
 def test_the_trial_is_the_runs_own_step(world: World, flags: Sequence[str]) -> None:
-    flags = [*flags, *(["--export.forms", '["diffusers"]'] if "true" in flags and "use_dora" in flags[0] else [])]
+    flags = [
+        *flags,
+        *(
+            ["--export.forms", '["diffusers"]']
+            if "true" in flags and "use_dora" in flags[0]
+            else []
+        ),
+    ]
     status, found = check(world, *flags)
     assert status == 0 and codes(found) == [] and found["steps"][0]["reloaded"] is True
     assert found["steps"][0]["without_gradient"] == []
@@ -284,12 +337,17 @@ def test_parameters_that_nothing_reaches_are_an_error(world: World) -> None:
 
 def test_a_loss_that_is_not_finite_is_an_error(world: World) -> None:
     state = load_file(world.folder / "toy.safetensors")
-    save_file({name: tensor * float("nan") for name, tensor in state.items()}, world.folder / "toy.safetensors")
+    save_file(
+        {name: tensor * float("nan") for name, tensor in state.items()},
+        world.folder / "toy.safetensors",
+    )
     status, found = check(world)
     assert status == 1 and codes(found, "error") == ["D22"] and found["steps"] == []
 
 
-def test_a_save_that_comes_back_otherwise_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_comes_back_otherwise_is_an_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flipped(path: Path) -> Any:
         state = load_state(path)
         group = dict(state.tensors["trainable"])
@@ -306,9 +364,13 @@ def test_a_save_that_comes_back_otherwise_is_an_error(world: World, monkeypatch:
 def test_a_model_that_is_not_here_is_not_fetched(world: World) -> None:
     status, found = check(world, "--model.transformer", "somebody/model")
     assert status == 0 and codes(found) == ["D20"] and found["steps"] == []
-    assert found["findings"][0]["remedy"].startswith('fetch them with hf download somebody/model --include "*" and ')
+    assert found["findings"][0]["remedy"].startswith(
+        'fetch them with hf download somebody/model --include "*" and '
+    )
     status, found = check(world, "--model.transformer", "no such file")
-    assert status == 1 and codes(found) == ["D21"] and "no such file" in found["findings"][0]["what"]
+    assert (
+        status == 1 and codes(found) == ["D21"] and "no such file" in found["findings"][0]["what"]
+    )
 
 
 def test_memory_that_runs_out_is_an_error_with_a_remedy(world: World) -> None:
@@ -330,7 +392,14 @@ def test_memory_is_planned_for_accelerators(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     wide = add_picture(world, "../class/0.png", 9, (16, 64))
-    flags = ("--model.transformer", "somebody/model", "--data.buckets", "true", "--data.on_bad", "skip")
+    flags = (
+        "--model.transformer",
+        "somebody/model",
+        "--data.buckets",
+        "true",
+        "--data.on_bad",
+        "skip",
+    )
     flags += ("--train.kernels", "torch")  # others are checked on the GPU
     _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(wide.parent))
     assert found["memory"]["batch"].startswith("1 x 16x32 (the largest of the class images")
@@ -340,38 +409,61 @@ def test_memory_is_planned_for_accelerators(
     status, found = check(world, *two)
     assert status == 0 and codes(found) == ["D02", "D20"]
     plan = found["memory"]
-    assert plan["fits"] is True and plan["batch"].startswith("1 x 16x32 "), "the largest of those that can be read"
+    assert plan["fits"] is True and plan["batch"].startswith("1 x 16x32 "), (
+        "the largest of those that can be read"
+    )
     rows = [(row["device"], row["total"], row["fits"]) for row in plan["devices"]]
     assert rows == [(f"{index}: a card", 2**30, True) for index in (0, 1)]
     status, found = check(world, *two, "--train.reserve", "[0.0, 0.34]")
-    assert status == 0 and codes(found) == ["D02", "D26", "D20"] and found["memory"]["fits"] is False
+    assert (
+        status == 0 and codes(found) == ["D02", "D26", "D20"] and found["memory"]["fits"] is False
+    )
     (lacking,) = [each for each in found["findings"] if each["code"] == "D26"]
     assert lacking["where"] == "1: a card" and "--fit" in lacking["remedy"]
     first, second = found["memory"]["devices"]
-    assert first["fits"] and not second["fits"] and second["peak"] + second["reserve"] > second["total"]
+    assert (
+        first["fits"]
+        and not second["fits"]
+        and second["peak"] + second["reserve"] > second["total"]
+    )
     said = capsys.readouterr().out
-    assert "fits: yes, as planned for 1 x 16x32" in said and "fits: no, as planned for 1 x 16x32" in said
+    assert (
+        "fits: yes, as planned for 1 x 16x32" in said
+        and "fits: no, as planned for 1 x 16x32" in said
+    )
     assert "lacks 0.0" in said
     shutil.rmtree(world.folder / "clips")
     truncated(torn := add_picture(world, "torn.jpg", 12, (64, 64)), torn, 0.7)
     add_picture(world, "../class/0.png", 50)
-    _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(world.folder / "class"))
-    assert (found["class_images"], codes(found), found["memory"]) == (1, ["D03", "D01"], None), "nothing is tried"
+    _, found = check(
+        world, *flags, "--train.device", "cuda:0", "--prior.folder", str(world.folder / "class")
+    )
+    assert (found["class_images"], codes(found), found["memory"]) == (1, ["D03", "D01"], None), (
+        "nothing is tried"
+    )
 
 
 def test_holding_everything_out_is_an_error(world: World) -> None:
     status, found = check(world, "--held_out.clips", "4")
-    assert status == 1 and codes(found) == ["D01"] and "4 are held out" in found["findings"][0]["what"]
+    assert (
+        status == 1 and codes(found) == ["D01"] and "4 are held out" in found["findings"][0]["what"]
+    )
 
 
-@pytest.mark.parametrize("flags", [("--check", "--plan"), ("--check", "--audit-precision"), ("--check", "--fit")])
-def test_one_thing_at_a_time(world: World, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "flags", [("--check", "--plan"), ("--check", "--audit-precision"), ("--check", "--fit")]
+)
+def test_one_thing_at_a_time(
+    world: World, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
     assert world.run("train", *flags) == 2
     error = capsys.readouterr().err
     assert "--check and --" in error and error.count("\n") == 1
 
 
-def test_before_training_the_same_is_said_in_brief(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_training_the_same_is_said_in_brief(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.text = Cutting()
     add_picture(world, "wordy.png", 30, caption="a very long caption that nobody reads")
     shutil.copy(world.folder / "clips" / "wordy.png", world.folder / "clips" / "again.png")
@@ -382,7 +474,9 @@ def test_before_training_the_same_is_said_in_brief(world: World, capsys: pytest.
     assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; --check examines them" in said.out
     found = [line for line in said.err.splitlines() if line.startswith("D")]
     assert [line[:3] for line in found] == ["D04", "D14"]
-    assert "again, wordy: these files have the same content" in found[0] and "1 caption:" in found[1]
+    assert (
+        "again, wordy: these files have the same content" in found[0] and "1 caption:" in found[1]
+    )
 
 
 def _bad(world: World, draw: random.Random, name: str) -> None:
@@ -398,7 +492,9 @@ def _bad(world: World, draw: random.Random, name: str) -> None:
             torn = add_picture(world, f"{name}.jpg", draw.randrange(99), (64, 64))
             truncated(torn, torn, 0.3 + 0.6 * draw.random())
         case 3:
-            add_picture(world, f"{name}.png", draw.randrange(99)).with_suffix(".txt").write_bytes(b"\xff\xfe caption")
+            add_picture(world, f"{name}.png", draw.randrange(99)).with_suffix(".txt").write_bytes(
+                b"\xff\xfe caption"
+            )
         case 4:
             clip = written(clips / f"{name}.mp4", pan(draw.randrange(99), 30, height=32, width=32))
             clip.with_suffix(".txt").write_text("damaged")
@@ -407,7 +503,10 @@ def _bad(world: World, draw: random.Random, name: str) -> None:
                 data[draw.randrange(len(data))] ^= 1 + draw.randrange(255)
             clip.write_bytes(bytes(data))
         case _:
-            clip = written(clips / f"{name}.mp4", pan(draw.randrange(99), 1 + draw.randrange(8), height=32, width=32))
+            clip = written(
+                clips / f"{name}.mp4",
+                pan(draw.randrange(99), 1 + draw.randrange(8), height=32, width=32),
+            )
             clip.with_suffix(".txt").write_text("short")
 
 
@@ -416,7 +515,10 @@ def _made(world: World, draw: random.Random) -> list[str]:
     for i in range(draw.randrange(3, 7)):
         size = draw.choice([(32, 32), (16, 48), (64, 24), (9, 7)])
         if draw.random() < 0.4:
-            clip = written(world.folder / "clips" / f"good{i}.mp4", pan(draw.randrange(99), 30, height=32, width=48))
+            clip = written(
+                world.folder / "clips" / f"good{i}.mp4",
+                pan(draw.randrange(99), 30, height=32, width=48),
+            )
             clip.with_suffix(".txt").write_text(f"clip {i}")
         else:
             add_picture(world, f"good{i}.png", draw.randrange(99), size)
@@ -424,17 +526,29 @@ def _made(world: World, draw: random.Random) -> list[str]:
         _bad(world, draw, f"bad{i}")
     flags = ["--data.on_bad", draw.choice(["error", "skip", "skip"])]
     flags += ["--data.short_clips", draw.choice(["error", "skip", "shorten"])]
-    flags += ["--data.frames", draw.choice(["1", "5", "9"]), "--held_out.clips", str(draw.choice([0, 1, 2]))]
-    flags += draw.choice([["--train.batch_size", str(draw.randrange(1, 4))], ["--train.batch_tokens", "40"]])
+    flags += [
+        "--data.frames",
+        draw.choice(["1", "5", "9"]),
+        "--held_out.clips",
+        str(draw.choice([0, 1, 2])),
+    ]
+    flags += draw.choice(
+        [["--train.batch_size", str(draw.randrange(1, 4))], ["--train.batch_tokens", "40"]]
+    )
     flags += draw.choice([[], ["--data.buckets", "true"]])
     return flags + draw.choice([[], ["--data.windows", "all"]])
 
 
-LATER = [pytest.param(seed, marks=pytest.mark.slow if seed < 40 else pytest.mark.exhaustive) for seed in range(18, 80)]
+LATER = [
+    pytest.param(seed, marks=pytest.mark.slow if seed < 40 else pytest.mark.exhaustive)
+    for seed in range(18, 80)
+]
 
 
 @pytest.mark.parametrize("seed", [12, 13, 14, 16, 17, *LATER])
-def test_what_the_doctor_accepts_is_trained_and_what_it_excludes_is_not(tmp_path: Path, seed: int) -> None:
+def test_what_the_doctor_accepts_is_trained_and_what_it_excludes_is_not(
+    tmp_path: Path, seed: int
+) -> None:
     world, draw = World(tmp_path), random.Random(seed)
     shutil.rmtree(tmp_path / "clips")
     (tmp_path / "clips").mkdir()

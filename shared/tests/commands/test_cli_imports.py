@@ -1,4 +1,5 @@
-"""What is answered before torch is imported, which takes seconds: each in a process of its own, by the modules that it has imported."""
+"""What is answered before torch is imported, which takes seconds: each in a process of its own, by
+the modules that it has imported."""
 
 import json
 import subprocess
@@ -9,13 +10,25 @@ import pytest
 
 from ditkit_core.testing.ranks import once
 
-SLOW = {"torch", "numpy", "torchao", "diffusers", "transformers", "peft", "accelerate", "tensorboard", "av", "PIL"} | {
+SLOW = {
+    "torch",
+    "numpy",
+    "torchao",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "tensorboard",
+    "av",
+    "PIL",
+} | {
     "huggingface_hub",
     "safetensors",
     "jaxtyping",
     "trackio",
 }
-# A process that has imported the commands is copied for each call, which is what a call of a new process has: starting that takes longer.
+# A process that has imported the commands is copied for each call, which is what a call of a new
+# process has: starting that takes longer.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -44,8 +57,24 @@ ANSWERS = [
     ("export", ["--help", "all"], 0, ""),
     ("train", ["--print-schema"], 0, ""),
     ("sample", [], 2, "name a run (toy-sample --run RUN --prompt TEXT), or a model and an adapter"),
-    ("export", [], 2, "name a run (toy-export --run RUN), or an adapter file (toy-export --adapter FILE"),
-    ("train", ["--print-config", "--train.checkpointing", "full, 0-9=attn_only(self)", "--optim.name", "muon"], 0, ""),
+    (
+        "export",
+        [],
+        2,
+        "name a run (toy-export --run RUN), or an adapter file (toy-export --adapter FILE",
+    ),
+    (
+        "train",
+        [
+            "--print-config",
+            "--train.checkpointing",
+            "full, 0-9=attn_only(self)",
+            "--optim.name",
+            "muon",
+        ],
+        0,
+        "",
+    ),
     ("train", [], 2, "nothing to work on"),
     ("train", ["--adapter.rnak", "3"], 2, "unknown key --adapter.rnak"),
     ("train", ["typo.toml"], 2, "unknown section [trian] in typo.toml"),
@@ -64,7 +93,12 @@ ANSWERS = [
     ("sample", ["--steps", "20"], 2, "did you mean --sample.steps?"),
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
-    ("train", ["--data.folder", "here", "--model.base", "./Wan"], 1, "model.base = './Wan': there is no such file"),
+    (
+        "train",
+        ["--data.folder", "here", "--model.base", "./Wan"],
+        1,
+        "model.base = './Wan': there is no such file",
+    ),
     (
         "train",
         ["--init-from", "runz", "--data.folder", "here"],
@@ -77,14 +111,24 @@ ANSWERS = [
         1,
         "there is no adapter file a.safetensors; correct the path",
     ),
-    ("train", ["--run", "other"], 1, "other is a run of wan: use wan-train, or choose another run.folder"),
+    (
+        "train",
+        ["--run", "other"],
+        1,
+        "other is a run of wan: use wan-train, or choose another run.folder",
+    ),
     (
         "sample",
         ["--run.folder", "other", "--prompt", "x"],
         1,
         "other is a run of wan: use wan-sample, or choose another",
     ),
-    ("train", ["--data.folder", "here", "--log.tracker", "wandb"], 1, 'uv pip install "ditkit-toy[wandb]"'),
+    (
+        "train",
+        ["--data.folder", "here", "--log.tracker", "wandb"],
+        1,
+        'uv pip install "ditkit-toy[wandb]"',
+    ),
     ("train", ["--log.tracker", "mlflow"], 2, "must be one of none, wandb, trackio"),
     (
         "train",
@@ -92,8 +136,18 @@ ANSWERS = [
         2,
         "--recipe charcter is unknown; did you mean character? All of them: --recipe",
     ),
-    ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; correct the path"),
-    ("export", ["--inspect", "~nobody.at.all/a.safetensors"], 1, "there is no file ~nobody.at.all/a.safetensors to"),
+    (
+        "export",
+        ["--inspect", "a.safetensors"],
+        1,
+        "there is no file a.safetensors to --inspect; correct the path",
+    ),
+    (
+        "export",
+        ["--inspect", "~nobody.at.all/a.safetensors"],
+        1,
+        "there is no file ~nobody.at.all/a.safetensors to",
+    ),
 ]
 
 
@@ -119,7 +173,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(once(tmp_path_factory.getbasetemp(), "cli_imports", make))
 
 
-@pytest.mark.parametrize("number", range(len(ANSWERS)), ids=lambda number: " ".join(ANSWERS[number][1])[:40])
+@pytest.mark.parametrize(
+    "number", range(len(ANSWERS)), ids=lambda number: " ".join(ANSWERS[number][1])[:40]
+)
 def test_it_is_answered_before_anything_slow_is_imported(answers: Path, number: int) -> None:
     _, _, status, message = ANSWERS[number]
     out, err = ((answers / f"{number}.{kind}").read_text() for kind in ("out", "err"))

@@ -1,4 +1,5 @@
-"""Runs of a model that is conditioned on more than text: what is sampled of it, class images, what is left out of it, what its plan counts."""
+"""Runs of a model that is conditioned on more than text: what is sampled of it, class images, what
+is left out of it, what its plan counts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ from ditkit_core.testing.toy import TOY, ToyArch
 
 
 class Start:
-    """The brightness of the image in `start`, or of the clip's own first frame; or nothing where there is neither, if that may be."""
+    """The brightness of the image in `start`, or of the clip's own first frame; or nothing where
+    there is neither, if that may be."""
 
     kind, identity, items_at_once = "start", "v1", 1
 
@@ -46,13 +48,21 @@ class Start:
     def unload(self) -> None:
         """There are no weights."""
 
-    def encode(self, items: Sequence[Any], advance: Any = NullProgress.advance) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Any = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (item,) = items
         path = Path(item.files["start"]) if "start" in item.files else item.clip
         advance(1.0)
         if path is None:
             return [{"start": torch.zeros(1)}]
-        return [{"start": read_clip(path, frames=1, fps=1.0, height=item.height, width=item.width).mean()[None]}]
+        return [
+            {
+                "start": read_clip(
+                    path, frames=1, fps=1.0, height=item.height, width=item.width
+                ).mean()[None]
+            }
+        ]
 
 
 START = Column(name="start", kind="image")
@@ -69,13 +79,19 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def told(world: World, conditioner: Conditioner, column: Column = START, **fields: Any) -> None:
     """Let the model be told of a column, and remember what it is given in training."""
 
-    def seeing(noised: Any, sigma: Any, items: Sequence[Mapping[str, Tensor]], guidance: float) -> Any:
+    def seeing(
+        noised: Any, sigma: Any, items: Sequence[Mapping[str, Tensor]], guidance: float
+    ) -> Any:
         if torch.is_grad_enabled() and not noised[0].is_meta:
             world.seen.append([item.get("start") for item in items])  # type: ignore[attr-defined]
         return TOY.training.make_inputs(noised, sigma, items, guidance)
 
     world.spec = altered(
-        world.spec, make_inputs=seeing, columns=lambda arch: (column,), conditioners=lambda *_: (conditioner,), **fields
+        world.spec,
+        make_inputs=seeing,
+        columns=lambda arch: (column,),
+        conditioners=lambda *_: (conditioner,),
+        **fields,
     )
 
 
@@ -118,15 +134,22 @@ def test_class_images_are_generated_with_the_condition_of_having_none(world: Wor
 
     world.spec = altered(world.spec, sampler=recording)
     assert world.train("run", 2, *PROMPT) == 0
-    assert len(jobs) == 2 and all(torch.equal(job.conditions["start"], torch.zeros(1)) for job in jobs)
+    assert len(jobs) == 2 and all(
+        torch.equal(job.conditions["start"], torch.zeros(1)) for job in jobs
+    )
     assert len(list((world.folder / "run" / "prior").glob("*.png"))) == 2
 
 
-def test_class_images_of_a_folder_start_from_themselves_or_from_what_its_metadata_names(world: World) -> None:
+def test_class_images_of_a_folder_start_from_themselves_or_from_what_its_metadata_names(
+    world: World,
+) -> None:
     told(world, Start())
     world.add("class/a.png", (16, 16), "white", "a class")
     assert world.train("own", 2, "--prior.folder", "class", *QUIET) == 0
-    assert all(given(world)) and json.loads((world.folder / "own" / "data.json").read_text())["prior: a"]
+    assert (
+        all(given(world))
+        and json.loads((world.folder / "own" / "data.json").read_text())["prior: a"]
+    )
     told(world, Start(), replace(START, required=True))
     for i in range(5):
         picture(world.folder / "starts" / f"{i}.png")
@@ -149,7 +172,10 @@ def test_optional_conditions_are_left_out_as_the_model_would_have_it_and_said(
         world.add(f"class/{i}.png", (16, 16), "white", "a class")
     flags = ("--train.batch_size", "4", "--prior.folder", "class", *QUIET)
     assert world.train("run", 6, *flags) == 0
-    assert "train.control_dropout = 0.5: 50% of the samples are trained without start" in capsys.readouterr().out
+    assert (
+        "train.control_dropout = 0.5: 50% of the samples are trained without start"
+        in capsys.readouterr().out
+    )
     pairs = given(world)
     instance = [had for i, had in enumerate(pairs) if i // 4 % 2 == 0]
     prior = [had for i, had in enumerate(pairs) if i // 4 % 2]
@@ -190,15 +216,24 @@ def test_a_caption_is_sampled_no_longer_than_its_clip_and_what_goes_with_it(tmp_
 
     def frames(said: list[str], **more: Any) -> list[int]:
         run = run_of(clips, **flags, **more)
-        return [scene.frames for scene in sample_prompts(run.data, run.data.dataset.samples, said.append)]
+        return [
+            scene.frames
+            for scene in sample_prompts(run.data, run.data.dataset.samples, said.append)
+        ]
 
     said: list[str] = []
     own = run_of(clips, **flags, **{"data.frames": 9})
-    assert [scene.frames for scene in sample_prompts(own.data, own.data.dataset.samples)] == [9, 9, 9]
+    assert [scene.frames for scene in sample_prompts(own.data, own.data.dataset.samples)] == [
+        9,
+        9,
+        9,
+    ]
     assert frames(said) == [5, 5, 5] and not said
     assert frames(said, **{"sample.frames": 9}) == [9, 9, 9] and not said
     assert frames(said, **{"sample.frames": 13}) == [5, 13, 5]
-    assert len(said) == 2 and "clips/a.mp4 has 9 frames at 16 fps, and 13 would be needed" in said[0]
+    assert (
+        len(said) == 2 and "clips/a.mp4 has 9 frames at 16 fps, and 13 would be needed" in said[0]
+    )
     assert "poses/c.mp4 has 9 frames" in said[1]
 
 
@@ -211,17 +246,22 @@ def test_a_clip_that_was_shortened_is_sampled_as_long_as_it_is_trained(tmp_path:
 
 
 def test_edits_that_are_not_here_are_planned_with_one_reference_each(tmp_path: Path) -> None:
-    """Of the size that the family gives one reference: without it the plan of an edit would be the plan of a plain image."""
+    """Of the size that the family gives one reference: without it the plan of an edit would be the
+    plan of a plain image."""
     spec = altered(TOY, reference_size=lambda height, width, count: (height // 2, width // count))
     flags = {"data.folder": "elsewhere", "data.height": 64, "data.width": 48, "data.buckets": False}
     plain, edits = (
-        create_run(spec, resolve(RunConfig, flags={**flags, "data.references": references}), ToyArch())
+        create_run(
+            spec, resolve(RunConfig, flags={**flags, "data.references": references}), ToyArch()
+        )
         for references in ("", "before")
     )
     assert largest_bucket(plain.data, plain.arch).references == ()
     bucket = largest_bucket(edits.data, edits.arch)
     assert bucket.references == ((32, 48),)
-    assert "with references 32x48" in bucket.described() and "one reference each" in bucket.described()
+    assert (
+        "with references 32x48" in bucket.described() and "one reference each" in bucket.described()
+    )
 
 
 def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
@@ -233,4 +273,7 @@ def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
     assert {references for _, references in largest_bucket(run.data, run.arch).shapes} == {()}
     spec = altered(run.spec, columns=lambda arch: (replace(START, in_front=True),))
     run = create_run(spec, run.request.config)
-    assert {references for _, references in largest_bucket(run.data, run.arch).shapes} == {(), ((32, 32),)}
+    assert {references for _, references in largest_bucket(run.data, run.arch).shapes} == {
+        (),
+        ((32, 32),),
+    }

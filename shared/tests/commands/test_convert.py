@@ -1,4 +1,5 @@
-"""What the export command says of files: what they are, and what is wrong with them or with the flags."""
+"""What the export command says of files: what they are, and what is wrong with them or with the
+flags."""
 
 import json
 from collections.abc import Collection
@@ -28,7 +29,10 @@ RULES = AdapterRules(
 BLOOM = OtherModel(name="Bloom", keys="double_blocks")
 NAMES = replace(TOY.architecture.names, others=(BLOOM, *OTHER_MODELS))
 SPEC = altered(
-    TOY, names=NAMES, presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)}, rules=RULES
+    TOY,
+    names=NAMES,
+    presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)},
+    rules=RULES,
 )
 
 
@@ -41,10 +45,14 @@ def run(*argv: object) -> int:
     return cli.run(SPEC, "export", [str(argument) for argument in argv])
 
 
-def adapter(path: Path, *, width: int = 32, blocks: tuple[int, ...] = (0, 1), **extra: torch.Tensor) -> Path:
+def adapter(
+    path: Path, *, width: int = 32, blocks: tuple[int, ...] = (0, 1), **extra: torch.Tensor
+) -> Path:
     tensors = {}
     for block in blocks:
-        tensors[f"lora_unet_blocks_{block}_out.lora_down.weight"] = torch.ones(4, width) * (block + 1)
+        tensors[f"lora_unet_blocks_{block}_out.lora_down.weight"] = torch.ones(4, width) * (
+            block + 1
+        )
         tensors[f"lora_unet_blocks_{block}_out.lora_up.weight"] = torch.ones(width, 4)
         tensors[f"lora_unet_blocks_{block}_out.alpha"] = torch.tensor(2.0)
     save_file({**tensors, **extra}, path, {"ss_title": "x" * 500})
@@ -62,25 +70,47 @@ def test_an_adapter_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run("--inspect", path, "--json") == 0
     about = json.loads(capsys.readouterr().out)
     size = 0.5 * 4 * 32  # a matrix of ones of rank 1, 4 times, at half strength
-    assert about["kind"] == "adapter" and about["form"] == "musubi" and about["matrices"] == "lora_down, lora_up"
+    assert (
+        about["kind"] == "adapter"
+        and about["form"] == "musubi"
+        and about["matrices"] == "lora_down, lora_up"
+    )
     assert (about["ranks"], about["scales"], about["alpha"]) == ({"4": 2}, {"0.5": 2}, "keys")
     assert about["presets"] == ["small", "deep"], "the wide one has other shapes"
     assert about["bytes"] == path.stat().st_size
     (kind,) = about["modules"]
     found = about["modules"][kind]
-    assert (kind, found["number"], found["blocks"], found["shape"]) == ("layers.*.out", 2, "0-1", [32, 32])
-    assert (found["norm"]["least"], found["norm"]["largest"]) == (pytest.approx(size), pytest.approx(2 * size))
+    assert (kind, found["number"], found["blocks"], found["shape"]) == (
+        "layers.*.out",
+        2,
+        "0-1",
+        [32, 32],
+    )
+    assert (found["norm"]["least"], found["norm"]["largest"]) == (
+        pytest.approx(size),
+        pytest.approx(2 * size),
+    )
     assert about["norm"] == pytest.approx(5**0.5 * size)
     assert about["readers"] == {"one": "", "other": "rejects musubi"} and not about["not_finite"]
     assert run("--inspect", path) == 0
     text = capsys.readouterr().out
-    assert "musubi, kohya (lora_unet_)" in text and "one: loads all of it" in text and "other: rejects musubi" in text
-    assert "rank 4, alpha: keys, scale 0.5" in text and "fits small, deep" in text and "blocks 0-1" in text
+    assert (
+        "musubi, kohya (lora_unet_)" in text
+        and "one: loads all of it" in text
+        and "other: rejects musubi" in text
+    )
+    assert (
+        "rank 4, alpha: keys, scale 0.5" in text
+        and "fits small, deep" in text
+        and "blocks 0-1" in text
+    )
     assert "header ss_title: xxx" in text and max(map(len, text.splitlines())) < 200
 
 
 @pytest.mark.parametrize("part", ["lora_up.weight", "dora_scale"])
-def test_gaps_in_the_blocks_and_damage_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
+def test_gaps_in_the_blocks_and_damage_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
     path = adapter(tmp_path / "x.safetensors", blocks=(0, 2))
     tensors = load_file(path)
     tensors.setdefault(f"lora_unet_blocks_2_out.{part}", torch.ones(32, 1))[3] = float("nan")
@@ -101,7 +131,9 @@ def test_gaps_in_the_blocks_and_damage_are_shown(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_a_whole_transformer_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_a_whole_transformer_is_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
     path = transformer(tmp_path / "x.safetensors", ToyArch(depth=3), form)
     assert run("--inspect", path, "--json") == 0
     about = json.loads(capsys.readouterr().out)
@@ -140,11 +172,16 @@ def test_a_lokr_or_loha_that_fits_no_preset_is_converted_with_a_word(
     path, stem = tmp_path / "x.safetensors", "diffusion_model.blocks.0.out"
     save_file({f"{stem}.{part}": torch.ones(shape) for part, shape in parts.items()}, path)
     assert run("--adapter", path, "--to", "musubi", "--out", tmp_path / "y.safetensors") == 0
-    assert "fits no preset of toy: names are converted, sizes are not checked" in capsys.readouterr().err
+    assert (
+        "fits no preset of toy: names are converted, sizes are not checked"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "y.safetensors").exists()
 
 
-def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_is_taken_out_of_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = transformer(tmp_path / "base.safetensors", ToyArch())
     tensors = load_file(base)
     changed = ("blocks.0.qkv.weight", "blocks.1.mlp.2.weight")
@@ -165,15 +202,22 @@ def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.
     for name in changed:
         stem = f"diffusion_model.{name.removesuffix('.weight')}"
         torch.testing.assert_close(
-            found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"], added[name], rtol=1e-4, atol=1e-5
+            found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"],
+            added[name],
+            rtol=1e-4,
+            atol=1e-5,
         )
     assert run(*argv, "--rank", 1, "--out", tmp_path / "b.safetensors") == 0
     left = float(capsys.readouterr().out.split("residual: ")[1].split("%")[0]) / 100
     spectra = [torch.linalg.svdvals(matrix.double()) for matrix in added.values()]
-    expected = sum(float(s[1:].square().sum()) for s in spectra) / sum(float(s.square().sum()) for s in spectra)
+    expected = sum(float(s[1:].square().sum()) for s in spectra) / sum(
+        float(s.square().sum()) for s in spectra
+    )
     assert left == pytest.approx(expected**0.5, abs=2e-4)
     assert run(*argv, "--rank", "auto:0.9999", "--out", tmp_path / "c.safetensors") == 0
-    assert load_file(tmp_path / "c.safetensors")["diffusion_model.blocks.0.qkv.lora_A.weight"].shape == (3, 32)
+    assert load_file(tmp_path / "c.safetensors")[
+        "diffusion_model.blocks.0.qkv.lora_A.weight"
+    ].shape == (3, 32)
 
 
 def test_a_lokr_is_not_converted_into_a_form_whose_readers_misread_it(
@@ -182,7 +226,9 @@ def test_a_lokr_is_not_converted_into_a_form_whose_readers_misread_it(
     layer = ToyArch().dim
     parts = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(layer // 4, layer // 4)}
     path = tmp_path / "x.safetensors"
-    save_file({f"diffusion_model.blocks.0.out.{part}": tensor for part, tensor in parts.items()}, path)
+    save_file(
+        {f"diffusion_model.blocks.0.out.{part}": tensor for part, tensor in parts.items()}, path
+    )
 
     def check(form: str, modules: Collection[str]) -> None:
         raise UserError(f"programs that read the {form} form ignore {min(modules)}")
@@ -198,13 +244,17 @@ def test_a_lokr_is_not_converted_into_a_form_whose_readers_misread_it(
 
 
 @pytest.mark.parametrize("method", ["lokr", "loha"])
-def test_only_a_lora_is_extracted(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_lora_is_extracted(
+    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = transformer(tmp_path / "base.safetensors", ToyArch())
     assert run("--extract", base, "--base", base, "--adapter.method", method, "--rank", 4) == 1
     assert f"--extract makes a LoRA, and adapter.method = {method}" in capsys.readouterr().err
 
 
-def test_what_does_not_differ_has_nothing_to_extract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_differ_has_nothing_to_extract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = transformer(tmp_path / "base.safetensors", ToyArch())
     assert run("--extract", base, "--base", base, "--rank", 2) == 1
     assert "do not differ: there is nothing to extract" in capsys.readouterr().err
@@ -246,7 +296,11 @@ def test_options_that_do_not_go_together_are_one_line(
 
 
 def test_ranks_are_numbers_or_shares() -> None:
-    assert (parse_rank("16"), parse_rank("auto:0.95"), parse_rank("auto:1")) == ((16, 1.0), (None, 0.95), (None, 1.0))
+    assert (parse_rank("16"), parse_rank("auto:0.95"), parse_rank("auto:1")) == (
+        (16, 1.0),
+        (None, 0.95),
+        (None, 1.0),
+    )
     for text in ("", "-1", "1.5", "auto", "auto:", "auto:0", "auto:nan", "other:0.5", "4:0.5"):
         with pytest.raises(UserError):
             parse_rank(text)
@@ -290,10 +344,20 @@ def broken(path: Path, what: str) -> Path:
             },
         )
     elif what == "no matrices":
-        save_file({f"lora_unet_blocks_0_out.lora_{part}.weight": torch.ones(()) for part in ("down", "up")}, path)
+        save_file(
+            {
+                f"lora_unet_blocks_0_out.lora_{part}.weight": torch.ones(())
+                for part in ("down", "up")
+            },
+            path,
+        )
     elif what == "no vae":
         save_file(
-            {f"decoder.{name}.weight": torch.ones(2, 2) for name in ("conv_in", "up_blocks.0.resnets.0.conv1")}, path
+            {
+                f"decoder.{name}.weight": torch.ones(2, 2)
+                for name in ("conv_in", "up_blocks.0.resnets.0.conv1")
+            },
+            path,
         )
     elif what == "a text encoder":
         save_file({"encoder.block.0.layer.0.SelfAttention.k.weight": torch.ones(2, 2)}, path)
@@ -335,7 +399,9 @@ def test_a_file_that_is_no_adapter_is_one_line(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_over_and_a_rank_only_falls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, folder = adapter(tmp_path / "x.safetensors"), tmp_path / "folder"
     folder.mkdir()
     for flags, message in (
@@ -349,21 +415,40 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
         (["--merge", "--base", tmp_path / "no.safetensors"], "there is no such file or folder"),
         (["--merge", "--base", path, "--strength", "1e9"], "--strength 1e+09 is not between"),
         (["--merge", "--base", path, "--to", "musubi"], "is not written in the form musubi"),
-        (["--merge", "--base", path, "--out", path], "names a file, and a whole transformer is written into a folder"),
-        (["--merge", "--base", path, "--out", tmp_path / "y.safetensors"], "names a file, and a whole transformer is"),
+        (
+            ["--merge", "--base", path, "--out", path],
+            "names a file, and a whole transformer is written into a folder",
+        ),
+        (
+            ["--merge", "--base", path, "--out", tmp_path / "y.safetensors"],
+            "names a file, and a whole transformer is",
+        ),
         (["--to", "official", "--model.preset", "tall"], "model.preset = 'tall' is unknown"),
     ):
         before = path.read_bytes()
         assert run("--adapter", path, *flags) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-        assert path.read_bytes() == before and {file.name for file in tmp_path.iterdir()} == {"x.safetensors", "folder"}
+        assert path.read_bytes() == before and {file.name for file in tmp_path.iterdir()} == {
+            "x.safetensors",
+            "folder",
+        }
 
 
 def test_presets_that_differ_in_no_weight_need_not_be_distinguished(tmp_path: Path) -> None:
     spec = altered(SPEC, presets={"small": ToyArch(), "the same": ToyArch(dropout=0.1)})
-    path, base = adapter(tmp_path / "x.safetensors"), transformer(tmp_path / "base.safetensors", ToyArch())
-    assert cli.run(spec, "export", ["--adapter", str(path), "--merge", "--base", str(base), "--dtype", "fp32"]) == 0
+    path, base = (
+        adapter(tmp_path / "x.safetensors"),
+        transformer(tmp_path / "base.safetensors", ToyArch()),
+    )
+    assert (
+        cli.run(
+            spec,
+            "export",
+            ["--adapter", str(path), "--merge", "--base", str(base), "--dtype", "fp32"],
+        )
+        == 0
+    )
     folder = tmp_path / "x_merged" / "transformer_official"
     merged, before = load_file(folder / "diffusion_pytorch_model.safetensors"), load_file(base)
     added = merged["blocks.1.out.weight"] - before["blocks.1.out.weight"]
@@ -373,7 +458,8 @@ def test_presets_that_differ_in_no_weight_need_not_be_distinguished(tmp_path: Pa
 def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Shapes do not tell them apart, and names do: the adapter's, and the folder's of a pair or the base's own."""
+    """Shapes do not tell them apart, and names do: the adapter's, and the folder's of a pair or the
+    base's own."""
     high = Expert(name="high_noise", part="transformer", min_sigma=0.5, max_sigma=1.0, guidance=1.0)
     low = Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=0.5, guidance=1.0)
     spec = altered(SPEC, experts=lambda arch: (high, low))
@@ -383,13 +469,31 @@ def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
         transformer(tmp_path / name / "model.safetensors", ToyArch())
     path = adapter(tmp_path / "cat_low_noise.safetensors")
     for name, is_right in zip(bases, (False, True, True, False), strict=True):
-        argv = ["--adapter", path, "--merge", "--base", tmp_path / name, "--out", tmp_path / "out" / name]
+        argv = [
+            "--adapter",
+            path,
+            "--merge",
+            "--base",
+            tmp_path / name,
+            "--out",
+            tmp_path / "out" / name,
+        ]
         assert cli.run(spec, "export", list(map(str, argv))) == (0 if is_right else 1), name
         error = capsys.readouterr().err
         assert (
-            not error if is_right else "named after the low_noise expert" in error and "is the high_noise one" in error
+            not error
+            if is_right
+            else "named after the low_noise expert" in error and "is the high_noise one" in error
         )
-    argv = ["--adapter", path, "--merge", "--base", tmp_path / bases[-1], "--out", tmp_path / "out" / "one"]
+    argv = [
+        "--adapter",
+        path,
+        "--merge",
+        "--base",
+        tmp_path / bases[-1],
+        "--out",
+        tmp_path / "out" / "one",
+    ]
     assert run(*argv) == 0, "where there are no experts, none is meant"
 
 
@@ -413,7 +517,11 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
         seen.append(file.name)
         return f"{file.name} was looked at"
 
-    rules = AdapterRules(readers=lambda layout, modules: {"diffusers": "loads nothing" * (layout.form == "diffsynth")})
+    rules = AdapterRules(
+        readers=lambda layout, modules: {
+            "diffusers": "loads nothing" * (layout.form == "diffsynth")
+        }
+    )
     world.spec = altered(world.spec, verify=verify, rules=rules)
     forms = (
         "--export.forms",
@@ -431,22 +539,44 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     }
     assert {folder.name for folder in exports.glob("transformer_*")} == {"transformer_official"}
     said = capsys.readouterr().out
-    # The finished files are those of the last save, byte by byte: they are compared once, and named both times.
+    # The finished files are those of the last save, byte by byte: they are compared once, and named
+    # both times.
     assert sorted(seen) == ["run-step-000001.safetensors", "run-step-000001_musubi.safetensors"]
     assert all(f"verified: {name} was looked at" in said for name in [*seen, *files[:2]])
-    assert f"{files[2]} was read back, and is not verified with diffusers, which loads nothing" in said
-    assert "transformer_official was read back, and is not verified with diffusers, which has no such model" in said
-    headers = {name: SafetensorsSource.open(exports / name).metadata[VERIFIED] for name in files}
-    assert headers == dict.fromkeys(files[:2], VERIFIED_LATER) | {files[2]: "no reader: diffusers loads nothing"}
-    assert world.run("export", "--run", str(world.folder / "run"), "--to", "diffsynth") == 0
-    assert "step-000001_diffsynth.safetensors: loaded whole by no program that is known (diffusers loads nothing)" in (
-        capsys.readouterr().out
+    assert (
+        f"{files[2]} was read back, and is not verified with diffusers, which loads nothing" in said
     )
-    assert run("--adapter", exports / files[1], "--to", "official", "--out", world.folder / "again.safetensors") == 0
+    assert (
+        "transformer_official was read back, and is not verified with diffusers, which has no such "
+        "model" in said
+    )
+    headers = {name: SafetensorsSource.open(exports / name).metadata[VERIFIED] for name in files}
+    assert headers == dict.fromkeys(files[:2], VERIFIED_LATER) | {
+        files[2]: "no reader: diffusers loads nothing"
+    }
+    assert world.run("export", "--run", str(world.folder / "run"), "--to", "diffsynth") == 0
+    assert (
+        "step-000001_diffsynth.safetensors: loaded whole by no program that is known (diffusers "
+        "loads nothing)" in (capsys.readouterr().out)
+    )
+    assert (
+        run(
+            "--adapter",
+            exports / files[1],
+            "--to",
+            "official",
+            "--out",
+            world.folder / "again.safetensors",
+        )
+        == 0
+    )
     ours, again = load_file(exports / files[0]), load_file(world.folder / "again.safetensors")
-    assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
+    assert ours.keys() == again.keys() and all(
+        torch.equal(ours[name], again[name]) for name in ours
+    )
     assert world.run("export", "--run", str(world.folder / "run"), "--merge", "--to", "musubi") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: a whole transformer is not written in the form musubi; set export.forms = ['official', 'diffusers'] "
+        "error: a whole transformer is not written in the form musubi; set export.forms = "
+        "['official', 'diffusers'] "
         "(for the export command: --to official or --to diffusers)"
     )

@@ -31,7 +31,9 @@ def entries(world: World) -> set[Path]:
     return {path for path in (world.folder / "cache").rglob("*.safetensors")}
 
 
-def test_a_damaged_entry_is_found_removed_and_encoded_again(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_entry_is_found_removed_and_encoded_again(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert encode(world) == 0
     before = entries(world)
     victim = min(before)
@@ -51,7 +53,8 @@ def test_a_damaged_entry_is_found_removed_and_encoded_again(world: World, capsys
 def test_verifying_reads_the_files_that_entries_were_made_of(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a file system that tells nothing but the size, content that changes between the samples is found by reading all of it."""
+    """On a file system that tells nothing but the size, content that changes between the samples is
+    found by reading all of it."""
     unseen = classmethod(lambda cls, path: cls(path.stat().st_size, 10**18, 10**18))
     monkeypatch.setattr("ditkit_core.encoding.cache._FileState.of", unseen)
     photo = world.folder / "clips" / "photo.bmp"
@@ -94,9 +97,13 @@ def test_what_no_run_needs_is_pruned(
     assert "'soon' is not a rule" in capsys.readouterr().err
 
 
-def test_what_an_expert_of_another_run_needs_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_expert_of_another_run_needs_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
-    assert world.train("runs/both/high_noise", 1, "--data.width", "24", "--sample.captions", "0") == 0
+    assert (
+        world.train("runs/both/high_noise", 1, "--data.width", "24", "--sample.captions", "0") == 0
+    )
     of_expert = entries(world)
     assert encode(world) == 0
     record = world.folder / "runs" / "a" / "b" / "data.json"
@@ -106,7 +113,9 @@ def test_what_an_expert_of_another_run_needs_stays(world: World, monkeypatch: py
     assert of_expert <= entries(world)
 
 
-def test_the_empty_caption_of_another_run_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_empty_caption_of_another_run_stays(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
     monkeypatch.setattr(world.text, "identity", "another encoder")
     assert world.train("runs/other", 1, "--sample.captions", "0") == 0
@@ -132,13 +141,19 @@ def test_a_run_whose_record_lacks_the_empty_caption_continues(world: World) -> N
     assert world.train("run", 3, "--sample.captions", "0") == 1
 
 
-def test_a_damaged_record_is_named_and_no_other_data(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_record_is_named_and_no_other_data(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     train = ("--sample.captions", "0")
     assert world.train("run", 1, *train) == 0
     record = world.folder / "run" / "data.json"
     written = record.read_text()
     changed = json.dumps(json.loads(written) | {"0": ["other", "parts"]})
-    for text, said in {"{": "not readable JSON", "[]": "not a JSON object", changed: "is damaged"}.items():
+    for text, said in {
+        "{": "not readable JSON",
+        "[]": "not a JSON object",
+        changed: "is damaged",
+    }.items():
         record.write_text(text)
         capsys.readouterr()
         assert world.train("run", 2, *train) == 1
@@ -155,7 +170,9 @@ def test_samples_can_be_looked_at(world: World) -> None:
     assert encode(world, "--dump", "seen", "--data.trigger", "ohwx") == 0
     seen = world.folder / "seen"
     assert sorted(path.name for path in seen.iterdir()) == sorted(
-        f"{name}{suffix}" for name in ("0", "1", "2", "3", "4", "wide") for suffix in (".png", ".txt")
+        f"{name}{suffix}"
+        for name in ("0", "1", "2", "3", "4", "wide")
+        for suffix in (".png", ".txt")
     )
     assert available(seen / "wide.png", 0.0) == (1, 16, 16)
     assert (seen / "wide.txt").read_text() == "ohwx red\n"
@@ -194,8 +211,10 @@ def test_a_dump_shows_the_window_its_references_and_its_controls(tmp_path: Path)
     picture(tmp_path / "before" / "sub" / "a.png")
     (tmp_path / "set" / "sub" / "a.txt").write_text("one\ntwo")
     config = DataConfig(
-        folder=str(tmp_path / "set"), frames=5, height=32, width=48, windows="uniform", clips_per_file=2,
-        captions="lines", references=str(tmp_path / "before"), controls=(f"depth={tmp_path / 'depths'}",),
+        folder=str(tmp_path / "set"), frames=5, height=32, width=48, windows="uniform",
+        clips_per_file=2,
+        captions="lines", references=str(tmp_path / "before"),
+        controls=(f"depth={tmp_path / 'depths'}",),
         masks=str(tmp_path / "masks"),
     )  # fmt: skip
     columns = (Column(name="depth", kind="video"),)
@@ -234,16 +253,29 @@ def test_clips_from_elsewhere_are_dumped_inside(tmp_path: Path) -> None:
     picture(tmp_path / "elsewhere" / "a.png")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "metadata.csv").write_text("image,text\n../elsewhere/a.png,x\n")
-    config = DataConfig(folder=str(tmp_path / "set"), frames=1, height=32, width=32, allow_outside=True)
-    (path,) = dump(scan(config, frame_step=4, size_step=16, fps=16.0).samples, tmp_path / "seen", fps=16.0)
+    config = DataConfig(
+        folder=str(tmp_path / "set"), frames=1, height=32, width=32, allow_outside=True
+    )
+    (path,) = dump(
+        scan(config, frame_step=4, size_step=16, fps=16.0).samples, tmp_path / "seen", fps=16.0
+    )
     assert path.resolve().is_relative_to((tmp_path / "seen").resolve())
 
 
-def test_several_folders_train_with_their_repeats(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_folders_train_with_their_repeats(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i in range(2):
         world.add(f"more/{i}.png", (16, 16), "navy", f"more {i}")
-    flags = ["--data.folder", "", "--data.folders", f'["{world.folder}/clips", "{world.folder}/more"]']
-    assert world.train("run", 3, *flags, "--data.repeats", "[1, 2.5]", "--train.batch_size", "2") == 0
+    flags = [
+        "--data.folder",
+        "",
+        "--data.folders",
+        f'["{world.folder}/clips", "{world.folder}/more"]',
+    ]
+    assert (
+        world.train("run", 3, *flags, "--data.repeats", "[1, 2.5]", "--train.batch_size", "2") == 0
+    )
     samples = (world.folder / "run" / "data.json").read_text()
     assert '"clips/0"' in samples and '"more/1"' in samples
     capsys.readouterr()

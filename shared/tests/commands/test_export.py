@@ -1,4 +1,5 @@
-"""What follows a save: nothing of it is lost when a kill comes between the two, and nothing stale stays."""
+"""What follows a save: nothing of it is lost when a kill comes between the two, and nothing stale
+stays."""
 
 import os
 import re
@@ -27,7 +28,8 @@ from ditkit_core.training import trainer
 
 STEPS = 5
 FLAGS = (
-    "--save.every_steps", "2", "--save.keep_last", "1", "--sample.every_steps", "2", "--ema.decay", "0.9",
+    "--save.every_steps", "2", "--save.keep_last", "1", "--sample.every_steps", "2", "--ema.decay",
+    "0.9",
     "--export.forms", '["official", "diffusers"]', "--log.every_steps", "1",
 )  # fmt: skip
 MERGED = (*FLAGS, "--export.merged", "true")
@@ -38,7 +40,9 @@ QUEUED = (*FLAGS, "--sample.device", "cpu")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gc.collect", lambda *_: 0)  # half a second each time, and nothing here is large
+    monkeypatch.setattr(
+        "gc.collect", lambda *_: 0
+    )  # half a second each time, and nothing here is large
     return World(tmp_path)
 
 
@@ -58,7 +62,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
 
 
 def killed_at(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, when: Callable[..., bool], *, after: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    when: Callable[..., bool],
+    *,
+    after: bool = False,
 ) -> None:
     """Have a kill come where a function is called with certain arguments, once."""
     original, left = getattr(module, name), [1]
@@ -80,21 +89,41 @@ def about(step: int) -> Callable[..., bool]:
 
 def files(run: Path) -> dict[str, bytes]:
     """All exports and samples."""
-    found = (path for name in ("exports", "samples") for path in (run / name).rglob("*") if path.is_file())
+    found = (
+        path
+        for name in ("exports", "samples")
+        for path in (run / name).rglob("*")
+        if path.is_file()
+    )
     return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
 
 KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] = {
-    "before the export": (FLAGS, lambda patch: killed_at(patch, export, "export_adapter", about(2))),
+    "before the export": (
+        FLAGS,
+        lambda patch: killed_at(patch, export, "export_adapter", about(2)),
+    ),
     "between two forms": (
         FLAGS,
         lambda patch: killed_at(
-            patch, adapters, "write_adapter", lambda path, *_: path.name == "run-step-000004_diffusers.safetensors"
+            patch,
+            adapters,
+            "write_adapter",
+            lambda path, *_: path.name == "run-step-000004_diffusers.safetensors",
         ),
     ),
-    "before the merged model": (MERGED, lambda patch: killed_at(patch, export, "export_merged", about(4))),
-    "in the merged model": (MERGED, lambda patch: killed_at(patch, export, "export_merged", about(4), after=True)),
-    "in a full fine-tune": (FULL, lambda patch: killed_at(patch, export, "export_merged", about(2), after=True)),
+    "before the merged model": (
+        MERGED,
+        lambda patch: killed_at(patch, export, "export_merged", about(4)),
+    ),
+    "in the merged model": (
+        MERGED,
+        lambda patch: killed_at(patch, export, "export_merged", about(4), after=True),
+    ),
+    "in a full fine-tune": (
+        FULL,
+        lambda patch: killed_at(patch, export, "export_merged", about(2), after=True),
+    ),
     "before stale ones go": (
         FLAGS,
         lambda patch: killed_at(
@@ -103,10 +132,18 @@ KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] =
     ),
     "before stale saves go": (
         FLAGS,
-        lambda patch: killed_at(patch, trainer, "save_state", lambda folder, state, _: state.step == 5, after=True),
+        lambda patch: killed_at(
+            patch, trainer, "save_state", lambda folder, state, _: state.step == 5, after=True
+        ),
     ),
-    "before a preview": (FLAGS, lambda patch: killed_at(patch, callbacks, "generate_samples", about(2))),
-    "before a preview's list": (FLAGS, lambda patch: killed_at(patch, render, "write_text", about(4))),
+    "before a preview": (
+        FLAGS,
+        lambda patch: killed_at(patch, callbacks, "generate_samples", about(2)),
+    ),
+    "before a preview's list": (
+        FLAGS,
+        lambda patch: killed_at(patch, render, "write_text", about(4)),
+    ),
     "before a preview is queued": (
         QUEUED,
         lambda patch: killed_at(patch, manager, "put", lambda _, preview, *__: preview.step == 4),
@@ -115,11 +152,19 @@ KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] =
         MERGED,
         lambda patch: killed_at(patch, export, "export_adapter", lambda *given: "run" in given),
     ),
-    "before it is complete": (MERGED, lambda patch: killed_at(patch, RunFolder, "mark_complete", lambda *_: True)),
+    "before it is complete": (
+        MERGED,
+        lambda patch: killed_at(patch, RunFolder, "mark_complete", lambda *_: True),
+    ),
 }
 
 
-DAILY = ("between two forms", "in the merged model", "before stale saves go", "before a preview is queued")
+DAILY = (
+    "between two forms",
+    "in the merged model",
+    "before stale saves go",
+    "before a preview is queued",
+)
 """Kills in four parts of what follows a save; the slow set has the others."""
 
 
@@ -166,10 +211,13 @@ def test_the_preview_of_the_step_that_sigterm_ends_is_generated_later(
 def test_a_preview_ends_when_sigterm_comes_and_is_generated_later(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at: int
 ) -> None:
-    """The run saves and ends where it is: no further step is trained, and no further denoising step taken."""
+    """The run saves and ends where it is: no further step is trained, and no further denoising step
+    taken."""
     original, steps = callbacks.generate_samples, list[int]()
 
-    def generate(run: Any, stages: Any, prompts: Any, folder: Path, stem: str, shares: Any, is_stopping: Any) -> Any:
+    def generate(
+        run: Any, stages: Any, prompts: Any, folder: Path, stem: str, shares: Any, is_stopping: Any
+    ) -> Any:
         def asked() -> bool:
             if stem == f"step-{at:06d}":
                 steps.append(at)
@@ -184,21 +232,35 @@ def test_a_preview_ends_when_sigterm_comes_and_is_generated_later(
         assert world.train("run", 3, *flags) == 130
     folder = RunFolder(world.folder / "run")
     assert steps == [at] and not (folder.samples / f"step-{at:06d}.json").exists()
-    assert [path.name for path in Path("run/state").glob("step-*")] == (["step-000002"] if at else [])
-    said = f"stopped at step 2, saved in {folder.save(2)}" if at else "stopped before the first step"
+    assert [path.name for path in Path("run/state").glob("step-*")] == (
+        ["step-000002"] if at else []
+    )
+    said = (
+        f"stopped at step 2, saved in {folder.save(2)}" if at else "stopped before the first step"
+    )
     assert f"{said}; the same command continues" in capsys.readouterr().err
     assert world.train("run", 3, *flags) == 0
-    assert {path.name for path in folder.samples.glob("*.json")} == {f"step-{step:06d}.json" for step in (0, 2, 3)}
+    assert {path.name for path in folder.samples.glob("*.json")} == {
+        f"step-{step:06d}.json" for step in (0, 2, 3)
+    }
     assert world.train("whole", 3, *flags) == 0
     assert numbers(world.folder / "whole") == numbers(folder.path)
-    assert equal(load_file("run/exports/run.safetensors"), load_file("whole/exports/whole.safetensors"))
+    assert equal(
+        load_file("run/exports/run.safetensors"), load_file("whole/exports/whole.safetensors")
+    )
 
 
-def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(world: World) -> None:
+def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(
+    world: World,
+) -> None:
     flags = (*FLAGS, "--save.every_steps", "1")
     assert world.train("run", 2, *flags) == 0
-    whole, old = (Path("run/exports") / f"run-step-000002{form}.safetensors" for form in ("", "_diffusers"))
-    known = {name: tensor.clone() for name, tensor in load_file(old).items()}  # not views of a file that is overwritten
+    whole, old = (
+        Path("run/exports") / f"run-step-000002{form}.safetensors" for form in ("", "_diffusers")
+    )
+    known = {
+        name: tensor.clone() for name, tensor in load_file(old).items()
+    }  # not views of a file that is overwritten
     before = whole.stat().st_mtime_ns
     assert world.train("run", 3, *flags, "--save.keep_last", "2") == 0
     assert whole.stat().st_mtime_ns == before
@@ -216,7 +278,9 @@ def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(w
     assert equal(load_file(old), known) and preview.read_text() != "{}"
 
 
-def test_exports_of_an_earlier_version_are_continued_under_the_name_of_the_run(world: World) -> None:
+def test_exports_of_an_earlier_version_are_continued_under_the_name_of_the_run(
+    world: World,
+) -> None:
     assert world.train("run", 2, "--save.every_steps", "1", "--save.keep_last", "1") == 0
     exports = Path("run/exports")
     for name in ("", "-step-000002"):
@@ -231,7 +295,14 @@ def test_exports_of_an_earlier_version_are_continued_under_the_name_of_the_run(w
 def test_adapters_of_a_folder_that_was_renamed_get_its_name(
     world: World, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:
-    flags = ("--save.every_steps", "1", "--save.keep_last", "1", "--export.forms", '["official", "diffusers"]')
+    flags = (
+        "--save.every_steps",
+        "1",
+        "--save.keep_last",
+        "1",
+        "--export.forms",
+        '["official", "diffusers"]',
+    )
     assert world.train("run", 2, *flags) == 0
     Path("run").rename("v1.5 new")
     exports = Path("v1.5 new/exports")
@@ -246,9 +317,14 @@ def test_adapters_of_a_folder_that_was_renamed_get_its_name(
 
 
 @pytest.mark.parametrize("name", ["run", "adapter-v2"])
-def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(tmp_path: Path, name: str) -> None:
+def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(
+    tmp_path: Path, name: str
+) -> None:
     whole, own = RunFolder(tmp_path / name), RunFolder(tmp_path / name / "low_noise")
-    for file in (whole.exports / "adapter_low_noise.safetensors", own.exports / "low_noise.safetensors"):
+    for file in (
+        whole.exports / "adapter_low_noise.safetensors",
+        own.exports / "low_noise.safetensors",
+    ):
         file.parent.mkdir(parents=True)
         file.write_text(file.name)
     job: Any = SimpleNamespace(name="low_noise", folder=own)
@@ -263,7 +339,9 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
 
     assert world.train("run", 1) == 0
     Path("mine.safetensors").write_text("mine")
-    assert "mine.safetensors exists; name another one with --out" in refused("export", "--out", "mine.safetensors")
+    assert "mine.safetensors exists; name another one with --out" in refused(
+        "export", "--out", "mine.safetensors"
+    )
     assert Path("mine.safetensors").read_text() == "mine"
     merge = ("--merge", "--out", "merged")
     assert cli.run(world.spec, "export", ["--run", "run", *merge]) == 0
@@ -271,9 +349,13 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
     before = {path: path.read_bytes() for path in whole.iterdir()}
     assert f"{whole} exists; name another one with --out" in refused("export", *merge)
     assert {path: path.read_bytes() for path in whole.iterdir()} == before
-    with pytest.raises(UserError, match=re.escape(f"merged contains no .safetensors file; name {whole}")):
+    with pytest.raises(
+        UserError, match=re.escape(f"merged contains no .safetensors file; name {whole}")
+    ):
         SafetensorsSource.open(Path("merged"))
-    assert "has the name of a file, and several are written" in refused("sample", "--prompt", "x", "--out", "a.mp4")
+    assert "has the name of a file, and several are written" in refused(
+        "sample", "--prompt", "x", "--out", "a.mp4"
+    )
     assert not Path("a.mp4").exists()
 
 
@@ -289,21 +371,37 @@ def test_the_same_export_again_changes_nothing_and_another_content_is_refused(
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert str(file) in capsys.readouterr().out
     assert (
-        world.run("export", *again, "--dtype", "bf16" if "F32" in content[:2000].decode(errors="replace") else "fp32")
+        world.run(
+            "export",
+            *again,
+            "--dtype",
+            "bf16" if "F32" in content[:2000].decode(errors="replace") else "fp32",
+        )
         == 1
     )
     said = capsys.readouterr().err
-    assert f"{file} exists with another content, such as of another dtype; name another one with --out" in said
+    assert (
+        f"{file} exists with another content, such as of another dtype; name another one with --out"
+        in said
+    )
     assert file.read_bytes() == content and not [
         path for path in Path("run/exports").iterdir() if path.name.startswith(".")
     ]
 
 
-def test_a_merged_transformer_is_not_replaced_either(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_merged_transformer_is_not_replaced_either(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert world.train("run", 1) == 0
     assert world.run("export", "--run", "run", "--merge", "--dtype", "fp32") == 0
     (file,) = Path("run/exports").rglob("run-export-*/transformer_official/*.safetensors")
     before = file.stat().st_mtime_ns
-    assert world.run("export", "--run", "run", "--merge", "--dtype", "fp32") == 0 and file.stat().st_mtime_ns == before
+    assert (
+        world.run("export", "--run", "run", "--merge", "--dtype", "fp32") == 0
+        and file.stat().st_mtime_ns == before
+    )
     assert world.run("export", "--run", "run", "--merge", "--dtype", "bf16") == 1
-    assert f"{file} exists with another content" in capsys.readouterr().err and file.stat().st_mtime_ns == before
+    assert (
+        f"{file} exists with another content" in capsys.readouterr().err
+        and file.stat().st_mtime_ns == before
+    )

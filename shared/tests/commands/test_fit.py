@@ -58,8 +58,16 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
     assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "2x24GiB"]) == 0
     printed = capsys.readouterr()
     values = tomllib.loads(printed.out)
-    assert (values["train"]["steps"], values["adapter"]["rank"], values["data"]["width"]) == (7, 4, 96)
-    assert (values["train"]["checkpointing"], values["train"]["device"], values["base"]["quantize"]) == (
+    assert (values["train"]["steps"], values["adapter"]["rank"], values["data"]["width"]) == (
+        7,
+        4,
+        96,
+    )
+    assert (
+        values["train"]["checkpointing"],
+        values["train"]["device"],
+        values["base"]["quantize"],
+    ) == (
         "none",
         "cuda:0",
         "none",
@@ -106,7 +114,9 @@ def test_the_gpu_that_samples_previews_is_not_trained_on(device, names):
         assert (fitted.device, fitted.devices) == (given if kept == left else left, ())
 
 
-def test_a_gpu_that_is_named_and_samples_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
+def test_a_gpu_that_is_named_and_samples_previews_is_not_handed_out(
+    run_file, made, monkeypatch, capsys
+):
     card = SimpleNamespace(name="a card", total_memory=24 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -133,7 +143,10 @@ def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
     assert printed.out == "" and f"written to {out}" in printed.err
     written = out.read_text()
     assert cli.run(TOY, "train", argv) == 1
-    assert " exists, and nothing is overwritten" in capsys.readouterr().err and out.read_text() == written
+    assert (
+        " exists, and nothing is overwritten" in capsys.readouterr().err
+        and out.read_text() == written
+    )
 
 
 def test_a_wrong_text_about_gpus_is_one_line(run_file, capsys):
@@ -148,7 +161,9 @@ def test_without_gpu_and_without_gpus_the_option_is_named(run_file, capsys):
 
 def config_of(**sections):
     base = create_run(TOY, RunConfig()).config
-    return replace(base, **{name: replace(getattr(base, name), **values) for name, values in sections.items()})
+    return replace(
+        base, **{name: replace(getattr(base, name), **values) for name, values in sections.items()}
+    )
 
 
 def made_task(gpus, config, run=None):
@@ -179,7 +194,10 @@ def made(monkeypatch):
 def test_what_is_chosen_is_set_and_nothing_else():
     config = config_of(train={"steps": 3, "reserve": (1.0, 2.0, 0.0)}, **BIG)
     gpus, names = gpus_to_fit(config, "24GiB,14GiB,4GiB")
-    assert [card.reserve - plain.reserve for card, plain in zip(gpus, parse_gpus("24GiB,14GiB,4GiB"), strict=True)] == [
+    assert [
+        card.reserve - plain.reserve
+        for card, plain in zip(gpus, parse_gpus("24GiB,14GiB,4GiB"), strict=True)
+    ] == [
         GIB,
         2 * GIB,
         0,
@@ -195,7 +213,15 @@ def test_what_is_chosen_is_set_and_nothing_else():
     else:
         assert fitted.train.device == f"cuda:{used[0]}" and fitted.train.devices == ()
         assert fitted.train.reserve == ((1.0, 2.0, 0.0)[used[0]],)
-    searched = {"checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined", "reserve"}
+    searched = {
+        "checkpointing",
+        "device",
+        "devices",
+        "split_points",
+        "swap_blocks",
+        "pipelined",
+        "reserve",
+    }
     for name, value in vars(config.train).items():
         assert name in searched or getattr(fitted.train, name) == value
     assert replace(fitted, train=config.train, base=config.base) == config
@@ -212,7 +238,9 @@ def test_where_nothing_fits_the_single_change_that_helps_most_is_planned(made, c
         assert least_missing(again) == each.missing
         assert (fit(again).chosen is not None) == (each.missing == 0)
     assert planned == sorted(planned, key=lambda each: (each.missing, each.lost_share))
-    assert any("frames" in each.words for each in planned) and any("GPU" in each.words for each in planned)
+    assert any("frames" in each.words for each in planned) and any(
+        "GPU" in each.words for each in planned
+    )
 
 
 def test_the_mildest_change_that_fits_is_offered():
@@ -221,7 +249,10 @@ def test_the_mildest_change_that_fits_is_offered():
     for ladder in ladders:
         lost = [change.lost_share for change in ladder]
         assert lost == sorted(lost)
-    assert ladders[-2][0].gpus == parse_gpus("32GiB") and ladders[-2][0].words == "a GPU of 32 GiB in place of 24GiB"
+    assert (
+        ladders[-2][0].gpus == parse_gpus("32GiB")
+        and ladders[-2][0].words == "a GPU of 32 GiB in place of 24GiB"
+    )
     assert ladders[-1][0].words == "one more GPU (24GiB)" and ladders[-1][0].gpus == (
         *parse_gpus("24GiB"),
         *parse_gpus("24GiB"),
@@ -230,7 +261,12 @@ def test_the_mildest_change_that_fits_is_offered():
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
-    assert fit_stage.fit_run(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
+    assert (
+        fit_stage.fit_run(
+            TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")
+        )
+        == 3
+    )
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "nothing fits" in printed.err and "the single change that helps most: " in printed.err
@@ -243,13 +279,18 @@ def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
     assert "stay in host memory, page-locked; --host sets a limit" in capsys.readouterr().err
     assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, host="9GiB")) == 0
     assert "of 9.0 GiB that are available" in capsys.readouterr().err
-    assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
+    assert (
+        fit_stage.fit_run(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
+    )
     assert "and has 0.10 GiB" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_next_to_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
+def test_what_does_not_fit_next_to_the_steps_is_said_with_the_status_of_a_plan(
+    made, monkeypatch, capsys
+):
     row = AuxiliaryRow(
-        stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, in_use=1,
+        stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole",
+        weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
     monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: (row,))
@@ -274,7 +315,10 @@ def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch
     [
         "budget",
         "cuda:7=full",
-        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("full, 0=none", "every_n(2)")),
+        *(
+            pytest.param(policy, marks=pytest.mark.exhaustive)
+            for policy in ("full, 0=none", "every_n(2)")
+        ),
     ],
 )
 def test_whatever_is_set_for_checkpointing_is_replaced(policy, run_file, capsys):
@@ -286,8 +330,22 @@ def test_whatever_is_set_for_checkpointing_is_replaced(policy, run_file, capsys)
 @pytest.mark.parametrize("option", ["--plan", "--fit"])
 def test_what_a_run_refuses_is_refused_before_it_is_planned(option, run_file, capsys):
     refused = {
-        "train.swap_blocks": ["--adapter.method", "full", "--model.dtype", "fp32", "--train.swap_blocks", "1"],
-        "base.quantize": ["--adapter.method", "full", "--model.dtype", "fp32", "--base.quantize", "int8"],
+        "train.swap_blocks": [
+            "--adapter.method",
+            "full",
+            "--model.dtype",
+            "fp32",
+            "--train.swap_blocks",
+            "1",
+        ],
+        "base.quantize": [
+            "--adapter.method",
+            "full",
+            "--model.dtype",
+            "fp32",
+            "--base.quantize",
+            "int8",
+        ],
         "sample.height": ["--sample.height", "3"],
     }
     for key, flags in refused.items():
@@ -304,7 +362,8 @@ def small_run(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_divide_what_does_not_fit_one_gpu(tmp_path, capsys):
-    """All weights of a wide toy: 16 bytes each are more than a GPU has, and a part of them is not."""
+    """All weights of a wide toy: 16 bytes each are more than a GPU has, and a part of them is
+    not."""
     wide = altered(TOY, presets={"tiny": ToyArch(dim=4096, depth=3)})
     method = ["--adapter.method", "full", "--model.dtype", "fp32", "--train.accumulation", "4"]
     given = [*small_run(tmp_path), *method, "--fit"]
@@ -353,26 +412,45 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
     }
     config = config_of(**sections)
     for host, changed in ((None, FUSED), ("20GiB", {**FUSED, **EIGHT_BITS})):
-        assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="24GiB", host=host or "")) == 0
+        assert (
+            fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="24GiB", host=host or ""))
+            == 0
+        )
         printed = capsys.readouterr()
         assert "nothing fits as configured, so these settings are changed too" in printed.err
-        said = [line.partition(" (was ")[0] for line in printed.err.splitlines() if line.startswith("changed: ")]
+        said = [
+            line.partition(" (was ")[0]
+            for line in printed.err.splitlines()
+            if line.startswith("changed: ")
+        ]
         assert said == [f"changed: {key} = {value}" for key, value in changed.items()]
         fitted = tomllib.loads(printed.out)
         for key, value in changed.items():
             section, _, name = key.partition(".")
-            assert str(fitted[section][name]).lower() == value and f"# changed: {key} = {value} (was" in printed.out
-        assert fitted["train"]["accumulation"] == 2 and fitted["train"]["clip_norm"] == config.train.clip_norm
+            assert (
+                str(fitted[section][name]).lower() == value
+                and f"# changed: {key} = {value} (was" in printed.out
+            )
+        assert (
+            fitted["train"]["accumulation"] == 2
+            and fitted["train"]["clip_norm"] == config.train.clip_norm
+        )
     assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="2GiB")) == 3
     printed = capsys.readouterr()
     assert (
-        not printed.out and "nothing fits: with everything recomputed and activations on the host, all" in printed.err
+        not printed.out
+        and "nothing fits: with everything recomputed and activations on the host, all"
+        in printed.err
     )
     assert "changed: optim.name = adafactor (was adamw)" in printed.err
 
 
-@pytest.mark.parametrize(("gpu", "name"), [("96GiB", "adamw"), ("80GiB", "adamw8bit"), ("48GiB", "adafactor")])
-def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, name, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("96GiB", "adamw"), ("80GiB", "adamw8bit"), ("48GiB", "adafactor")]
+)
+def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(
+    gpu, name, monkeypatch, capsys
+):
     """Here none can divide a weight, because each block is clipped by itself."""
     full = {"quantizations": ("none",), "adapts": False, "schedules": True}
     monkeypatch.setattr(
@@ -438,8 +516,15 @@ def test_a_full_fine_tune_is_given_the_levers_with_which_it_fits(tmp_path, capsy
     assert "nothing fits as configured, so these settings are changed too" in said
     values = tomllib.loads(out.read_text())
     assert values["optim"]["fused_backward"] and values["train"]["clip_by"] == "last_step"
-    assert (values["train"]["accumulation"], values["model"]["dtype"], values["optim"]["name"]) == (2, "fp32", "adamw")
-    for changed in ("optim.fused_backward = true (was false): ", "train.clip_by = last_step (was step): "):
+    assert (values["train"]["accumulation"], values["model"]["dtype"], values["optim"]["name"]) == (
+        2,
+        "fp32",
+        "adamw",
+    )
+    for changed in (
+        "optim.fused_backward = true (was false): ",
+        "train.clip_by = last_step (was step): ",
+    ):
         assert f"changed: {changed}" in said and f"# changed: {changed}" in out.read_text()
     peak = float(said.partition(" GiB at the peak")[0].split()[-1])
     assert cli.run(wide, "train", [str(out), "--plan", "--gpus", "2GiB"]) == 0

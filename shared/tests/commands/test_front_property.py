@@ -1,4 +1,5 @@
-"""Whatever is thrown at the front door: no traceback, no hang, nothing half-written, and what the check accepts is trained."""
+"""Whatever is thrown at the front door: no traceback, no hang, nothing half-written, and what the
+check accepts is trained."""
 
 import _thread
 import gc
@@ -61,7 +62,11 @@ class Front:
         lines = said.splitlines()
         if status == 2 and not (len(lines) == 1 and lines[0].startswith("error: ")):
             raise Fault(f"{flags}: no clear line: {said}")
-        if status == 1 and "--check" not in flags and not any(line.startswith("error: ") for line in lines):
+        if (
+            status == 1
+            and "--check" not in flags
+            and not any(line.startswith("error: ") for line in lines)
+        ):
             raise Fault(f"{flags}: ended with 1 and no error")
         self.check_files()
         return status
@@ -93,8 +98,13 @@ class Front:
         if "check" not in case.steps:
             return "read"
         cheap = ["--train.steps", "1", "--sample.steps", "1"]
-        if not any("sample." in text for flag in case.flags for text in flag) and b"[sample]" not in (case.file or b""):
-            cheap += ["--sample.captions", "0"]  # nothing is sampled where sampling is not what is tried
+        if not any(
+            "sample." in text for flag in case.flags for text in flag
+        ) and b"[sample]" not in (case.file or b""):
+            cheap += [
+                "--sample.captions",
+                "0",
+            ]  # nothing is sampled where sampling is not what is tried
         accepted = self.run(case, *cheap, "--check") == 0
         found = next(self.world.folder.rglob("check.json"), None)
         known = None if found is None else json.loads(found.read_text(encoding="utf-8"))
@@ -112,11 +122,14 @@ class Front:
         trained = json.loads(next(self.world.folder.rglob("data.json")).read_text(encoding="utf-8"))
         ids = trained.keys() - {"(base weights)", "(empty caption)", "(digest)"}
         if known is None or len(ids) != known["samples"]:
-            raise Fault(f"trained on {sorted(ids)}, of which the check knew {known and known['samples']}")
+            raise Fault(
+                f"trained on {sorted(ids)}, of which the check knew {known and known['samples']}"
+            )
         if not self.is_warm:
             self.is_warm = True
             gc.collect()
-            gc.freeze()  # what a first training imports is not looked through at the end of each run
+            # what a first training imports is not looked through at the end of each run
+            gc.freeze()
         return "trained"
 
     def kind_of_fault(self, case: Case) -> str:
@@ -139,7 +152,9 @@ class Front:
 
 
 @pytest.fixture
-def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Front:
+def front(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Front:
     monkeypatch.chdir(tmp_path)
     return Front(tmp_path, capsys)
 
@@ -175,7 +190,11 @@ def test_nothing_gets_through_that_should_not(front: Front, seeds: range) -> Non
 def test_a_fault_is_reported_with_its_seed_and_the_least_that_shows_it(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = next(seed for seed in range(100) if len(random_case(seed).flags) > 2 and random_case(seed).file is None)
+    seed = next(
+        seed
+        for seed in range(100)
+        if len(random_case(seed).flags) > 2 and random_case(seed).file is None
+    )
     guilty = random_case(seed).flags[1]
 
     def faulty(case: Case) -> str:
@@ -184,12 +203,16 @@ def test_a_fault_is_reported_with_its_seed_and_the_least_that_shows_it(
         return "trained"
 
     monkeypatch.setattr(front, "try_case", faulty)
-    with pytest.raises(AssertionError, match=f"seed {seed}: ZeroDivisionError: a fault of ours") as caught:
+    with pytest.raises(
+        AssertionError, match=f"seed {seed}: ZeroDivisionError: a fault of ours"
+    ) as caught:
         front.hold(seed)
     assert f"flags=({guilty!r},)" in str(caught.value) and "steps=()" in str(caught.value)
 
 
-def test_what_hangs_or_writes_by_halves_is_a_fault(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_or_writes_by_halves_is_a_fault(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(seed=0)
     with monkeypatch.context() as patched:
         patched.setattr(front.world, "run", lambda *flags: 130)
@@ -211,5 +234,10 @@ def test_the_watchdog_ends_what_does_not_end(front: Front) -> None:
     front.world.spec = altered(front.world.spec, columns=endless)
     with watchdog(1.0):
         assert (
-            cli.run(front.world.spec, "train", ["--model.preset", "tiny", "--data.folder", "clips", "--check"]) == 130
+            cli.run(
+                front.world.spec,
+                "train",
+                ["--model.preset", "tiny", "--data.folder", "clips", "--check"],
+            )
+            == 130
         )

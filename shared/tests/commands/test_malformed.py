@@ -1,4 +1,5 @@
-"""Everything of the catalogue of bad inputs: one clear line each, a place in the doctor's table, and nothing of it trained."""
+"""Everything of the catalogue of bad inputs: one clear line each, a place in the doctor's table,
+and nothing of it trained."""
 
 import json
 import shutil
@@ -40,7 +41,8 @@ def made(folder: Path, each: Malformed) -> str:
 def look(folder: Path, **settings: Any) -> tuple[ExaminedDataset, RunContext]:
     """What the doctor sees, before anything is encoded."""
     flags = {
-        "model.preset": "tiny", "data.folder": str(folder), "data.frames": 5, "data.height": 16, "data.width": 16,
+        "model.preset": "tiny", "data.folder": str(folder), "data.frames": 5, "data.height": 16,
+        "data.width": 16,
         "run.folder": str(folder.parent / "run"), **settings,
     }  # fmt: skip
     run = create_run(controlled(TOY), resolve(RunConfig, flags=flags))
@@ -48,7 +50,9 @@ def look(folder: Path, **settings: Any) -> tuple[ExaminedDataset, RunContext]:
 
 
 def of_outcome(outcome: str) -> list[Any]:
-    return [pytest.param(each, id=name) for name, each in CATALOGUE.items() if each.outcome == outcome]
+    return [
+        pytest.param(each, id=name) for name, each in CATALOGUE.items() if each.outcome == outcome
+    ]
 
 
 @pytest.mark.parametrize("each", of_outcome("excluded"))
@@ -63,7 +67,9 @@ def test_what_is_bad_is_one_line_in_the_table_and_the_rest_is_used(
     assert row.stops and not strict.checkup.trainable
     assert printable(row.name) == row.name
     check_line(row.reason, each.says, printable(name))
-    assert "metadata.jsonl line 3" in row.reason or "'" in row.reason or str(folder) in row.reason, "where it is"
+    assert (
+        "metadata.jsonl line 3" in row.reason or "'" in row.reason or str(folder) in row.reason
+    ), "where it is"
     lenient, _ = look(folder, **{"data.on_bad": "skip", "data.short_clips": "skip"})
     assert [sample.id for sample in lenient.samples] == GOOD
     assert [(other.name, other.reason, other.stops) for other in lenient.checkup.excluded] == [
@@ -99,15 +105,19 @@ def test_what_looks_odd_and_is_sound_is_used(tmp_path: Path, each: Malformed) ->
     sample = next(sample for sample in found.samples if sample.id.startswith("bad"))
     assert sample.captions[0].isprintable() or "\u200d" in sample.captions[0]
     assert sample.captions[0] == sample.captions[0].strip() != ""
-    clip = read_clip(sample.media, frames=sample.frames, fps=8.0, height=16, width=16, start_seconds=0.0)
+    clip = read_clip(
+        sample.media, frames=sample.frames, fps=8.0, height=16, width=16, start_seconds=0.0
+    )
     assert torch.isfinite(clip).all() and clip.shape == (3, sample.frames, 16, 16)
     if each.name in WHITE:
         assert clip.min() > 0.9, "white, as a player shows it"
 
 
 WHITE = {
-    "transparent png", "palette with transparency", "transparent mov", "hdr video", "1 x 1", "10000 wide", "10000 high",
-    "video with a long tag", "video with a tag in latin-1", "png with a long comment", "picture of a phone",
+    "transparent png", "palette with transparency", "transparent mov", "hdr video", "1 x 1",
+    "10000 wide", "10000 high",
+    "video with a long tag", "video with a tag in latin-1", "png with a long comment",
+    "picture of a phone",
     "picture turned", "gif",
 }  # fmt: skip
 
@@ -133,7 +143,9 @@ def everything(world: World, kinds: Sequence[Kind]) -> int:
     """Write every bad entry of some kinds into one dataset; returns how many there are."""
     folder = world.folder / "clips"
     lines = good(folder)
-    entries = [each for each in CATALOGUE.values() if each.kind in kinds and each.outcome == "excluded"]
+    entries = [
+        each for each in CATALOGUE.values() if each.kind in kinds and each.outcome == "excluded"
+    ]
     for i, each in enumerate(entries):
         said = each.put(folder, f"bad{i}x")
         lines += [said] if each.listed else []
@@ -158,7 +170,10 @@ def test_nothing_that_was_excluded_is_trained(
     assert world.train("run", 1, *flags) == 0
     said = capsys.readouterr().err
     assert said.count("left out: ") == count
-    trained = json.loads((world.folder / "run" / "data.json").read_text(encoding="utf-8")).keys() - BESIDES
+    trained = (
+        json.loads((world.folder / "run" / "data.json").read_text(encoding="utf-8")).keys()
+        - BESIDES
+    )
     assert sorted(trained) == GOOD
     strict = [*flags[:2], *check[:2]]
     assert world.run("train", *strict) == 1
@@ -171,7 +186,9 @@ def test_a_clip_is_trained_up_to_where_it_is_damaged(world: World) -> None:
     lines = good(folder, 1)
     damaged, sound = damaged_inside(folder, "late"), noisy_video(folder / "whole.mp4")
     for name in ("late", "whole"):
-        lines.append(json.dumps({"file_name": f"{name}.mp4", "text": name, "control_video": damaged}))
+        lines.append(
+            json.dumps({"file_name": f"{name}.mp4", "text": name, "control_video": damaged})
+        )
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     flags = [
         "--data.frames",
@@ -191,12 +208,15 @@ def test_a_clip_is_trained_up_to_where_it_is_damaged(world: World) -> None:
     )
     kept = {f"{name}#{i}" for name in ("late", "whole") for i in range(11)} - out
     assert {"late#0", "whole#0"} <= kept and sound.is_file()
-    assert world.run("train", "--train.steps", str(len(kept) + 1), *flags) == 0, "an epoch: each is read"
+    assert world.run("train", "--train.steps", str(len(kept) + 1), *flags) == 0, (
+        "an epoch: each is read"
+    )
     trained = json.loads((world.folder / "run" / "data.json").read_text()).keys() - BESIDES
     assert trained == kept | {"good0"}
 
 
 def by_decoding(found: dict[str, Any]) -> int:
-    """How many were found by decoding, which stops a run later, or as too short, which is another setting."""
+    """How many were found by decoding, which stops a run later, or as too short, which is another
+    setting."""
     later = sum(each["code"] == "D03" for each in found["findings"])
     return later + sum("data.short_clips" in each["reason"] for each in found["excluded"])

@@ -13,7 +13,8 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 KEY = "diffusion_model.blocks.0.qkv"
 LINE = re.compile(
-    r"rounding to (\w+) changes the written weights by ([\d.e+-]+)(?:, which is ([\d.]+)% of what the file changes)?"
+    r"rounding to (\w+) changes the written weights by ([\d.e+-]+)(?:, which is ([\d.]+)% of what "
+    r"the file changes)?"
 )
 
 
@@ -29,7 +30,9 @@ def test_rounding_is_compared_with_the_weights_and_with_the_change(
         tmp_path / "base.safetensors",
     )
     down, up = torch.randn(2, 32), size * torch.randn(96, 2)
-    save_file({f"{KEY}.lora_A.weight": down, f"{KEY}.lora_B.weight": up}, tmp_path / "x.safetensors")
+    save_file(
+        {f"{KEY}.lora_A.weight": down, f"{KEY}.lora_B.weight": up}, tmp_path / "x.safetensors"
+    )
     flags = [
         "--adapter",
         tmp_path / "x.safetensors",
@@ -48,10 +51,12 @@ def test_rounding_is_compared_with_the_weights_and_with_the_change(
     if dtype == "fp8_scaled":
         assert float(found[3]) > 10
     else:
-        written = load_file(tmp_path / "out" / "transformer_official" / "diffusion_pytorch_model.safetensors")[
-            "blocks.0.qkv.weight"
-        ].float()
+        written = load_file(
+            tmp_path / "out" / "transformer_official" / "diffusion_pytorch_model.safetensors"
+        )["blocks.0.qkv.weight"].float()
         error = float((written - wanted).norm())
         assert float(found[2]) == pytest.approx(error / float(wanted.norm()), rel=0.06, abs=1e-7)
-        assert float(found[3] or 0) == pytest.approx(100 * error / float((up @ down).norm()), rel=0.02, abs=0.06)
+        assert float(found[3] or 0) == pytest.approx(
+            100 * error / float((up @ down).norm()), rel=0.02, abs=0.06
+        )
     assert (warned in said.err) if warned else said.err == ""

@@ -1,4 +1,5 @@
-"""`base.merge` and `base.merge_low`: adapters that each of two experts is trained and sampled with."""
+"""`base.merge` and `base.merge_low`: adapters that each of two experts is trained and sampled
+with."""
 
 import json
 import shutil
@@ -23,7 +24,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
 
 
 @pytest.mark.slow
-def test_each_expert_has_its_own_merged_files(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_expert_has_its_own_merged_files(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also in a plan and a check, in a run that goes on, and in samples."""
     donor = ("--adapter.targets", '["embed.patch"]', "--export.dtype", "fp32", "--optim.lr", "0.5")
     assert world.train("donor", 1, *donor, "--sample.captions", "0") == 0
@@ -48,8 +51,12 @@ def test_each_expert_has_its_own_merged_files(world: TwoExperts, capsys: pytest.
     assert world.run("sample", "--run", "both", "--prompt", "a") == 0
     for _, level, weight, _ in world.sampler.steps:
         index = int(level < BOUNDARY)
-        up, down = sorted(load_file(files[index]).values(), key=len, reverse=True)  # B [out, rank], A [rank, in]
-        torch.testing.assert_close(weight, world.base[NAMES[index]][official_name("embed.patch.weight")] + up @ down)
+        up, down = sorted(
+            load_file(files[index]).values(), key=len, reverse=True
+        )  # B [out, rank], A [rank, in]
+        torch.testing.assert_close(
+            weight, world.base[NAMES[index]][official_name("embed.patch.weight")] + up @ down
+        )
 
 
 def test_an_adapter_that_cannot_be_trained_is_to_be_merged_with_the_key_of_its_expert(
@@ -64,9 +71,18 @@ def test_an_adapter_that_cannot_be_trained_is_to_be_merged_with_the_key_of_its_e
     assert world.train("run", 1, *low) == 0
     for flags, says in (
         (("--adapter.init", "lokr.safetensors"), "makes its factors; merge it with base.merge_low"),
-        (("--adapter.init", "lokr.safetensors", "--plan"), "makes its factors; merge it with base.merge_low"),
-        (("--adapter.init", "lokr.safetensors", "--adapter.method", "loha"), "or merge the file with base.merge_low"),
-        (("--adapter.init", "lokr.safetensors", "--adapter.method", "full"), "add it to base.merge_low"),
+        (
+            ("--adapter.init", "lokr.safetensors", "--plan"),
+            "makes its factors; merge it with base.merge_low",
+        ),
+        (
+            ("--adapter.init", "lokr.safetensors", "--adapter.method", "loha"),
+            "or merge the file with base.merge_low",
+        ),
+        (
+            ("--adapter.init", "lokr.safetensors", "--adapter.method", "full"),
+            "add it to base.merge_low",
+        ),
         (("--init-from", "run", "--adapter.rank", "3"), 'build on it with base.merge_low = ["'),
     ):
         capsys.readouterr()
@@ -78,7 +94,8 @@ def test_an_adapter_that_cannot_be_trained_is_to_be_merged_with_the_key_of_its_e
 def test_files_for_the_second_of_two_experts_are_refused_where_only_the_weights_say_that_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A demo's weights are written after the first checks, and those of a hub id are fetched after them."""
+    """A demo's weights are written after the first checks, and those of a hub id are fetched after
+    them."""
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
     (tmp_path / "demo.toml").write_text("")

@@ -1,4 +1,5 @@
-"""Commands where the sources are on the path and no distribution of ours is installed, as on a machine without an index."""
+"""Commands where the sources are on the path and no distribution of ours is installed, as on a
+machine without an index."""
 
 from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError

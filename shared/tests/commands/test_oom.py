@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
 GIB = 2**30
 _FAILS = []
-"""The failure of the test that runs: one function makes the inputs of all, so that their steps are equal ones."""
+"""The failure of the test that runs: one function makes the inputs of all, so that their steps are
+equal ones."""
 
 
 def make_inputs(*args):
@@ -34,7 +35,8 @@ def make_inputs(*args):
 
 
 def spec_that_lacks(world, fail):
-    """The world's model, whose step calls `fail`; the look at an outline and the planner's steps do not."""
+    """The world's model, whose step calls `fail`; the look at an outline and the planner's steps do
+    not."""
     _FAILS[:] = [fail]
     return altered(world.spec, make_inputs=make_inputs)
 
@@ -59,7 +61,9 @@ def raise_as_the_host():
         (raise_as_the_host, "(MemoryError)"),
     ],
 )
-def test_a_step_without_memory_ends_with_plan_measured_peak_and_a_change_that_fits(tmp_path, capsys, fail, failure):
+def test_a_step_without_memory_ends_with_plan_measured_peak_and_a_change_that_fits(
+    tmp_path, capsys, fail, failure
+):
     world = World(tmp_path)
     world.spec = spec_that_lacks(world, fail)
     assert world.train("run", 1, "--sample.captions", "0") == 1
@@ -68,8 +72,14 @@ def test_a_step_without_memory_ends_with_plan_measured_peak_and_a_change_that_fi
     rows = {line.split("  ")[0]: line.split()[-1] for line in lines}
     assert {"weights", "activations", "peak", "measured peak of the process"} <= rows.keys()
     assert float(rows["measured peak of the process"]) > 0.1
-    assert lines[-1].startswith("error: out of memory: according to the plan this run fits") and failure in lines[-1]
-    assert 'train.checkpointing = "attn_only" fits: ' in lines[-1] or 'train.checkpointing = "full" fits: ' in lines[-1]
+    assert (
+        lines[-1].startswith("error: out of memory: according to the plan this run fits")
+        and failure in lines[-1]
+    )
+    assert (
+        'train.checkpointing = "attn_only" fits: ' in lines[-1]
+        or 'train.checkpointing = "full" fits: ' in lines[-1]
+    )
     assert "the last save is untouched" in lines[-1] and "More about it" not in error
 
 
@@ -88,7 +98,9 @@ def test_nothing_of_the_step_is_held_while_it_is_explained(tmp_path, monkeypatch
 
     alive = []
     monkeypatch.setattr(
-        out_of_memory, "measured_peaks", lambda config: alive.extend(ref() for ref in held) or MeasuredPeaks((1,))
+        out_of_memory,
+        "measured_peaks",
+        lambda config: alive.extend(ref() for ref in held) or MeasuredPeaks((1,)),
     )
     monkeypatch.setattr(out_of_memory, "explain", lambda *args, **kwargs: None)
     world.spec = spec_that_lacks(world, fail)
@@ -118,10 +130,20 @@ def test_frames_tell_what_was_at_work():
             ),
             True,
         ),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("cuDNN SDPA execution failed: .. err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx(..)"), True),
+        (
+            RuntimeError(
+                "cuDNN SDPA execution failed: .. err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx(..)"
+            ),
+            True,
+        ),
         (
             RuntimeError(
                 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1165'
@@ -129,11 +151,16 @@ def test_frames_tell_what_was_at_work():
             True,
         ),
         (
-            RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/PeerToPeerAccess.cpp":78'),
+            RuntimeError(
+                'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/PeerToPeerAccess.cpp":78'
+            ),
             False,
         ),
         (RuntimeError("CUDA driver error: device not ready"), False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+            False,
+        ),
         (RuntimeError("CUDA error: misaligned address"), False),
         (ValueError("can't allocate memory"), False),
     ],
@@ -144,7 +171,10 @@ def test_what_counts_as_lacking_memory(error, expected):
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [("ditkit_core.sampling.render", "sample.height"), ("ditkit_core.encoding.encode", "encode.streaming")],
+    [
+        ("ditkit_core.sampling.render", "sample.height"),
+        ("ditkit_core.encoding.encode", "encode.streaming"),
+    ],
 )
 def test_encoding_and_sampling_have_remedies_of_their_own(capsys, module, says):
     explain(
@@ -164,7 +194,9 @@ def test_a_plan_that_fails_does_not_hide_what_happened(monkeypatch, capsys):
     explain(TOY, RunConfig(), "the failure", training=True, modules=(), peaks=MeasuredPeaks((1,)))
     error = capsys.readouterr().err
     assert "division" in error
-    assert "error: out of memory: try train.checkpointing = full" in error and "(the failure)" in error
+    assert (
+        "error: out of memory: try train.checkpointing = full" in error and "(the failure)" in error
+    )
 
 
 DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(depth=12)})
@@ -172,20 +204,33 @@ DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(depth=1
 
 def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **flags):
     """What is said of a run of twelve blocks of a GiB on GPUs that are not here."""
-    properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0) for size in sizes]
+    properties = [
+        SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0)
+        for size in sizes
+    ]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
     monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
+        torch.cuda, "get_device_properties", lambda device: properties[device.index]
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB)),
     )
     for stage in (division, task):
         monkeypatch.setattr(
-            stage, "profile", lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch))
+            stage,
+            "profile",
+            lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch)),
         )
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}
-    config = resolve(RunConfig, flags={name.replace("__", "."): value for name, value in named.items()})
-    peaks = MeasuredPeaks(*(tuple(int(size * GIB * share) for size in sizes) for share in (0.5, 0.75)))
+    config = resolve(
+        RunConfig, flags={name.replace("__", "."): value for name, value in named.items()}
+    )
+    peaks = MeasuredPeaks(
+        *(tuple(int(size * GIB * share) for size in sizes) for share in (0.5, 0.75))
+    )
     explain(DEEP, config, failure, training=True, modules=(), peaks=peaks)
     return capsys.readouterr().err
 
@@ -206,7 +251,10 @@ def test_gpus_are_explained_with_what_each_has_held_and_what_fits_all(monkeypatc
 def test_where_no_setting_is_enough_a_change_is_named_and_no_gpu(monkeypatch, capsys):
     error = explained(monkeypatch, capsys, (5,), (5,), train__device="cuda:0", train__batch_size=4)
     last = error.splitlines()[-1]
-    assert "no settings that --fit searches fit; train.batch_size = 1 (now 4)" in last and "fits, with" in last
+    assert (
+        "no settings that --fit searches fit; train.batch_size = 1 (now 4)" in last
+        and "fits, with" in last
+    )
     assert "card" not in last
 
 

@@ -1,4 +1,5 @@
-"""What `train.kernels = auto` is reaches all of a run, and is stated where a continued run has another implementation."""
+"""What `train.kernels = auto` is reaches all of a run, and is stated where a continued run has
+another implementation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,10 @@ def test_other_kernels_than_before_are_stated_also_where_only_the_machine_change
     file = world.folder / "run" / "config.toml"
     stored = file.read_text()
     assert 'kernels = "torch"' in stored
-    for continued in (("run", 2, "--sample.captions", "0"), ("run", 3, "--run", str(world.folder / "run"))):
+    for continued in (
+        ("run", 2, "--sample.captions", "0"),
+        ("run", 3, "--run", str(world.folder / "run")),
+    ):
         file.write_text(file.read_text().replace('kernels = "torch"', 'kernels = "triton"'))
         capsys.readouterr()
         assert world.train(*continued) == 0
@@ -39,7 +43,9 @@ def test_other_kernels_than_before_are_stated_also_where_only_the_machine_change
         assert 'kernels = "torch"' in file.read_text()
 
 
-def test_what_auto_is_on_a_gpu_reaches_blocks_and_updates(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_auto_is_on_a_gpu_reaches_blocks_and_updates(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CPU computes with torch then."""
     in_blocks, in_updates = set[str](), set[str]()
 

@@ -1,4 +1,5 @@
-"""Runs with pipelined micro-batches: on several devices, continued elsewhere, with a prior; and where there is nothing to overlap."""
+"""Runs with pipelined micro-batches: on several devices, continued elsewhere, with a prior; and
+where there is nothing to overlap."""
 
 import pytest
 import torch
@@ -54,14 +55,20 @@ def test_one_micro_batch_is_refused_in_one_line_unless_a_prior_adds_to_it(world,
 
 
 def losses(pipelined, num):
-    model = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
+    model = make_model(
+        TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"]
+    )
     batches = micro_batches(toy_items(2), num)
     made = accumulate_gradients(
         Model(model, BlockEngine(), TOY),
         batches,
         StepContext(step=2, seed=1, flow=FlowConfig(), pipelined=pipelined),
     )
-    return made, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return made, {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def test_noise_and_dropout_of_a_micro_batch_are_those_of_any_schedule():
@@ -82,8 +89,12 @@ def test_there_is_one_backward(monkeypatch):
     """Two at once would draw each other's dropout."""
     order = []
     forward, backward = micro_batch.velocity_errors, step_module.run_backward
-    monkeypatch.setattr(micro_batch, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k))
-    monkeypatch.setattr(step_module, "run_backward", lambda loss: order.append("backward") or backward(loss))
+    monkeypatch.setattr(
+        micro_batch, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k)
+    )
+    monkeypatch.setattr(
+        step_module, "run_backward", lambda loss: order.append("backward") or backward(loss)
+    )
     losses(True, 3)
     losses(False, 2)
     assert order == ["forward"] * 3 + ["backward"] + ["forward", "backward"] * 2

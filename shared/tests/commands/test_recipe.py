@@ -13,9 +13,11 @@ from ditkit_core.run.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
-RECIPES = {"small": ("character", "8GiB", 3), "large": ("character", "24GiB", 5), "slow": ("character", "24GiB", 9)} | {
-    "two": ("long", "24GiB,16GiB", 2)
-}
+RECIPES = {
+    "small": ("character", "8GiB", 3),
+    "large": ("character", "24GiB", 5),
+    "slow": ("character", "24GiB", 9),
+} | {"two": ("long", "24GiB,16GiB", 2)}
 """Goal, GPUs and hours by name."""
 
 
@@ -27,11 +29,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     folder.mkdir()
     index = []
     for rank, (name, (goal, gpus, hours)) in enumerate(RECIPES.items(), 2):
-        index.append(f'[{name}]\ngoal = "{goal}"\nmodel = "Toy"\ngpus = "{gpus}"\nhours = {hours}\nsection = "x"\n')
+        index.append(
+            f'[{name}]\ngoal = "{goal}"\nmodel = "Toy"\ngpus = "{gpus}"\nhours = {hours}\nsection = "x"\n'
+        )
         swap = f"[train]\nsteps = {100 * rank}\n"
         if "," in gpus:
             swap += 'devices = ["cuda:0", "cuda:1"]\nsplit_points = [1]\n'
-        text = f'[run]\nfolder = "runs/{name}"\n[model]\npreset = "tiny"\n[adapter]\nrank = {rank}\n'
+        text = (
+            f'[run]\nfolder = "runs/{name}"\n[model]\npreset = "tiny"\n[adapter]\nrank = {rank}\n'
+        )
         (folder / f"{name}.toml").write_text(f"{text}{swap}[save]\nevery_steps = 10\n")
     (folder / "index.toml").write_text("\n".join(index))
     return world
@@ -39,7 +45,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def train(world: World, *argv: str) -> int:
     family = Family(
-        name="toy", presets=("tiny",), demo=world.folder / "demo" / "demo.toml", spec=lambda: world.spec, components=()
+        name="toy",
+        presets=("tiny",),
+        demo=world.folder / "demo" / "demo.toml",
+        spec=lambda: world.spec,
+        components=(),
     )
     return start(family, "train", argv)
 
@@ -47,26 +57,43 @@ def train(world: World, *argv: str) -> int:
 def begin(world: World, *argv: str) -> int:
     """With the data of the world."""
     flags = ["--model.transformer", str(world.folder / "toy.safetensors"), "--model.dtype", "fp32"]
-    flags += ["--data.folder", str(world.folder / "clips"), "--data.height", "16", "--data.width", "16"]
+    flags += [
+        "--data.folder",
+        str(world.folder / "clips"),
+        "--data.height",
+        "16",
+        "--data.width",
+        "16",
+    ]
     flags += ["--data.frames", "1", "--log.tensorboard", "false", "--sample.steps", "2"]
     return train(world, "--recipe", *argv, *flags)
 
 
-@pytest.mark.parametrize(("gpus", "name"), [("8GiB", "small"), ("rtx3060", "small"), ("24GiB", "large")])
+@pytest.mark.parametrize(
+    ("gpus", "name"), [("8GiB", "small"), ("rtx3060", "small"), ("24GiB", "large")]
+)
 def test_a_goal_takes_the_largest_that_fits_and_of_these_the_shortest(world, gpus, name, capsys):
     assert begin(world, "character", "--gpus", gpus) == 0
     said = capsys.readouterr().err
     assert f"recipe {name} (a character, Toy)" in said and "hours of training steps by plan" in said
     assert [path.name for path in Path("runs").iterdir()] == [name]
-    assert "this machine has no GPU, so start it where there is one" in said  # runs/NAME has no save
+    assert (
+        "this machine has no GPU, so start it where there is one" in said
+    )  # runs/NAME has no save
     assert [path.name for path in Path("runs", name).iterdir()] == ["recipe.toml"]
 
 
 def test_the_written_file_has_the_recipe_and_what_the_command_line_sets(world):
     flags = ("--train.steps", "7", "--adapter.alpha", "3", "--write", "mine/run.toml")
     assert begin(world, "large", "--gpus", "24GiB", *flags) == 0
-    written, recipe = (read_config_file(RunConfig, Path(path)) for path in ("mine/run.toml", "recipes/large.toml"))
-    assert written["train.steps"] == 7 and written["adapter.alpha"] == 3 and written["adapter.rank"] == 3
+    written, recipe = (
+        read_config_file(RunConfig, Path(path)) for path in ("mine/run.toml", "recipes/large.toml")
+    )
+    assert (
+        written["train.steps"] == 7
+        and written["adapter.alpha"] == 3
+        and written["adapter.rank"] == 3
+    )
     assert recipe.keys() <= written.keys()
     changed = {key for key in recipe if written[key] != recipe[key]}
     assert changed <= {"train.steps", "run.folder"}
@@ -79,7 +106,10 @@ def test_it_is_trained_from_the_written_file_and_continued_by_the_same_command(w
     run = next(path.parent for path in world.folder.rglob("recipe.toml"))
     assert (run / "exports" / f"{run.name}.safetensors").exists()
     first, again = resolve(RunConfig, stored=run), resolve(RunConfig, file=run / "recipe.toml")
-    assert replace(first.train, kernels=again.train.kernels) == again.train and first.adapter == again.adapter
+    assert (
+        replace(first.train, kernels=again.train.kernels) == again.train
+        and first.adapter == again.adapter
+    )
     capsys.readouterr()
     assert begin(world, "small", *flags) == 0
     assert "complete" in capsys.readouterr().out
@@ -97,7 +127,10 @@ def test_nothing_is_overwritten(world, capsys):
 
 def test_what_fits_no_gpu_writes_nothing(world, capsys):
     assert begin(world, "character", "--gpus", "6GiB") == 3
-    assert "no recipe for a character is for 6GiB; the smallest is small, for 8 GB" in capsys.readouterr().err
+    assert (
+        "no recipe for a character is for 6GiB; the smallest is small, for 8 GB"
+        in capsys.readouterr().err
+    )
     assert begin(world, "long", "--gpus", "2x16GiB") == 3
     assert begin(world, "small", "--gpus", "8GiB", "--train.reserve", "[6.7]") == 3
     assert "small does not fit" in capsys.readouterr().err
@@ -129,7 +162,11 @@ def test_a_list_has_a_line_for_each(world, capsys):
     assert rows[0].endswith("on rtx3060") and rows[0].split()[0] == "recipe"
     assert [row.split()[0] for row in rows[1:-1]] == list(RECIPES)
     small, large = rows[1].split(), rows[2].split()
-    assert float(small[-3]) > 0 and float(small[-1]) >= 0 and large[-5:] == ["–", "–", "for", "24", "GB"]
+    assert (
+        float(small[-3]) > 0
+        and float(small[-1]) >= 0
+        and large[-5:] == ["–", "–", "for", "24", "GB"]
+    )
     assert train(world, "--recipe", "list", "--gpus", "24GiB,16GiB") == 0
     assert " + " in capsys.readouterr().out.splitlines()[-2]
 

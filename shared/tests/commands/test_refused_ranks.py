@@ -1,4 +1,5 @@
-"""Random `[ranks]` tables on real ranks: whatever they say, all ranks take it or all refuse it, and none waits for another."""
+"""Random `[ranks]` tables on real ranks: whatever they say, all ranks take it or all refuse it, and
+none waits for another."""
 
 import json
 import sys
@@ -22,7 +23,9 @@ def test_no_table_ends_in_a_traceback_or_in_ranks_that_wait(tmp_path: Path) -> N
     for size, found in json.loads((folder / "worlds.json").read_text()).items():
         assert found["ended"] == {"codes": {}}
         name = f"{size} of {TABLES}"
-        every = [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in range(int(size))]
+        every = [
+            json.loads((folder / f"{name} {rank}.json").read_text()) for rank in range(int(size))
+        ]
         assert all(statuses == every[0] for statuses in every), "on all ranks the same"
         assert [status == 0 for status in every[0]] == found["fits"]
         assert 3 < sum(found["fits"]) < TABLES - 3 and set(every[0]) == {0, 1, 2}

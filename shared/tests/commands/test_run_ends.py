@@ -1,4 +1,5 @@
-"""Whom a run tells when it ends: a command or a webhook, which never changes how it ends and never gets into what is published."""
+"""Whom a run tells when it ends: a command or a webhook, which never changes how it ends and never
+gets into what is published."""
 
 import json
 import re
@@ -48,22 +49,42 @@ def told() -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_complete_run_calls_its_command_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_calls_its_command_once(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert world.train("run", 2, *BOTH, *HELD_OUT) == 0
     (about,) = told()
-    assert about["DITKIT_RUN"] == str((world.folder / "run").resolve()) and about["DITKIT_NAME"] == "run"
-    assert (about["DITKIT_STATUS"], about["DITKIT_STEP"], about["DITKIT_REASON"]) == ("complete", "2", "")
-    assert about["DITKIT_VERDICT"].startswith("validation loss") and Path(about["DITKIT_REPORT"]).is_file()
+    assert (
+        about["DITKIT_RUN"] == str((world.folder / "run").resolve())
+        and about["DITKIT_NAME"] == "run"
+    )
+    assert (about["DITKIT_STATUS"], about["DITKIT_STEP"], about["DITKIT_REASON"]) == (
+        "complete",
+        "2",
+        "",
+    )
+    assert (
+        about["DITKIT_VERDICT"].startswith("validation loss")
+        and Path(about["DITKIT_REPORT"]).is_file()
+    )
     assert "run.on_end: " in capsys.readouterr().out
-    assert world.train("run", 2, *BOTH, *HELD_OUT) == 0 and len(told()) == 1, "it was complete already"
+    assert world.train("run", 2, *BOTH, *HELD_OUT) == 0 and len(told()) == 1, (
+        "it was complete already"
+    )
     assert world.train("run", 3, *BOTH, *HELD_OUT) == 0 and len(told()) == 2
 
 
-def test_a_run_that_fails_or_is_stopped_says_why(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_or_is_stopped_says_why(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (world.folder / "clips" / "extra.png").write_bytes(b"no image")
     assert world.train("run", 1, *BOTH) == 1
     (about,) = told()
-    assert about["DITKIT_STATUS"] == "failed" and "extra.png" in about["DITKIT_REASON"] and about["DITKIT_STEP"] == "0"
+    assert (
+        about["DITKIT_STATUS"] == "failed"
+        and "extra.png" in about["DITKIT_REASON"]
+        and about["DITKIT_STEP"] == "0"
+    )
     (world.folder / "clips" / "extra.png").unlink()
     original = trainer.training_step
 
@@ -74,11 +95,16 @@ def test_a_run_that_fails_or_is_stopped_says_why(world: World, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "training_step", step)
         assert world.train("run", 3, *BOTH) == 130
-    assert told()[1]["DITKIT_STATUS"] == "stopped" and "stopped at step 1" in told()[1]["DITKIT_REASON"]
+    assert (
+        told()[1]["DITKIT_STATUS"] == "stopped"
+        and "stopped at step 1" in told()[1]["DITKIT_REASON"]
+    )
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(trainer, "training_step", lambda *given, **named: 1 / 0)
         world.train("run", 3, *BOTH)
-    assert told()[2]["DITKIT_STATUS"] == "failed" and "division by zero" in told()[2]["DITKIT_REASON"]
+    assert (
+        told()[2]["DITKIT_STATUS"] == "failed" and "division by zero" in told()[2]["DITKIT_REASON"]
+    )
     assert world.train("run", 3, *BOTH) == 0 and told()[3]["DITKIT_STATUS"] == "complete"
 
 
@@ -137,7 +163,9 @@ def webhook() -> Iterator[Any]:
     server.server_close()
 
 
-def test_a_webhook_gets_json_that_chats_show(world: World, webhook: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_webhook_gets_json_that_chats_show(
+    world: World, webhook: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     address = f"http://127.0.0.1:{webhook.server_port}/secret-token"
     assert world.train("run", 1, "--run.on_end", address) == 0
     (sent,) = webhook.sent
@@ -149,7 +177,9 @@ def test_a_webhook_gets_json_that_chats_show(world: World, webhook: Any, capsys:
     assert "run.on_end failed (the webhook answered 500)" in capsys.readouterr().err
 
 
-def test_what_may_be_a_secret_is_in_nothing_that_is_published(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_be_a_secret_is_in_nothing_that_is_published(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     secret = "http://127.0.0.1:9/secret-token"
     assert world.train("run", 1, "--run.on_end", secret, "--run.on_error", secret) == 0
     assert world.run("export", "--run", "run", "--card", "-") == 0
@@ -157,14 +187,18 @@ def test_what_may_be_a_secret_is_in_nothing_that_is_published(world: World, caps
     for path in (world.folder / "run").rglob("*"):
         if path.is_file() and path.name != "config.toml":
             assert b"secret-token" not in path.read_bytes(), path
-    assert "secret-token" in (world.folder / "run" / "config.toml").read_text(), "the run continues with it"
+    assert "secret-token" in (world.folder / "run" / "config.toml").read_text(), (
+        "the run continues with it"
+    )
     with safe_open(world.folder / "run" / "exports" / "run.safetensors", "pt") as file:
         assert "on_end = []" in file.metadata()["ditkit.config"]
 
 
 def test_only_a_training_of_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("ditkit_core.commands.report.tell", lambda config, reason="", **named: calls.append(reason))
+    monkeypatch.setattr(
+        "ditkit_core.commands.report.tell", lambda config, reason="", **named: calls.append(reason)
+    )
     config = resolve(RunConfig, flags={"run.on_error": ("true",)})
     for rank, command, options in (
         (1, "train", TrainOptions()),
@@ -200,7 +234,9 @@ def test_a_learning_rate_that_cannot_learn_is_said_at_the_start_and_at_the_end(
     assert world.train("high", 8, "--optim.lr", "0.2") == 0
     printed = capsys.readouterr().err
     assert "optim.lr = 0.2 is far above the learning rates of adamw" in printed
-    assert re.search(r"the training loss rose from [\d.]+ to [\d.]+ \(means .*\): a lower optim\.lr", printed)
+    assert re.search(
+        r"the training loss rose from [\d.]+ to [\d.]+ \(means .*\): a lower optim\.lr", printed
+    )
     assert world.train("usual", 8, "--optim.lr", "1e-3") == 0
     printed = capsys.readouterr().err
     assert "far above" not in printed and "the training loss rose" not in printed
@@ -223,10 +259,20 @@ def test_a_high_learning_rate_is_advised_against(fields: dict[str, Any], is_high
     assert not is_high or ("q = 0.5" in advice) == ("lr_pattern" in fields)
 
 
-def test_a_command_is_a_text_or_a_list_and_no_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command_words(('notify "two words" a&b=c $5',), "run.on_end") == ["notify", "two words", "a&b=c", "$5"]
+def test_a_command_is_a_text_or_a_list_and_no_shell_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert command_words(('notify "two words" a&b=c $5',), "run.on_end") == [
+        "notify",
+        "two words",
+        "a&b=c",
+        "$5",
+    ]
     assert command_words(("a b", "c"), "run.on_end") == ["a b", "c"]
-    assert command_words(("https://x/y z",), "run.on_end") == ["https://x/y z"] and command_words((), "x") == []
+    assert (
+        command_words(("https://x/y z",), "run.on_end") == ["https://x/y z"]
+        and command_words((), "x") == []
+    )
     for wrong in (('notify "open',), ("",), (" ",), ("", "a"), ("a\0",)):
         with pytest.raises(UserError, match=r"^run\.on_end"):
             resolve(RunConfig, flags={"run.on_end": wrong})
@@ -250,7 +296,10 @@ def test_a_command_is_a_text_or_a_list_and_no_shell_reads_it(monkeypatch: pytest
 )
 def test_what_only_a_shell_would_read_is_refused(text: str, mark: str) -> None:
     for key in ("on_end", "on_error"):
-        with pytest.raises(UserError, match=rf"^run\.{key} = .*: no shell reads {re.escape(mark)}[^\n]*\"-c\"[^\n]*$"):
+        with pytest.raises(
+            UserError,
+            match=rf"^run\.{key} = .*: no shell reads {re.escape(mark)}[^\n]*\"-c\"[^\n]*$",
+        ):
             resolve(RunConfig, flags={f"run.{key}": (text,)})
 
 

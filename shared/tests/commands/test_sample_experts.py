@@ -1,4 +1,5 @@
-"""Samples of a model of two experts, by the commands: each step with its expert, in whatever company, from a run and from files."""
+"""Samples of a model of two experts, by the commands: each step with its expert, in whatever
+company, from a run and from files."""
 
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,10 @@ def test_each_step_of_a_sample_goes_to_its_expert(world: TwoExperts) -> None:
     assert len(steps) == 4 * STEPS
     for _, level, weight, guidance in steps:
         name = "high_noise" if level >= BOUNDARY else "low_noise"
-        assert torch.equal(weight, patch[name]) and guidance == {"high_noise": 4.0, "low_noise": 3.0}[name]
+        assert (
+            torch.equal(weight, patch[name])
+            and guidance == {"high_noise": 4.0, "low_noise": 3.0}[name]
+        )
     assert Counter(seed for seed, *_ in steps) == {0: 2 * STEPS, 1: 2 * STEPS}
     assert [level >= BOUNDARY for _, level, *_ in steps] == [True] * 8 + [False] * 32, (
         "all of the one, then all of the other"
@@ -71,7 +75,14 @@ def test_adapter_files_are_sampled_with_as_the_run_samples(
     capsys.readouterr()
     assert world.run("sample", "--adapter", low, *asked) == 1
     assert "named after the low_noise expert, and this is the high_noise one" in error(capsys)
-    one = ("--model.preset", "one", "--model.transformer", "toy.safetensors", "--model.transformer_2", "")
+    one = (
+        "--model.preset",
+        "one",
+        "--model.transformer",
+        "toy.safetensors",
+        "--model.transformer_2",
+        "",
+    )
     assert world.run("sample", *one, "--adapter-low", low, *asked) == 1
     assert "--adapter-low is for the second of two experts" in error(capsys)
     assert world.run("sample", "--run", "nowhere", *asked) != 0

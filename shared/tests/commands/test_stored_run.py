@@ -25,10 +25,14 @@ SETTINGS = {
 
 
 def write(folder: Path, commit: str) -> StoredRun:
-    """Make a stored run in an empty folder with the code as it is; `STORED` was made so with that of 58d647d."""
+    """Make a stored run in an empty folder with the code as it is; `STORED` was made so with that
+    of 58d647d."""
     (folder / "inputs").mkdir()
     model = make_model(SPEC, SPEC.architecture.presets["tiny"], dtype=torch.bfloat16)
-    state = {official_name(name): tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    state = {
+        official_name(name): tensor.bfloat16().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     save_file(state, folder / "inputs" / "toy.safetensors")
     for number, colour in enumerate(("teal", "red", "navy", "gold", "white")):
         file = picture(folder / "inputs" / "clips" / f"{number}.png", (16, 16), colour)
@@ -38,7 +42,9 @@ def write(folder: Path, commit: str) -> StoredRun:
 
 def test_a_stored_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STORED.check(tmp_path)
-    assert "changed since the last part" not in capsys.readouterr().out, "every stored key means what it meant"
+    assert "changed since the last part" not in capsys.readouterr().out, (
+        "every stored key means what it meant"
+    )
 
 
 def test_a_run_that_is_kept_now_is_continued(tmp_path: Path) -> None:

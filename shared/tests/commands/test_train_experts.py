@@ -1,4 +1,5 @@
-"""The commands on a model of two experts: trained one after the other, sampled with in turn, exported each."""
+"""The commands on a model of two experts: trained one after the other, sampled with in turn,
+exported each."""
 
 import gc
 import json
@@ -35,7 +36,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
 
 @contextmanager
 def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The parts in the order that they are loaded; fails where one is loaded while a parameter of another lives."""
+    """The parts in the order that they are loaded; fails where one is loaded while a parameter of
+    another lives."""
     alive: list[weakref.ref[Any]] = []
     loaded: list[str] = []
     original = run.load_weights
@@ -44,7 +46,8 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         gc.collect()
         left = [reference for reference in alive if reference() is not None]
         assert not left, (
-            f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.origin.stored.source.path.name} is loaded"
+            f"{len(left)} parameters of {loaded[-1]} are alive when "
+            f"{unloaded.origin.stored.source.path.name} is loaded"
         )
         prepared = original(unloaded, **arguments)
         loaded.append(unloaded.origin.stored.source.path.stem.removeprefix("toy_"))
@@ -63,7 +66,16 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_both_in_one_run_are_each_alone_bitwise(world: TwoExperts) -> None:
-    flags = ("--ema.decay", "0.9", "--held_out.clips", "1", "--experts.rank", "[2, 3]", "--experts.lr", "[1e-2, 2e-2]")
+    flags = (
+        "--ema.decay",
+        "0.9",
+        "--held_out.clips",
+        "1",
+        "--experts.rank",
+        "[2, 3]",
+        "--experts.lr",
+        "[1e-2, 2e-2]",
+    )
     assert world.train("both", 4, *flags) == 0
     for name, rank, lr in zip(NAMES, (2, 3), (1e-2, 2e-2), strict=True):
         alone = ("--experts.train", name, "--adapter.rank", str(rank), "--optim.lr", str(lr))
@@ -71,20 +83,34 @@ def test_both_in_one_run_are_each_alone_bitwise(world: TwoExperts) -> None:
         assert equal(world.exported("both", name), world.adapter(name))
         ranks = {tensor.shape[0] for key, tensor in world.adapter(name).items() if "lora_A" in key}
         assert ranks == {rank}
-        lines = [json.loads(line) for line in (world.folder / "both" / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (world.folder / "both" / name / "metrics.jsonl").read_text().splitlines()
+        ]
         losses = [line for line in lines if "loss" in line]
-        assert [line["step"] for line in losses] == [1, 2, 3, 4] and max(line["lr"] for line in losses) == lr
-        levels = {float(key.split("_")[-1]) for line in lines for key in line if key.startswith("held_out/sigma_")}
+        assert [line["step"] for line in losses] == [1, 2, 3, 4] and max(
+            line["lr"] for line in losses
+        ) == lr
+        levels = {
+            float(key.split("_")[-1])
+            for line in lines
+            for key in line
+            if key.startswith("held_out/sigma_")
+        }
         assert levels and all(
-            (level >= BOUNDARY) == (name == "high_noise") for level in levels if "low" not in str(level)
+            (level >= BOUNDARY) == (name == "high_noise")
+            for level in levels
+            if "low" not in str(level)
         )
     high, low = (world.exported("both", name) for name in NAMES)
-    assert high.keys() == low.keys() and not any(torch.equal(high[key], low[key]) for key in high if "lora_B" in key)
+    assert high.keys() == low.keys() and not any(
+        torch.equal(high[key], low[key]) for key in high if "lora_B" in key
+    )
     assert not (world.folder / "both" / "metrics.jsonl").exists(), "metrics are each expert's"
     with safe_open(world.folder / "both" / "exports" / "both_low_noise.safetensors", "pt") as file:
-        assert file.metadata()["ditkit.expert"] == "low_noise" and file.metadata()["ditkit.base"].endswith(
-            "low_noise.safetensors"
-        )
+        assert file.metadata()["ditkit.expert"] == "low_noise" and file.metadata()[
+            "ditkit.base"
+        ].endswith("low_noise.safetensors")
 
 
 def test_the_data_is_encoded_once(world: TwoExperts) -> None:
@@ -92,7 +118,9 @@ def test_the_data_is_encoded_once(world: TwoExperts) -> None:
     assert (world.media.loads, world.text.loads) == (1, 1)
 
 
-def test_each_step_of_training_is_on_its_experts_side(world: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_of_training_is_on_its_experts_side(
+    world: TwoExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[float, float]] = []
     original = train.training_step
 
@@ -104,7 +132,9 @@ def test_each_step_of_training_is_on_its_experts_side(world: TwoExperts, monkeyp
     monkeypatch.setattr(train, "training_step", step)
     assert world.train("both", 2, "--flow.max_sigma", "0.95") == 0
     assert seen[:2] == [(0.875, 0.95)] * 2
-    assert {low for low, _ in seen[2:]} == {0.0} and all(0.8749 < high < 0.875 for _, high in seen[2:])
+    assert {low for low, _ in seen[2:]} == {0.0} and all(
+        0.8749 < high < 0.875 for _, high in seen[2:]
+    )
 
 
 def test_both_experts_are_trained_on_the_same_data_wherever_it_is(
@@ -120,7 +150,9 @@ def test_both_experts_are_trained_on_the_same_data_wherever_it_is(
     clips.rename(moved)
     stored = (run / "config.toml").read_bytes()
     assert world.train("both", 2, "--data.folder", str(edited)) == 1
-    assert f"{NAMES[0]} was trained on something else (1 changed, first '0'" in capsys.readouterr().err
+    assert (
+        f"{NAMES[0]} was trained on something else (1 changed, first '0'" in capsys.readouterr().err
+    )
     assert (run / "config.toml").read_bytes() == stored
     assert world.train("both", 2, "--data.folder", str(moved)) == 0
     assert equal(second, world.exported("both", NAMES[1]))
@@ -132,7 +164,9 @@ def test_one_expert_is_in_memory_at_a_time(
 ) -> None:
     with loads_watched(monkeypatch) as loaded:
         assert world.train("both", 1, "--sample.images", "2") == 0
-        assert loaded == [*NAMES, *NAMES], "each is trained, then each draws its steps of all four samples"
+        assert loaded == [*NAMES, *NAMES], (
+            "each is trained, then each draws its steps of all four samples"
+        )
         loaded.clear()
         assert world.run("sample", "--run", "both", "--prompt", "a", "--prompt", "b") == 0
         assert loaded == list(NAMES)
@@ -185,7 +219,9 @@ def test_a_change_that_makes_it_another_run_is_refused_in_the_expert_that_it_is_
     assert world.train("both", 2, "--experts.rank", "[2, 4]") == 1
     said = error(capsys)
     assert "low_noise contains another run" in said and "adapter.rank 3 -> 4" in said
-    assert world.train("both", 1, "--experts.rank", "[2, 4]") == 1, "a run that is complete is no other"
+    assert world.train("both", 1, "--experts.rank", "[2, 4]") == 1, (
+        "a run that is complete is no other"
+    )
     assert "adapter.rank 3 -> 4" in error(capsys)
     assert world.train("both", 2, "--experts.train", "low_noise") == 1
     assert "is a run of several experts; continue one of them with --run" in error(capsys)
@@ -217,7 +253,9 @@ def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
     )
     assert newest.read_bytes() != whole.read_bytes()
     assert world.train("both", 1) == 0
-    assert newest.read_bytes() == whole.read_bytes() and list(Path("both/samples").glob("step-000002-*"))
+    assert newest.read_bytes() == whole.read_bytes() and list(
+        Path("both/samples").glob("step-000002-*")
+    )
     capsys.readouterr()
     assert world.train("both", 1) == 0
     assert "is complete; nothing is left to do" in capsys.readouterr().out
@@ -225,15 +263,26 @@ def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
 
 @pytest.mark.slow
 def test_exports_are_one_file_for_each_expert(world: TwoExperts) -> None:
-    assert world.train("both", 2, "--export.forms", '["official", "diffusers"]', "--experts.rank", "[2, 3]") == 0
+    assert (
+        world.train(
+            "both", 2, "--export.forms", '["official", "diffusers"]', "--experts.rank", "[2, 3]"
+        )
+        == 0
+    )
     names = {file.name for file in (world.folder / "both" / "exports").iterdir()}
-    assert names == {f"both_{name}{form}.safetensors" for name in NAMES for form in ("", "_diffusers")}
+    assert names == {
+        f"both_{name}{form}.safetensors" for name in NAMES for form in ("", "_diffusers")
+    }
     assert world.run("export", "--run", "both", "--out", "mine.safetensors") == 0
     for name in NAMES:
         assert equal(load_file(f"mine_{name}.safetensors"), world.exported("both", name))
-    assert world.run("export", "--run", "both", "--merge", "--dtype", "fp32", "--out", "merged") == 0
+    assert (
+        world.run("export", "--run", "both", "--merge", "--dtype", "fp32", "--out", "merged") == 0
+    )
     for name in NAMES:
-        whole = load_file(world.folder / f"merged_{name}/transformer_official/diffusion_pytorch_model.safetensors")
+        whole = load_file(
+            world.folder / f"merged_{name}/transformer_official/diffusion_pytorch_model.safetensors"
+        )
         close = max(float((whole[key] - world.base[name][key]).abs().max()) for key in whole)
         assert 0 < close < 0.1, "its own base with its own adapter"
 
@@ -288,7 +337,12 @@ def test_class_images_that_no_text_makes_are_refused_before_experts_encode_anyth
         raise UserError("this model starts from an image")
 
     monkeypatch.setattr("ditkit_core.run.checks.check_class_prompt", refuse)
-    assert world.train("both", 1, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0") == 1
+    assert (
+        world.train(
+            "both", 1, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0"
+        )
+        == 1
+    )
     assert "this model starts from an image" in capsys.readouterr().err
     assert not list((world.folder / "cache").rglob("*.safetensors"))
 
@@ -310,24 +364,33 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         assert equal(world.exported("first", name), world.exported("second", name))
     capsys.readouterr()
     assert world.train("third", 1, "--init-from", "first/high_noise") == 1
-    assert "is a run of one transformer, and this run trains both experts; name the folder of a run of both" in error(
-        capsys
+    assert (
+        "is a run of one transformer, and this run trains both experts; name the folder of a run "
+        "of both" in error(capsys)
     )
     assert world.train("third", 1, "--init-from", "nowhere") == 1
     assert "--init-from nowhere does not exist; correct the path" in error(capsys)
-    (world.folder / "first" / "low_noise" / "state").rename(world.folder / "first" / "low_noise" / "gone")
+    (world.folder / "first" / "low_noise" / "state").rename(
+        world.folder / "first" / "low_noise" / "gone"
+    )
     assert world.train("third", 1, "--init-from", "first") == 1
     assert "has no save of the low_noise expert" in error(capsys)
     assert world.train("third", 1, "--init-from", "first", "--experts.train", "high_noise") == 1
     assert f"name its folder: --init-from {Path('first', 'high_noise')}" in error(capsys)
-    assert world.train("fourth", 0, "--init-from", "first/high_noise", "--experts.train", "high_noise") == 0
+    assert (
+        world.train("fourth", 0, "--init-from", "first/high_noise", "--experts.train", "high_noise")
+        == 0
+    )
     assert not (world.folder / "third" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--model.preset", "one", "--experts.train", "high_noise"), "experts.train is for a model of two experts"),
+        (
+            ("--model.preset", "one", "--experts.train", "high_noise"),
+            "experts.train is for a model of two experts",
+        ),
         (
             ("--model.preset", "one", "--model.transformer", "toy.safetensors"),
             "model.transformer_2 is the second of two",
@@ -335,7 +398,10 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         (("--experts.lr", "[1e-3, 1e-3, 1e-3]"), "experts.lr has 3 numbers"),
         (("--flow.max_sigma", "0.5"), "leave nothing to the high_noise expert"),
         (("--model.transformer_2", ""), "the model has no transformer_2: set model.transformer_2"),
-        (("--model.transformer_2", "nowhere.safetensors"), "model.transformer_2 = 'nowhere.safetensors'"),
+        (
+            ("--model.transformer_2", "nowhere.safetensors"),
+            "model.transformer_2 = 'nowhere.safetensors'",
+        ),
         (("--model.transformer_2", "toy.safetensors"), "toy.safetensors"),
         (("--adapter.init", "some.safetensors"), "belongs to one expert and would initialize both"),
         (
@@ -346,8 +412,14 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
             ("--base.merge", '["toy.safetensors"]'),
             "base.merge is for the high_noise expert",
         ),
-        (("--base.merge", '["toy.safetensors"]', "--experts.train", "low_noise"), "low_noise one in base.merge_low"),
-        (("--base.merge_low", '["lost.safetensors"]'), "base.merge_low: there is no file lost.safetensors"),
+        (
+            ("--base.merge", '["toy.safetensors"]', "--experts.train", "low_noise"),
+            "low_noise one in base.merge_low",
+        ),
+        (
+            ("--base.merge_low", '["lost.safetensors"]'),
+            "base.merge_low: there is no file lost.safetensors",
+        ),
         (
             (
                 "--model.preset",
@@ -392,7 +464,9 @@ def test_swapped_files_are_refused(world: TwoExperts, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_a_plan_is_of_the_one_that_is_resident(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_of_the_one_that_is_resident(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ("--train.device", "cpu", "--experts.rank", "[2, 8]")
     assert world.train("both", 1, "--plan", "--gpus", "24GiB", *flags) == 0
     said = capsys.readouterr().out
@@ -401,7 +475,16 @@ def test_a_plan_is_of_the_one_that_is_resident(world: TwoExperts, capsys: pytest
     both = json.loads(capsys.readouterr().out)
     assert (
         world.train(
-            "low", 1, "--plan", "--json", "--gpus", "24GiB", "--experts.train", "low_noise", "--adapter.rank", "8"
+            "low",
+            1,
+            "--plan",
+            "--json",
+            "--gpus",
+            "24GiB",
+            "--experts.train",
+            "low_noise",
+            "--adapter.rank",
+            "8",
         )
         == 0
     )

@@ -1,4 +1,5 @@
-"""A run that trains a LoKr or LoHa: continued, exported, sampled with, started from, checked and planned."""
+"""A run that trains a LoKr or LoHa: continued, exported, sampled with, started from, checked and
+planned."""
 
 import re
 from pathlib import Path
@@ -18,12 +19,23 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_run_goes_from_files_to_a_file_and_on_from_there(
     world: World, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    flags = ("--adapter.method", method, "--adapter.dropout", "0", "--ema.decay", "0.9", "--optim.lr", "1e-2")
+    flags = (
+        "--adapter.method",
+        method,
+        "--adapter.dropout",
+        "0",
+        "--ema.decay",
+        "0.9",
+        "--optim.lr",
+        "1e-2",
+    )
     flags += ("--adapter.targets", '["qkv", "out"]', "--held_out.clips", "1")
     assert world.train("whole", 4, *flags) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     name = {"lokr": "LoKr", "loha": "LoHa"}[method]
-    assert f"train a {name} of rank 2" in said and list((world.folder / "whole" / "samples").glob("*.png"))
+    assert f"train a {name} of rank 2" in said and list(
+        (world.folder / "whole" / "samples").glob("*.png")
+    )
     assert world.train("parts", 2, *flags) == 0 and world.train("parts", 4, *flags) == 0
     whole, parts = world.adapter("whole"), world.adapter("parts")
     assert equal(whole, parts)
@@ -34,9 +46,14 @@ def test_a_run_goes_from_files_to_a_file_and_on_from_there(
     assert world.train("other", 0, *flags, *on) == 0 and equal(world.adapter("other"), whole)
     file = world.folder / "whole" / "exports" / "whole.safetensors"
     begun = ("--adapter.init", str(file), "--adapter.dropout", "0", "--train.steps", "0")
-    assert world.run("train", "--run.folder", str(world.folder / "begun"), *begun) == 0, capsys.readouterr().err
+    assert world.run("train", "--run.folder", str(world.folder / "begun"), *begun) == 0, (
+        capsys.readouterr().err
+    )
     assert equal(world.adapter("begun"), whole)
-    assert world.run("sample", "--adapter", str(file), "--adapter.dropout", "0", "--prompt", "a cat") == 0
+    assert (
+        world.run("sample", "--adapter", str(file), "--adapter.dropout", "0", "--prompt", "a cat")
+        == 0
+    )
     capsys.readouterr()
     assert world.train("parts", 6, *flags, "--adapter.method", "lora") == 1
     assert "adapter.method" in capsys.readouterr().err
@@ -60,8 +77,19 @@ def test_what_a_lokr_or_loha_does_not_have_is_refused_before_anything_is_encoded
 
 
 @pytest.mark.parametrize("method", ["lokr", "loha"])
-def test_the_merged_export_of_a_run_is_a_base(world: World, method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--adapter.method", method, "--adapter.dropout", "0", "--optim.lr", "1e-2", "--export.merged", "true")
+def test_the_merged_export_of_a_run_is_a_base(
+    world: World, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (
+        "--adapter.method",
+        method,
+        "--adapter.dropout",
+        "0",
+        "--optim.lr",
+        "1e-2",
+        "--export.merged",
+        "true",
+    )
     assert world.train("run", 2, *flags) == 0, capsys.readouterr().err
     (folder,) = (world.folder / "run" / "exports").glob("transformer_*")
     before = load_file(world.folder / "toy.safetensors")
@@ -85,8 +113,17 @@ def test_the_merged_export_of_a_run_is_a_base(world: World, method: str, capsys:
 def test_an_alpha_that_scales_a_lokr_of_whole_factors_is_said(
     world: World, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
 ) -> None:
-    """The second factor of the layer has a side of 12. LyCORIS ignores alpha where it is whole, and we do not."""
-    flags = ("--adapter.method", "lokr", "--adapter.dropout", "0", "--adapter.targets", '["qkv"]', *flags)
+    """The second factor of the layer has a side of 12. LyCORIS ignores alpha where it is whole, and
+    we do not."""
+    flags = (
+        "--adapter.method",
+        "lokr",
+        "--adapter.dropout",
+        "0",
+        "--adapter.targets",
+        '["qkv"]',
+        *flags,
+    )
     assert world.train("run", 0, *flags) == 0
     captured = capsys.readouterr()
     said = captured.out + captured.err

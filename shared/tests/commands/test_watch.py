@@ -30,7 +30,9 @@ def test_a_run_is_watched_until_ctrl_c_without_its_model(tmp_path: Path) -> None
     run = write_run(tmp_path / "run")
     before = sorted(run.rglob("*"))
     command = [sys.executable, "-uc", PROGRAM, str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         first, tunnel = process.stdout.readline(), process.stdout.readline()
         found = re.search(r"at (http://127\.0\.0\.1:(\d+)/) ", first)
@@ -44,7 +46,9 @@ def test_a_run_is_watched_until_ctrl_c_without_its_model(tmp_path: Path) -> None
 
 
 def family() -> Family:
-    return Family(name="toy", presets=(), demo=Path("demo.toml"), spec=lambda: pytest.fail("needs no spec"))
+    return Family(
+        name="toy", presets=(), demo=Path("demo.toml"), spec=lambda: pytest.fail("needs no spec")
+    )
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

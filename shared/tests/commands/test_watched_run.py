@@ -26,7 +26,10 @@ def test_a_run_keeps_what_it_prints_also_when_it_continues_or_fails(
     assert world.train("run", 2) == 0
     said = capsys.readouterr()
     first = logged()
-    assert sorted(first) == sorted(said.out.splitlines() + said.err.splitlines()) and "[4/5] train" in first
+    assert (
+        sorted(first) == sorted(said.out.splitlines() + said.err.splitlines())
+        and "[4/5] train" in first
+    )
     assert world.train("run", 4) == 0
     again = capsys.readouterr()
     assert sorted(logged()) == sorted([*first, *again.out.splitlines(), *again.err.splitlines()])
@@ -35,10 +38,15 @@ def test_a_run_keeps_what_it_prints_also_when_it_continues_or_fails(
     assert log.read_text() == before, "another run is refused before its folder is locked"
     (world.folder / "clips" / "0.txt").unlink()
     assert world.train("run", 6) == 1
-    assert logged()[-1] == capsys.readouterr().err.splitlines()[-1] and "0.png has no caption" in logged()[-1]
+    assert (
+        logged()[-1] == capsys.readouterr().err.splitlines()[-1]
+        and "0.png has no caption" in logged()[-1]
+    )
 
 
-def test_the_page_is_written_at_steps_without_a_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_written_at_steps_without_a_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int] = []
 
     def count(folder: Path) -> Path:

@@ -32,13 +32,19 @@ def refusal(act: Callable[[], Any]) -> str:
 
 def test_short_help_has_first_sentences_of_the_keys_that_matter_and_no_types() -> None:
     text = help_text("short", ("train.steps", "optim.name", "data.frames"))
-    assert [line.split()[0] for line in text.partition("Keys:")[2].splitlines() if line.startswith("  --")] == [
+    assert [
+        line.split()[0]
+        for line in text.partition("Keys:")[2].splitlines()
+        if line.startswith("  --")
+    ] == [
         "--train.steps",
         "--optim.name",
         "--data.frames",
     ]
     words = " ".join(text.split())
-    assert "Optimizer steps of the whole run, including those before it was resumed. [1000]" in words
+    assert (
+        "Optimizer steps of the whole run, including those before it was resumed. [1000]" in words
+    )
     assert "Frames per clip. --" in words or "Frames per clip. toy-train" in words
     everything = help_text("all")
     assert not re.search(r"\(type: |Literal|Union|tuple\[|\bstr\b|\bint\b|NoneType", everything)
@@ -50,7 +56,9 @@ def test_help_explains_a_section_or_a_key_and_names_the_topics() -> None:
         key for key in (f"--{key}" for key in config_fields(RunConfig)) if key.startswith("--save.")
     ]
     key = " ".join(help_text("data.on_bad").split())
-    assert key.startswith("--data.on_bad ") and key.endswith('(one of error, skip; default "error")')
+    assert key.startswith("--data.on_bad ") and key.endswith(
+        '(one of error, skip; default "error")'
+    )
     assert "a section: run, model" in refusal(lambda: help_text("sav"))
 
 
@@ -76,7 +84,9 @@ def test_words_of_other_trainers_mean_a_key_of_ours_or_say_what_there_is() -> No
     for word, ours in FOREIGN_WORDS.items():
         assert ours in known or " " in ours
         if word not in {key.partition(".")[2] for key in known}:
-            message = refusal(lambda word=word: read_flags([f"--network.{word}", "1"], RunConfig, TrainOptions))
+            message = refusal(
+                lambda word=word: read_flags([f"--network.{word}", "1"], RunConfig, TrainOptions)
+            )
             assert message.endswith(f"; did you mean --{ours}?" if ours in known else f"; {ours}")
 
 
@@ -84,7 +94,9 @@ def test_values_of_other_trainers_are_answered_with_keys_and_values_of_ours() ->
     for key, hints in FOREIGN_VALUES.items():
         for word, hint in hints.items():
             message = refusal(
-                lambda key=key, word=word: read_flags([f"--{key}", word.upper()], RunConfig, TrainOptions)
+                lambda key=key, word=word: read_flags(
+                    [f"--{key}", word.upper()], RunConfig, TrainOptions
+                )
             )
             assert message.endswith(f'not "{word.upper()}"; {hint}')
             for ours, value in re.findall(r"(\w+\.\w+)(?: = (\w+))?", hint):
@@ -120,11 +132,16 @@ def test_settings_without_a_key_here_are_answered_too(flag: str, answer: str) ->
             '"LoCon"',
             '"LoCon"; a LoCon also adapts convolutions, which the blocks have none of; use adapter.method = lora',
         ),
-        ('"diag-oft"', '"diag-oft"; of LyCORIS\'s methods there are lora, lokr, loha and full, and adapter.use_dora'),
+        (
+            '"diag-oft"',
+            '"diag-oft"; of LyCORIS\'s methods there are lora, lokr, loha and full, and adapter.use_dora',
+        ),
         ("3", "3"),
     ],
 )
-def test_a_method_of_another_trainer_in_a_run_file_is_answered_with_ours(tmp_path: Path, value: str, hint: str) -> None:
+def test_a_method_of_another_trainer_in_a_run_file_is_answered_with_ours(
+    tmp_path: Path, value: str, hint: str
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"[adapter]\nmethod = {value}\n", encoding="utf-8")
     message = refusal(lambda: read_config_file(RunConfig, file))
@@ -160,6 +177,8 @@ def test_a_guess_is_made_only_where_it_is_close(flag: str, hint: str) -> None:
         ("encode", "--steps", "train.steps"),
     ],
 )
-def test_a_flag_without_its_section_is_first_one_of_the_command(section: str, flag: str, meant: str) -> None:
+def test_a_flag_without_its_section_is_first_one_of_the_command(
+    section: str, flag: str, meant: str
+) -> None:
     message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions, section=section))
     assert message == f"unknown key {flag} on the command line; did you mean --{meant}?"

@@ -19,7 +19,9 @@ LAYERS = ["layers.0.attn.q", "layers.0.attn.to_q", "layers.1.ffn.0"]
         ("^ffn.0", []),
     ],
 )
-def test_a_pattern_is_an_end_of_a_name_or_a_glob_or_a_whole_name(pattern: str, fitting: list[str]) -> None:
+def test_a_pattern_is_an_end_of_a_name_or_a_glob_or_a_whole_name(
+    pattern: str, fitting: list[str]
+) -> None:
     assert [layer for layer in LAYERS if fits(layer, pattern)] == fitting
 
 
@@ -30,18 +32,24 @@ def test_the_first_pattern_that_fits_counts() -> None:
 
 @pytest.mark.parametrize("entry", ["q", "=4", "q=", "q=0", "q=1.5", "q=-1", "q=x"])
 def test_an_entry_that_is_no_rank_is_refused(entry: str) -> None:
-    with pytest.raises(UserError, match="is not PATTERN=RANK; write a layer pattern, = and a whole number"):
+    with pytest.raises(
+        UserError, match="is not PATTERN=RANK; write a layer pattern, = and a whole number"
+    ):
         parse_patterns("adapter.rank_pattern", [entry], "RANK", is_integer=True)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1e-4"])
 def test_an_entry_that_is_no_rate_is_refused(value: str) -> None:
-    with pytest.raises(UserError, match="is not PATTERN=RATE; write a layer pattern, = and a number above 0"):
+    with pytest.raises(
+        UserError, match="is not PATTERN=RATE; write a layer pattern, = and a number above 0"
+    ):
         parse_patterns("optim.lr_pattern", [f"q={value}"], "RATE")
 
 
 def test_patterns_that_decide_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match="'k' fits no trained layer; the names are like layers.0.attn.q"):
+    with pytest.raises(
+        UserError, match="'k' fits no trained layer; the names are like layers.0.attn.q"
+    ):
         check_used("key", {"q": 1.0, "k": 2.0}, LAYERS)
     with pytest.raises(UserError, match="patterns before 'attn.q' fit all of its layers"):
         check_used("key", {"*.attn.*": 1.0, "attn.q": 2.0}, LAYERS)

@@ -11,7 +11,12 @@ from ditkit_core.config.nearest import nearest_word, path_remedy
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("runs/cats/inputs/checkpoint", "clips/day", "models/wan"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("clips/a.png", "clips/Üben.png", "models/wan/vae.safetensors", "models/lora_v2.safetensors"):
+    for name in (
+        "clips/a.png",
+        "clips/Üben.png",
+        "models/wan/vae.safetensors",
+        "models/lora_v2.safetensors",
+    ):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -33,22 +38,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("runs/quux/inputs/checkpoint", "correct the path: runs exists, and contains no quux"),
         ("models\\wan", "it is written with backslashes, as on Windows; write models/wan"),
         ("D:\\clips", "it is a path of Windows; write its path on this machine"),
-        ("https://example.org/a.png", "it is an address; download it, and write the path of the file"),
-        ("clips/https:/example.org/a.png", "it is an address; download it, and write the path of the file"),
+        (
+            "https://example.org/a.png",
+            "it is an address; download it, and write the path of the file",
+        ),
+        (
+            "clips/https:/example.org/a.png",
+            "it is an address; download it, and write the path of the file",
+        ),
         ("clips ", "leave out the spaces around it"),
         ("~nobody-here\0/clips", "correct the path"),
         ("a\0b", "correct the path"),
     ],
 )
-def test_a_path_that_is_not_there_is_answered_with_the_one_that_is(here: Path, written: str, remedy: str) -> None:
+def test_a_path_that_is_not_there_is_answered_with_the_one_that_is(
+    here: Path, written: str, remedy: str
+) -> None:
     assert path_remedy(written) == remedy
     if written.startswith(("runs", "models/")):
         absolute = path_remedy(here / written)
-        assert absolute == remedy.replace("mean ", f"mean {here}/").replace(": runs exists", f": {here}/runs exists")
+        assert absolute == remedy.replace("mean ", f"mean {here}/").replace(
+            ": runs exists", f": {here}/runs exists"
+        )
 
 
 def test_a_name_in_another_unicode_form_is_not_suggested_as_if_it_were_another(here: Path) -> None:
-    assert path_remedy("clips/U\u0308ben.png").startswith("a name that looks the same is there in another Unicode form")
+    assert path_remedy("clips/U\u0308ben.png").startswith(
+        "a name that looks the same is there in another Unicode form"
+    )
 
 
 def test_a_path_from_the_run_files_folder_is_recognised(here: Path) -> None:
@@ -56,7 +73,9 @@ def test_a_path_from_the_run_files_folder_is_recognised(here: Path) -> None:
     assert remedy == f"paths start at the working directory; did you mean {here}/clips/day?"
 
 
-def test_a_folder_that_cannot_be_read_is_no_reason_to_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_no_reason_to_fail(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: object) -> None:
         raise PermissionError(path)
 
@@ -64,7 +83,9 @@ def test_a_folder_that_cannot_be_read_is_no_reason_to_fail(here: Path, monkeypat
     assert path_remedy("clip") == "correct the path"
 
 
-@pytest.mark.parametrize(("word", "near"), [("T2V-13b", "t2v-1.3b"), ("t2v_14b", "t2v-14b"), ("hunyuan", ""), ("", "")])
+@pytest.mark.parametrize(
+    ("word", "near"), [("T2V-13b", "t2v-1.3b"), ("t2v_14b", "t2v-14b"), ("hunyuan", ""), ("", "")]
+)
 def test_a_word_is_compared_whatever_its_case(word: str, near: str) -> None:
     assert nearest_word(word, ["t2v-1.3b", "t2v-14b", "i2v-a14b"]) == near
     assert nearest_word(word, []) == ""

@@ -66,22 +66,31 @@ def test_a_key_that_was_part_of_another_may_have_the_value_of_that() -> None:
     older = {key: value for key, value in STORED.items() if key != "keys.targets_low"}
     for same in ((), ("q",)):
         assert compare(older, Tree(keys=Keys(targets_low=same))) == ([], [])
-    assert compare(older, Tree(keys=Keys(targets_low=("k",)))).refused == [ConfigChange("keys.targets_low", [], ["k"])]
-    assert compare(STORED, Tree(keys=Keys(targets_low=("q",)))).refused == [ConfigChange("keys.targets_low", [], ["q"])]
+    assert compare(older, Tree(keys=Keys(targets_low=("k",)))).refused == [
+        ConfigChange("keys.targets_low", [], ["k"])
+    ]
+    assert compare(STORED, Tree(keys=Keys(targets_low=("q",)))).refused == [
+        ConfigChange("keys.targets_low", [], ["q"])
+    ]
 
 
 def test_what_a_machine_decided_is_compared_as_it_was_decided() -> None:
-    """Its default is a question, which is no change where a run that is older than the key has no answer stored."""
+    """Its default is a question, which is no change where a run that is older than the key has no
+    answer stored."""
     config = Tree(keys=Keys(kernels="torch"))
     assert compare(STORED | {"keys.kernels": "torch"}, config) == ([], [])
     assert compare(STORED | {"keys.kernels": "triton"}, config).stated == [
         ConfigChange("keys.kernels", "triton", "torch")
     ]
-    assert compare({key: value for key, value in STORED.items() if key != "keys.kernels"}, config) == ([], [])
+    assert compare(
+        {key: value for key, value in STORED.items() if key != "keys.kernels"}, config
+    ) == ([], [])
 
 
 def test_an_optional_value_that_was_set_and_is_not_any_more_is_a_change() -> None:
-    assert compare(STORED | {"keys.alpha": 2.0}, Tree()).refused == [ConfigChange("keys.alpha", 2.0, None)]
+    assert compare(STORED | {"keys.alpha": 2.0}, Tree()).refused == [
+        ConfigChange("keys.alpha", 2.0, None)
+    ]
 
 
 def test_a_key_that_is_no_longer_known_is_stated() -> None:
@@ -93,7 +102,9 @@ def test_a_key_that_is_no_longer_known_is_stated() -> None:
 
 
 def test_the_refusal_names_each_key_with_both_values_and_the_remedy(tmp_path: Path) -> None:
-    message = str(refuse(compare(STORED, Tree(keys=Keys(rank=8, targets=()))).refused, Path("runs/a")))
+    message = str(
+        refuse(compare(STORED, Tree(keys=Keys(rank=8, targets=()))).refused, Path("runs/a"))
+    )
     assert 'keys.rank 16 -> 8; keys.targets ["q"] -> []' in message
     assert "--init-from runs" in message and "--run.folder NEW" in message and "\n" not in message
     run = tmp_path / "my cats"
@@ -104,9 +115,12 @@ def test_the_refusal_names_each_key_with_both_values_and_the_remedy(tmp_path: Pa
             (run / "exports" / f"{name}.safetensors").touch()
         said = str(refuse(of_adapter, run))
         assert said.endswith(
-            f"build on its adapter in a new run with --run.folder NEW --base.merge '{run}/exports/{name or 'my cats'}.safetensors'"
+            f"build on its adapter in a new run with --run.folder NEW --base.merge "
+            f"'{run}/exports/{name or 'my cats'}.safetensors'"
         )
-    assert "--init-from" in str(refuse([ConfigChange("adapter.method", "lora", "full")], run)), "nothing to merge"
+    assert "--init-from" in str(refuse([ConfigChange("adapter.method", "lora", "full")], run)), (
+        "nothing to merge"
+    )
     spaced = str(refuse([], Path("my runs")))
     assert spaced.endswith("--init-from 'my runs'"), "what a shell reads as one word"
 

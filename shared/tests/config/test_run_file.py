@@ -39,18 +39,32 @@ def refused(file: Path, content: bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"job: extension\nconfig:\n  name: cats\n", f"is YAML, as ai-toolkit has it, and a run file is TOML: {KEYS}"),
-        (b"# cats\n---\nsteps: 3\n", f"is YAML, as ai-toolkit has it, and a run file is TOML: {KEYS}"),
-        (b'{"method": "LORA"}', f"is JSON, as OneTrainer and SimpleTuner have it, and a run file is TOML: {KEYS}"),
+        (
+            b"job: extension\nconfig:\n  name: cats\n",
+            f"is YAML, as ai-toolkit has it, and a run file is TOML: {KEYS}",
+        ),
+        (
+            b"# cats\n---\nsteps: 3\n",
+            f"is YAML, as ai-toolkit has it, and a run file is TOML: {KEYS}",
+        ),
+        (
+            b'{"method": "LORA"}',
+            f"is JSON, as OneTrainer and SimpleTuner have it, and a run file is TOML: {KEYS}",
+        ),
         (b"#!/bin/bash\naccelerate launch x.py\n", f"is a script, and a run file is TOML: {KEYS}"),
-        (b"accelerate launch wan_train_network.py --lr 1\n", f"is a script, and a run file is TOML: {KEYS}"),
+        (
+            b"accelerate launch wan_train_network.py --lr 1\n",
+            f"is a script, and a run file is TOML: {KEYS}",
+        ),
         (b"<!DOCTYPE html><html>", f"is a web page, and a run file is TOML: {KEYS}"),
         (b"GGUF\x03\0\0\0\xff\xff", "is a GGUF file; a run file is TOML, saved as UTF-8"),
         (b"\x40\0\0\0\0\0\0\0{\xff", "is a safetensors file; a run file is TOML, saved as UTF-8"),
         (b"\xffx", "is not UTF-8 text; a run file is TOML, saved as UTF-8"),
     ],
 )
-def test_a_file_that_is_no_run_file_is_named_by_its_kind(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_run_file_is_named_by_its_kind(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     assert refused(tmp_path / "run.toml", content) == message
 
 
@@ -76,12 +90,20 @@ def test_of_a_file_of_any_size_no_more_is_read_than_a_run_file_has(tmp_path: Pat
         ("folder = “clips”", "which is 'folder = “clips”'; write straight quotes: \"text\""),
         ("folder", "which is 'folder'; write key = value"),
         ("--data.frames 5", "without dashes, in its section: [train] and below it steps = 5"),
-        ('folder = "clips', "which is 'folder = \"clips'; a text ends with the quotes that it begins with"),
-        ("folders = ['a'\n'b']", "which is \"'b']\"; items are separated by commas, and the list ends with ]"),
+        (
+            'folder = "clips',
+            "which is 'folder = \"clips'; a text ends with the quotes that it begins with",
+        ),
+        (
+            "folders = ['a'\n'b']",
+            "which is \"'b']\"; items are separated by commas, and the list ends with ]",
+        ),
         ('folder = "C:\\Users"', "write the path in single quotes, or with forward slashes"),
     ],
 )
-def test_a_line_that_is_not_toml_is_quoted_with_the_remedy(tmp_path: Path, lines: str, end: str) -> None:
+def test_a_line_that_is_not_toml_is_quoted_with_the_remedy(
+    tmp_path: Path, lines: str, end: str
+) -> None:
     message = refused(tmp_path / "run.toml", f"[data]\n{lines}".encode())
     assert message.startswith("is not TOML: ") and message.endswith(end)
 
@@ -93,35 +115,53 @@ def test_a_line_that_is_not_toml_is_quoted_with_the_remedy(tmp_path: Path, lines
             "[data]\nfps = 3\n[train]\nsteps = 1\n[data]\n",
             "has the section [data] twice, in lines 1 and 5; put all keys below the first one",
         ),
-        ("[data]\nfps = 3\nfps = 4", "has the key data.fps twice, in lines 2 and 3; leave one of the lines out"),
+        (
+            "[data]\nfps = 3\nfps = 4",
+            "has the key data.fps twice, in lines 2 and 3; leave one of the lines out",
+        ),
     ],
 )
-def test_what_is_there_twice_is_named_with_both_lines(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_there_twice_is_named_with_both_lines(
+    tmp_path: Path, text: str, message: str
+) -> None:
     assert refused(tmp_path / "run.toml", text.encode()) == message
 
 
 def test_a_section_next_to_its_dotted_keys_is_named_without_words_of_python(tmp_path: Path) -> None:
     message = refused(tmp_path / "run.toml", b"data.fps = 3\n[data]\nframes = 5")
-    assert "Cannot declare [data] twice" in message and message.endswith("put all keys of a section below its name")
+    assert "Cannot declare [data] twice" in message and message.endswith(
+        "put all keys of a section below its name"
+    )
 
 
 @pytest.mark.parametrize("digits", ["1" + "0" * 400, "9" * 4000, f"-{'9' * 400}", str(2**63)])
-def test_a_number_that_nothing_can_store_is_refused_where_it_is_read(tmp_path: Path, digits: str) -> None:
+def test_a_number_that_nothing_can_store_is_refused_where_it_is_read(
+    tmp_path: Path, digits: str
+) -> None:
     file = tmp_path / "run.toml"
-    for key, kind in (("train.steps", "a whole number"), ("optim.lr", "a number"), ("train.threads", "a whole number")):
+    for key, kind in (
+        ("train.steps", "a whole number"),
+        ("optim.lr", "a number"),
+        ("train.threads", "a whole number"),
+    ):
         if key == "optim.lr" and len(digits) < 309:
             continue  # as a float it is a number like others
         section, name = key.split(".")
         file.write_text(f"[{section}]\n{name} = {digits}")
         message = refusal(lambda: resolve(RunConfig, file=file))
-        assert message.startswith(f"{key} in {file} must be {kind}, not {digits[:40]}") and len(message) < 400
+        assert (
+            message.startswith(f"{key} in {file} must be {kind}, not {digits[:40]}")
+            and len(message) < 400
+        )
         assert message.endswith("that number is too large")
         refusal(lambda key=key: read_flags([f"--{key}={digits}"], RunConfig, TrainOptions))
     file.write_text(f"[optim]\nbetas = [0.9, {digits.ljust(310, '0')}]")
     assert "optim.betas" in refusal(lambda: resolve(RunConfig, file=file))
 
 
-def test_the_largest_numbers_are_read_and_a_list_holds_none_that_is_not_finite(tmp_path: Path) -> None:
+def test_the_largest_numbers_are_read_and_a_list_holds_none_that_is_not_finite(
+    tmp_path: Path,
+) -> None:
     read = read_flags([f"--train.steps={2**63 - 1}", "--optim.lr=1e308"], RunConfig, TrainOptions)
     assert dict(read.values) == {"train.steps": 2**63 - 1, "optim.lr": 1e308}
     (tmp_path / "run.toml").write_text("[optim]\nbetas = [nan, 0.9]")

@@ -1,4 +1,5 @@
-"""A folder of things that go wrong with clips, captions and metadata: each is one line that names the file and a remedy."""
+"""A folder of things that go wrong with clips, captions and metadata: each is one line that names
+the file and a remedy."""
 
 import json
 import os
@@ -28,7 +29,9 @@ def add(folder: Path, name: str, caption: str | bytes | None = "a clip", frames:
         path, **({} if path.suffix == ".png" else {"frames": frames})
     )
     if caption is not None:
-        path.with_suffix(".txt").write_bytes(caption if isinstance(caption, bytes) else caption.encode())
+        path.with_suffix(".txt").write_bytes(
+            caption if isinstance(caption, bytes) else caption.encode()
+        )
     return path
 
 
@@ -144,7 +147,9 @@ def json_number_among_captions(folder: Path) -> str:
 
 
 def json_two_reference_columns(folder: Path) -> str:
-    return json_lines(folder, {"file_name": "bad.mp4", "text": "x", "control": "a.png", "references": "b.png"})
+    return json_lines(
+        folder, {"file_name": "bad.mp4", "text": "x", "control": "a.png", "references": "b.png"}
+    )
 
 
 def folder_called_video(folder: Path) -> str:
@@ -211,7 +216,9 @@ SKIPPABLE = [
 
 
 @pytest.mark.parametrize("spoil", SKIPPABLE)
-def test_a_bad_entry_stops_the_scan_or_is_left_out(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+def test_a_bad_entry_stops_the_scan_or_is_left_out(
+    tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
     folder = tmp_path / "set"
     add(folder, "good.mp4")
     name = spoil(folder)
@@ -233,7 +240,8 @@ def test_a_caption_column_given_twice_is_refused(tmp_path: Path) -> None:
     add(tmp_path, "good.mp4")
     (tmp_path / "metadata.csv").write_text("video,caption,caption\ngood.mp4,one,two\n")
     assert_one_line(
-        lambda: look(tmp_path, on_bad="skip"), "metadata.csv line 1 has 2 caption columns, caption, caption"
+        lambda: look(tmp_path, on_bad="skip"),
+        "metadata.csv line 1 has 2 caption columns, caption, caption",
     )
 
 
@@ -241,12 +249,20 @@ def test_a_caption_column_given_twice_is_refused(tmp_path: Path) -> None:
 def test_metadata_that_is_a_folder_is_said(tmp_path: Path, settings: dict[str, str]) -> None:
     add(tmp_path, "good.mp4")
     (tmp_path / "metadata.csv").mkdir()
-    assert_one_line(lambda: look(tmp_path, on_bad="skip", **settings), "metadata.csv is not a regular file")
+    assert_one_line(
+        lambda: look(tmp_path, on_bad="skip", **settings), "metadata.csv is not a regular file"
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "denied"),
-    [("stat", ""), ("stat", "metadata.jsonl"), ("scandir", ""), ("scandir", "sub"), ("stat", "good.mp4")],
+    [
+        ("stat", ""),
+        ("stat", "metadata.jsonl"),
+        ("scandir", ""),
+        ("scandir", "sub"),
+        ("stat", "good.mp4"),
+    ],
 )
 def test_what_may_not_be_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, denied: str
@@ -264,7 +280,9 @@ def test_what_may_not_be_read_is_one_line(
     assert_one_line(lambda: look(tmp_path), str(tmp_path / denied), "Permission denied")
 
 
-def test_metadata_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_that_may_not_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(tmp_path, "good.mp4")
     json_lines(tmp_path)
 
@@ -325,14 +343,18 @@ def test_columns_found_and_accepted_are_listed(tmp_path: Path) -> None:
     add(tmp_path, "good.mp4")
     csv_without_header(tmp_path)
     message = assert_one_line(lambda: look(tmp_path), "metadata.csv")
-    assert "found good.mp4, a good clip; accepted: file_name, video, image, file_path, path" in message
+    assert (
+        "found good.mp4, a good clip; accepted: file_name, video, image, file_path, path" in message
+    )
 
 
 def test_a_folder_with_nothing_usable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no clips here")
     assert_one_line(lambda: look(tmp_path), str(tmp_path), "no media file; accepted: .3gp .avi")
     caption_missing(tmp_path)
-    assert_one_line(lambda: look(tmp_path, on_bad="skip"), "no usable sample", "bad.mp4 has no caption")
+    assert_one_line(
+        lambda: look(tmp_path, on_bad="skip"), "no usable sample", "bad.mp4 has no caption"
+    )
 
 
 def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:

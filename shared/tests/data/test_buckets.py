@@ -18,11 +18,19 @@ from ditkit_core.data.buckets import (
 from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 
-SETS = [(1024, 1024, 64, 2.0), (1024, 1024, 16, 4.0), (512, 512, 64, 2.0), (480, 832, 16, 2.5), (96, 96, 16, 1.7)]
+SETS = [
+    (1024, 1024, 64, 2.0),
+    (1024, 1024, 16, 4.0),
+    (512, 512, 64, 2.0),
+    (480, 832, 16, 2.5),
+    (96, 96, 16, 1.7),
+]
 
 
 @pytest.mark.parametrize(("height", "width", "step", "aspect"), SETS)
-def test_sizes_have_about_the_area_the_step_and_the_aspect(height: int, width: int, step: int, aspect: float) -> None:
+def test_sizes_have_about_the_area_the_step_and_the_aspect(
+    height: int, width: int, step: int, aspect: float
+) -> None:
     sizes = bucket_sizes(height, width, step=step, max_aspect=aspect)
     assert sizes == tuple(sorted(set(sizes))) and {(w, h) for h, w in sizes} == set(sizes)
     for h, w in sizes:
@@ -32,7 +40,9 @@ def test_sizes_have_about_the_area_the_step_and_the_aspect(height: int, width: i
 
 
 @pytest.mark.parametrize(("height", "width", "step", "aspect"), SETS)
-def test_aspects_are_dense_up_to_the_largest(height: int, width: int, step: int, aspect: float) -> None:
+def test_aspects_are_dense_up_to_the_largest(
+    height: int, width: int, step: int, aspect: float
+) -> None:
     ratios = sorted({w / h for h, w in bucket_sizes(height, width, step=step, max_aspect=aspect)})
     shortest = math.sqrt(height * width / aspect)
     assert all(b / a < 1 + 2 * step / shortest for a, b in itertools.pairwise(ratios))
@@ -76,12 +86,20 @@ def test_counts_are_reported_by_size() -> None:
 
 
 @pytest.mark.parametrize(("height", "width", "step", "aspect"), SETS)
-def test_sizes_of_other_shapes_have_no_more_pixels(height: int, width: int, step: int, aspect: float) -> None:
+def test_sizes_of_other_shapes_have_no_more_pixels(
+    height: int, width: int, step: int, aspect: float
+) -> None:
     sizes = sizes_within(height, width, step=step, max_aspect=aspect)
     assert {(height, width), (width, height)} <= set(sizes) == {(w, h) for h, w in sizes}
     for h, w in set(sizes) - {(height, width), (width, height)}:
-        assert h % step == w % step == 0 and max(h, w) / min(h, w) <= aspect and h * w <= height * width
-        assert h * (w + step) > height * width or w * (h + step) > height * width, "one side is as long as it can be"
+        assert (
+            h % step == w % step == 0
+            and max(h, w) / min(h, w) <= aspect
+            and h * w <= height * width
+        )
+        assert h * (w + step) > height * width or w * (h + step) > height * width, (
+            "one side is as long as it can be"
+        )
 
 
 def test_a_step_larger_than_the_picture_leaves_one_size() -> None:
@@ -100,7 +118,9 @@ def test_a_step_larger_than_the_picture_leaves_one_size() -> None:
         ((300, 4000), (448, 832)),
     ],
 )
-def test_what_is_cut_little_keeps_the_configured_size(size: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_what_is_cut_little_keeps_the_configured_size(
+    size: tuple[int, int], expected: tuple[int, int]
+) -> None:
     own = (480, 832)
     resolution = Resolution(sizes=sizes_within(*own, step=64, max_aspect=2.0), kept=own)
     assert resolution.of(*size) in (expected, expected[::-1] if size[0] == size[1] else expected)
@@ -111,7 +131,11 @@ def test_what_is_cut_little_keeps_the_configured_size(size: tuple[int, int], exp
 
 def test_the_share_that_is_cut_away() -> None:
     assert cut_share(100, 100, (50, 50)) == cut_share(3, 2, (300, 200)) == 0
-    assert cut_share(1920, 1080, (480, 832)) == cut_share(1080, 1920, (832, 480)) == pytest.approx(0.6755, abs=1e-4)
+    assert (
+        cut_share(1920, 1080, (480, 832))
+        == cut_share(1080, 1920, (832, 480))
+        == pytest.approx(0.6755, abs=1e-4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +150,9 @@ def test_the_share_that_is_cut_away() -> None:
         ((300, 300), (512, 512)),
     ],
 )
-def test_a_sample_has_the_largest_resolution_that_it_fills(size: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_a_sample_has_the_largest_resolution_that_it_fills(
+    size: tuple[int, int], expected: tuple[int, int]
+) -> None:
     config = DataConfig(folder="x", resolutions=(512, 1024, 768), height=1024, width=1024)
     assert size_of(*size, resolutions_of(config, 16)) == expected
 

@@ -39,9 +39,13 @@ TAGS = "one, two, three, four, five"
 def test_tags_are_sampled_in_as_many_orders_as_asked_for() -> None:
     orders = tag_orders(TAGS, config(shuffle_tags=True, tag_variants=6))
     assert orders[0] == TAGS and len(set(orders)) == len(orders) == 6
-    assert {tuple(sorted(order.split(", "))) for order in orders} == {tuple(sorted(TAGS.split(", ")))}
+    assert {tuple(sorted(order.split(", "))) for order in orders} == {
+        tuple(sorted(TAGS.split(", ")))
+    }
     assert orders == tag_orders(TAGS, config(shuffle_tags=True, tag_variants=6))
-    assert tag_orders(TAGS, config(shuffle_tags=True, tag_variants=3)) == orders[:3], "others stay in the cache"
+    assert tag_orders(TAGS, config(shuffle_tags=True, tag_variants=3)) == orders[:3], (
+        "others stay in the cache"
+    )
     assert tag_orders(TAGS, config(shuffle_tags=True, tag_variants=6, seed=1))[1:] != orders[1:]
 
 
@@ -53,9 +57,13 @@ def test_first_tags_may_be_kept_and_few_tags_have_few_orders() -> None:
 
 
 def test_another_separator_and_a_trigger_among_the_tags() -> None:
-    semicolons = tag_orders("a, b; c; d", config(shuffle_tags=True, tag_separator=";", tag_variants=64))
+    semicolons = tag_orders(
+        "a, b; c; d", config(shuffle_tags=True, tag_separator=";", tag_variants=64)
+    )
     assert len(semicolons) == 6 and "a, b; d; c" in semicolons
-    found = captions_of(("one, ohwx, two",), config(shuffle_tags=True, trigger="ohwx", tag_variants=64))
+    found = captions_of(
+        ("one, ohwx, two",), config(shuffle_tags=True, trigger="ohwx", tag_variants=64)
+    )
     assert set(found) == {"ohwx, one, two", "ohwx, two, one"}
     assert captions_of(("one",), config(shuffle_tags=True, trigger="ohwx")) == ("ohwx, one",)
 
@@ -74,8 +82,14 @@ def test_several_captions_keep_their_order_and_are_reported_once() -> None:
         ({"keep_tags": 1}, "data.keep_tags = 1 has no effect without data.shuffle_tags = true"),
         ({"tag_variants": 8}, "data.tag_variants = 8 has no effect without data.shuffle_tags"),
         ({"tag_separator": ";"}, "data.tag_separator = ; has no effect without"),
-        ({"shuffle_tags": True, "tag_variants": 65}, "data.tag_variants = 65 is not between 1 and 64; set 64"),
-        ({"shuffle_tags": True, "keep_tags": -1}, "data.keep_tags = -1 is not between 0 and 1000; set 0"),
+        (
+            {"shuffle_tags": True, "tag_variants": 65},
+            "data.tag_variants = 65 is not between 1 and 64; set 64",
+        ),
+        (
+            {"shuffle_tags": True, "keep_tags": -1},
+            "data.keep_tags = -1 is not between 0 and 1000; set 0",
+        ),
     ],
 )
 def test_caption_settings_that_do_nothing_are_said(settings: dict[str, Any], said: str) -> None:

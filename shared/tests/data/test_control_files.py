@@ -1,4 +1,5 @@
-"""What goes with a clip: columns of metadata, folders of equally named files, and what is wrong with them."""
+"""What goes with a clip: columns of metadata, folders of equally named files, and what is wrong
+with them."""
 
 import json
 import os
@@ -78,7 +79,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json"])
 def test_columns_and_their_other_names_become_controls(folder: Path, kind: str) -> None:
     full = {
-        "file_path": "a.mp4", "text": "one", "type": "video", "pose": "extra/depth.mp4", "input_image": "extra/face.png",
+        "file_path": "a.mp4", "text": "one", "type": "video", "pose": "extra/depth.mp4",
+        "input_image": "extra/face.png",
         "music": "extra/song.wav", "direction": "left", "poses": "extra/poses.npy",
     }  # fmt: skip
     rows(folder, full, {"file_path": "b.mp4", "text": "two"}, kind=kind)
@@ -123,15 +125,24 @@ def row(**controls: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "control_vide": (row(control_vide="x"), "has a column 'control_vide'; did you mean 'control_video'\\?"),
-    "twice": (row(pose="a.mp4", control_video="a.mp4"), "'pose' and 'control_video', which mean the same; remove one"),
+    "control_vide": (
+        row(control_vide="x"),
+        "has a column 'control_vide'; did you mean 'control_video'\\?",
+    ),
+    "twice": (
+        row(pose="a.mp4", control_video="a.mp4"),
+        "'pose' and 'control_video', which mean the same; remove one",
+    ),
     "gone": (row(pose="gone.mp4"), "control_video .*gone.mp4 does not exist; correct the path"),
     "outside": (row(pose="../../x.mp4"), "leaves the dataset folder"),
     "kind": (
         row(pose="extra/song.wav"),
         "control_video .*song.wav is not of kind video by its extension; accepted: .3gp .avi",
     ),
-    "a video for a picture": (row(first_image="a.mp4"), "first_image .*a.mp4 is not of kind image by its extension"),
+    "a video for a picture": (
+        row(first_image="a.mp4"),
+        "first_image .*a.mp4 is not of kind image by its extension",
+    ),
     "several": (
         row(first_image=["extra/face.png", "extra/face.png"]),
         "'first_image' is not the path of a single file",
@@ -141,7 +152,10 @@ BAD = {
     "object": (row(direction={"to": 1}), "'direction' is not a text"),
     "null byte": (row(pose="a\0.mp4"), "has a character that no file name can have"),
     "a folder": (row(poses="extra"), "poses .*extra is a folder, not a file"),
-    "images without numbers": (row(pose="extra"), "control_video: .*extra does not contain only numbered images"),
+    "images without numbers": (
+        row(pose="extra"),
+        "control_video: .*extra does not contain only numbered images",
+    ),
 }
 
 
@@ -157,7 +171,9 @@ def test_a_bad_control_is_a_bad_entry(folder: Path, kind: str) -> None:
 
 def test_a_misspelt_column_of_a_table_stops_it_all(folder: Path) -> None:
     (folder / "metadata.csv").write_text("video,text,control_vidoe\na.mp4,x,extra/depth.mp4\n")
-    with pytest.raises(UserError, match="line 1 has a column 'control_vidoe'; did you mean 'control_video'"):
+    with pytest.raises(
+        UserError, match="line 1 has a column 'control_vidoe'; did you mean 'control_video'"
+    ):
         look(folder, on_bad="skip")
 
 
@@ -165,7 +181,9 @@ def test_a_misspelt_column_of_a_table_stops_it_all(folder: Path) -> None:
 def test_empty_and_foreign_files_are_said(folder: Path, content: str) -> None:
     (folder / "bad.mp4").write_text(content)
     rows(folder, row(pose="bad.mp4"))
-    with pytest.raises(UserError, match=r"control_video.*bad.mp4 (is empty \(0 bytes\)|cannot be read as a video)"):
+    with pytest.raises(
+        UserError, match=r"control_video.*bad.mp4 (is empty \(0 bytes\)|cannot be read as a video)"
+    ):
         look(folder)
 
 
@@ -173,37 +191,56 @@ def test_a_control_video_must_last_as_long_as_what_is_read_of_its_clip(folder: P
     numbered_video(folder / "extra" / "depth.mp4", fps=16, frames=12)
     rows(folder, row(pose="extra/depth.mp4"))
     assert len(look(folder).samples) == 1
-    with pytest.raises(UserError, match="depth.mp4 has 12 frames at 16 fps, but its clip needs 24; make it as long"):
+    with pytest.raises(
+        UserError, match="depth.mp4 has 12 frames at 16 fps, but its clip needs 24; make it as long"
+    ):
         look(folder, windows="uniform", clips_per_file=2)
     rows(folder, row(pose="extra/face.png"))
-    assert len(look(folder, windows="uniform", clips_per_file=2).samples) == 2, "a still picture lasts"
+    assert len(look(folder, windows="uniform", clips_per_file=2).samples) == 2, (
+        "a still picture lasts"
+    )
 
 
 def test_an_image_of_one_moment_is_not_shared_by_other_windows(folder: Path) -> None:
     moment = (Column(name="start", kind="image", moment="begin"),)
-    rows(folder, {"video": "a.mp4", "text": "x", "start": "extra/face.png"}, {"video": "b.mp4", "text": "x"})
+    rows(
+        folder,
+        {"video": "a.mp4", "text": "x", "start": "extra/face.png"},
+        {"video": "b.mp4", "text": "x"},
+    )
     assert len(look(folder, columns=moment).samples) == 2
     for windows in ("all", "uniform"):
         with pytest.raises(
-            UserError, match="start .*face.png shows how one clip begins, but data.windows takes .* from its file"
+            UserError,
+            match="start .*face.png shows how one clip begins, but data.windows takes .* from its file",
         ):
             look(folder, columns=moment, windows=windows)
         left = look(folder, columns=moment, windows=windows, on_bad="skip")
         assert {sample.media.name for sample in left.samples} == {"b.mp4"}
-    assert len(look(folder, columns=moment, windows="all", frames=21).samples) == 2, "one window, at the start"
+    assert len(look(folder, columns=moment, windows="all", frames=21).samples) == 2, (
+        "one window, at the start"
+    )
 
 
 def test_a_required_column_that_is_missing_is_a_bad_entry(folder: Path) -> None:
     needed = (Column(name="control_video", kind="video", required=True),)
-    rows(folder, {"video": "a.mp4", "text": "x", "control_video": "extra/depth.mp4"}, {"video": "b.mp4", "text": "x"})
-    with pytest.raises(UserError, match="b.mp4 has no control_video, which this model requires; add it"):
+    rows(
+        folder,
+        {"video": "a.mp4", "text": "x", "control_video": "extra/depth.mp4"},
+        {"video": "b.mp4", "text": "x"},
+    )
+    with pytest.raises(
+        UserError, match="b.mp4 has no control_video, which this model requires; add it"
+    ):
         look(folder, columns=needed)
     assert [sample.id for sample in look(folder, columns=needed, on_bad="skip").samples] == ["a"]
 
 
 def beside(folder: Path, *, on_bad: str = "error") -> list[Sample]:
     masks = folder.parent / "masks"
-    return look(folder, controls=(f"pose = {masks}", f"direction={folder / 'says'}"), on_bad=on_bad).samples
+    return look(
+        folder, controls=(f"pose = {masks}", f"direction={folder / 'says'}"), on_bad=on_bad
+    ).samples
 
 
 def test_a_folder_of_equally_named_files(folder: Path) -> None:
@@ -226,7 +263,8 @@ def test_a_folder_of_equally_named_files(folder: Path) -> None:
     assert (str(masks / "c.mp4"), "no sample has this name") in dataset.excluded
     picture(masks / "a.png")
     with pytest.raises(
-        UserError, match="a.mkv and a.png in .*masks both match 'a' as its control_video; remove all but one"
+        UserError,
+        match="a.mkv and a.png in .*masks both match 'a' as its control_video; remove all but one",
     ):
         look(folder, controls=(f"pose={masks}",))
 
@@ -247,7 +285,9 @@ def test_images_of_a_control_behind_links_stay_inside(folder: Path, name: str) -
     secret = folder.parent / "secret"
     secret.write_text("24")
     try:
-        (shot / name).symlink_to(picture(folder.parent / "secret.png") if name == "24.png" else secret)
+        (shot / name).symlink_to(
+            picture(folder.parent / "secret.png") if name == "24.png" else secret
+        )
     except OSError:
         pytest.skip("this system does not let us make symbolic links")
     with pytest.raises(UserError, match=r"control_video: .*leaves the dataset folder"):
@@ -276,7 +316,8 @@ def test_metadata_and_a_folder_at_once_are_refused(folder: Path) -> None:
     numbered_video(folder.parent / "masks" / "a.mp4", fps=16)
     rows(folder, row(pose="extra/depth.mp4"))
     with pytest.raises(
-        UserError, match="has control_video in the metadata and in data.controls; remove one of the two"
+        UserError,
+        match="has control_video in the metadata and in data.controls; remove one of the two",
     ):
         look(folder, controls=(f"pose={folder.parent / 'masks'}",))
 
@@ -336,6 +377,7 @@ def test_features_of_any_size_are_not_read(folder: Path) -> None:
     os.truncate(folder / "extra" / "music.npy", 2**30 + 1)  # sparse: it takes no room
     rows(folder, {"video": "a.mp4", "text": "a", "music": "extra/music.npy"})
     with pytest.raises(
-        UserError, match=r"music .*music.npy has 1073741825 bytes, more than the 1073741824 that are read"
+        UserError,
+        match=r"music .*music.npy has 1073741825 bytes, more than the 1073741824 that are read",
     ):
         look(folder)

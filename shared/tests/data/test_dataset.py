@@ -24,7 +24,11 @@ def folder(tmp_path: Path) -> Path:
     numbered_video(folder / "b.mp4")
     numbered_video(folder / "sub" / "A.MKV")
     picture(folder / "a.png")
-    for name, caption in (("b.txt", " a bee \n"), ("sub/A.txt", "\ufeffcafé"), ("a.txt", "an ant\nand more")):
+    for name, caption in (
+        ("b.txt", " a bee \n"),
+        ("sub/A.txt", "\ufeffcafé"),
+        ("a.txt", "an ant\nand more"),
+    ):
         (folder / name).write_text(caption, encoding="utf-8")
     return folder
 
@@ -35,7 +39,11 @@ def summary(dataset: Dataset) -> list[tuple[str, str, int]]:
 
 def test_captions_are_next_to_the_media(folder: Path) -> None:
     dataset = look(folder)
-    assert summary(dataset) == [("a", "an ant\nand more", 1), ("b", "a bee", 9), ("sub/A", "café", 9)]
+    assert summary(dataset) == [
+        ("a", "an ant\nand more", 1),
+        ("b", "a bee", 9),
+        ("sub/A", "café", 9),
+    ]
     assert dataset.samples[2].media == folder / "sub" / "A.MKV"
     assert (dataset.excluded, dataset.fps) == ([], 16.0)
 
@@ -51,9 +59,14 @@ def test_hidden_and_foreign_files_are_ignored(folder: Path) -> None:
 @pytest.mark.parametrize("media", ["file_name", "video", "image", "file_path", "path"])
 @pytest.mark.parametrize("caption", ["text", "prompt", "caption"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_metadata_takes_the_columns_in_use(folder: Path, kind: str, media: str, caption: str) -> None:
+def test_metadata_takes_the_columns_in_use(
+    folder: Path, kind: str, media: str, caption: str
+) -> None:
     if kind == "jsonl":
-        rows = [{media: "sub/A.MKV", caption: "one, two", "width": 3}, {media: "a.png", caption: "café"}]
+        rows = [
+            {media: "sub/A.MKV", caption: "one, two", "width": 3},
+            {media: "a.png", caption: "café"},
+        ]
         text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     else:
         text = f'width,{media},{caption}\n3,sub/A.MKV,"one, two"\n,a.png,café\n'
@@ -66,15 +79,23 @@ def test_metadata_may_be_named_and_may_be_ambiguous(folder: Path) -> None:
         (folder / name).write_text(f"video,text\nb.mp4,{name}\n")
     (folder / "metadata.jsonl").write_text('{"video": "b.mp4", "text": "json"}')
     assert summary(look(folder, metadata="other.csv")) == [("b", "other.csv", 9)]
-    with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; set data.metadata to the right one"):
+    with pytest.raises(
+        UserError, match="both metadata.jsonl and metadata.csv; set data.metadata to the right one"
+    ):
         look(folder)
-    for name, said in (("gone.csv", "does not exist"), ("b.txt", "unknown format; accepted are .jsonl, .csv, .json")):
+    for name, said in (
+        ("gone.csv", "does not exist"),
+        ("b.txt", "unknown format; accepted are .jsonl, .csv, .json"),
+    ):
         with pytest.raises(UserError, match=said):
             look(folder, metadata=name)
 
 
 def test_paths_in_metadata_may_be_written_in_different_ways(folder: Path) -> None:
-    rows = [{"path": str(folder / "b.mp4"), "text": "absolute"}, {"path": "sub/../a.png", "text": "roundabout"}]
+    rows = [
+        {"path": str(folder / "b.mp4"), "text": "absolute"},
+        {"path": "sub/../a.png", "text": "roundabout"},
+    ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert summary(look(folder)) == [("a", "roundabout", 1), ("b", "absolute", 9)]
 
@@ -106,7 +127,9 @@ def test_the_frame_rate_is_the_models_unless_set(folder: Path) -> None:
         look(folder, fps=8.0)
 
 
-def test_order_and_ids_do_not_depend_on_where_the_folder_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_and_ids_do_not_depend_on_where_the_folder_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absolute = look(folder)
     monkeypatch.chdir(folder.parent)
     assert summary(look(Path("set"))) == summary(absolute)
@@ -130,12 +153,16 @@ def test_order_and_ids_do_not_depend_on_where_the_folder_is(folder: Path, monkey
         ({"fps": float("nan")}, "data.fps = nan is not between 0 and 1000; set 0"),
     ],
 )
-def test_settings_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+def test_settings_that_do_not_fit_say_what_would(
+    folder: Path, settings: dict[str, object], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         look(folder, **settings)
 
 
-@pytest.mark.parametrize(("name", "said"), [("", "data.folder is not set"), ("x/y", "data.folder x/y does not exist")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("", "data.folder is not set"), ("x/y", "data.folder x/y does not exist")]
+)
 def test_a_folder_has_to_be_there(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         scan(DataConfig(folder=name), frame_step=4, size_step=16, fps=16.0)
@@ -149,7 +176,11 @@ def test_two_caption_columns_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ['{"file_name": "a\\u0000.mp4", "text": "x"}', '{"file_name": "%s.mp4", "text": "x"}' % ("a" * 500), "[" * 100_000],
+    [
+        '{"file_name": "a\\u0000.mp4", "text": "x"}',
+        '{"file_name": "%s.mp4", "text": "x"}' % ("a" * 500),
+        "[" * 100_000,
+    ],
 )
 def test_a_line_that_no_file_system_or_parser_takes_is_a_bad_entry(tmp_path, line):
     (tmp_path / "metadata.jsonl").write_text(line + "\n")
@@ -165,18 +196,31 @@ def test_a_folder_called_like_a_clip_is_said(tmp_path):
 
 
 def test_a_caption_may_be_several(folder: Path) -> None:
-    rows = [{"path": "a.png", "text": [" one ", "two\nlines"]}, {"path": "b.mp4", "text": "first\n\n second "}]
+    rows = [
+        {"path": "a.png", "text": [" one ", "two\nlines"]},
+        {"path": "b.mp4", "text": "first\n\n second "},
+    ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [sample.captions for sample in look(folder).samples] == [("one", "two\nlines"), ("first\n\n second",)]
+    assert [sample.captions for sample in look(folder).samples] == [
+        ("one", "two\nlines"),
+        ("first\n\n second",),
+    ]
     by_lines = look(folder, captions="lines")
-    assert [sample.captions for sample in by_lines.samples] == [("one", "two", "lines"), ("first", "second")]
+    assert [sample.captions for sample in by_lines.samples] == [
+        ("one", "two", "lines"),
+        ("first", "second"),
+    ]
     assert by_lines.captions == ["one", "first"]
 
 
 def test_each_line_of_a_text_next_to_the_media_may_be_a_caption(folder: Path) -> None:
     (folder / "b.txt").write_text("\n one\n\ntwo \r\nthree", newline="")
     captions = {sample.id: sample.captions for sample in look(folder, captions="lines").samples}
-    assert captions == {"a": ("an ant", "and more"), "b": ("one", "two", "three"), "sub/A": ("café",)}
+    assert captions == {
+        "a": ("an ant", "and more"),
+        "b": ("one", "two", "three"),
+        "sub/A": ("café",),
+    }
 
 
 def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> None:
@@ -192,19 +236,25 @@ def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> No
         (tmp_path / f"{name}.txt").write_text(name)
 
     def found(**settings: object) -> dict[str, tuple[int, int]]:
-        return {s.id: (s.height, s.width) for s in look(tmp_path, height=96, width=96, **settings).samples}
+        return {
+            s.id: (s.height, s.width)
+            for s in look(tmp_path, height=96, width=96, **settings).samples
+        }
 
     assert set(found(buckets=False).values()) == {(96, 96)}
     assert found() == {
-        "square": (96, 96), "wide": (64, 128), "tall": (128, 64), "long": (64, 128), "clip": (96, 96),
+        "square": (96, 96), "wide": (64, 128), "tall": (128, 64), "long": (64, 128), "clip": (96,
+        96),
         "upright": (128, 64),
     }  # fmt: skip
     assert found(bucket_step=16) == {
-        "square": (96, 96), "wide": (80, 112), "tall": (112, 80), "long": (64, 128), "clip": (112, 80),
+        "square": (96, 96), "wide": (80, 112), "tall": (112, 80), "long": (64, 128), "clip": (112,
+        80),
         "upright": (112, 80),
     }  # fmt: skip
     assert found(buckets=True, bucket_step=16, max_aspect=1.7) == {
-        "square": (96, 96), "wide": (80, 128), "tall": (128, 80), "long": (80, 128), "clip": (112, 80),
+        "square": (96, 96), "wide": (80, 128), "tall": (128, 80), "long": (80, 128), "clip": (112,
+        80),
         "upright": (128, 80),
     }  # fmt: skip
     assert found(buckets=True)["long"] == (64, 128), "steps of 64, four times the model's own"
@@ -219,7 +269,9 @@ def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> No
         ({"buckets": True, "bucket_step": 256}, "lower data.bucket_step"),
     ],
 )
-def test_buckets_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+def test_buckets_that_do_not_fit_say_what_would(
+    folder: Path, settings: dict[str, object], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         look(folder, **settings)
 
@@ -229,10 +281,14 @@ def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None
         config = {"folder": str(folder), "frames": 1, "height": 32, "width": 48, **settings}
         return scan(DataConfig(**config), frame_step=0, size_step=16, fps=0.0)  # type: ignore[arg-type]
 
-    with pytest.raises(UserError, match=r"b.mp4 is a video, .* convert it to images or remove it \(and 1 more"):
+    with pytest.raises(
+        UserError, match=r"b.mp4 is a video, .* convert it to images or remove it \(and 1 more"
+    ):
         stills()
     assert [sample.id for sample in stills(on_bad="skip").samples] == ["a"]
-    with pytest.raises(UserError, match="data.frames = 5: this model takes still images only; set 1"):
+    with pytest.raises(
+        UserError, match="data.frames = 5: this model takes still images only; set 1"
+    ):
         stills(frames=5)
 
 
@@ -251,12 +307,17 @@ def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ("video;prompt", "fields must be separated by commas, not by ';': save the file with commas"),
+        (
+            "video;prompt",
+            "fields must be separated by commas, not by ';': save the file with commas",
+        ),
         ("video\tprompt", "fields must be separated by commas, not by '.t': save the file"),
         ("video,Prompt", "has no caption column: found video, Prompt; write 'Prompt' as 'prompt'"),
     ],
 )
-def test_a_table_that_another_program_saved_is_answered_with_what_to_change(folder: Path, head: str, said: str) -> None:
+def test_a_table_that_another_program_saved_is_answered_with_what_to_change(
+    folder: Path, head: str, said: str
+) -> None:
     (folder / "metadata.csv").write_text(f"{head}\nb.mp4,x\n")
     with pytest.raises(UserError, match=said):
         look(folder)

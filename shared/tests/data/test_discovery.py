@@ -1,4 +1,5 @@
-"""What a dataset folder may contain besides samples: formats that are not read, lists that are no files, and a machine that lacks something."""
+"""What a dataset folder may contain besides samples: formats that are not read, lists that are no
+files, and a machine that lacks something."""
 
 import errno
 import json
@@ -58,7 +59,8 @@ def test_formats_that_are_not_read_are_named_once_each(tmp_path: Path) -> None:
 
 
 def test_captioned_files_that_the_list_lacks_are_named(tmp_path: Path) -> None:
-    """A file was added later, next to a list that is read in place of its caption. Files without a caption may be references."""
+    """A file was added later, next to a list that is read in place of its caption. Files without a
+    caption may be references."""
     for name in ("a.png", "b.png", "sub/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         add(tmp_path, name)
@@ -77,17 +79,23 @@ def test_captioned_files_that_the_list_lacks_are_named(tmp_path: Path) -> None:
     assert found.kinds == ["unused"]
     add(tmp_path, "later.png")
     ((name, reason),) = look(tmp_path, frames=1).excluded
-    assert name == "later.png and 1 more" and "add lines for them, or remove metadata.jsonl" in reason
+    assert (
+        name == "later.png and 1 more" and "add lines for them, or remove metadata.jsonl" in reason
+    )
 
 
-def test_heic_is_named_where_its_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heic_is_named_where_its_extra_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without = clip.IMAGE_SUFFIXES - HEIC_SUFFIXES
     monkeypatch.setattr(clip, "IMAGE_SUFFIXES", without)
     add(tmp_path, "good.png")
     for name in ("iphone.heic", "iphone.txt"):
         (tmp_path / name).write_text("x")
     ((name, reason),) = look(tmp_path, frames=1).excluded
-    assert name == "iphone.heic" and reason.endswith("or install the extra heic of ditkit-core (pillow-heif)")
+    assert name == "iphone.heic" and reason.endswith(
+        "or install the extra heic of ditkit-core (pillow-heif)"
+    )
 
 
 @pytest.mark.parametrize("on_bad", ["error", "skip"])
@@ -112,7 +120,11 @@ def test_a_thin_image_is_a_bad_entry(tmp_path: Path) -> None:
     assert name == "line.png" and "1 x 1500 pixels" in reason
 
 
-LISTS = {"metadata.jsonl": '{"video": "good.mp4", "text": "good"}', "videos.txt": "good.mp4", "prompts.txt": "good"}
+LISTS = {
+    "metadata.jsonl": '{"video": "good.mp4", "text": "good"}',
+    "videos.txt": "good.mp4",
+    "prompts.txt": "good",
+}
 
 
 def lists(folder: Path, name: str) -> Path:
@@ -137,7 +149,9 @@ def test_a_list_that_is_a_device_is_not_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_outside_the_folder_is_read_only_where_that_is_allowed(tmp_path: Path, name: str) -> None:
+def test_a_list_outside_the_folder_is_read_only_where_that_is_allowed(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "elsewhere").write_text(LISTS[name])
     (tmp_path / "set").mkdir()
     lists(tmp_path / "set", name).symlink_to(tmp_path / "elsewhere")
@@ -160,18 +174,26 @@ def test_metadata_named_from_the_working_directory_is_corrected(
     for name in ("set/list.jsonl", "list.jsonl"):
         (tmp_path / name).write_text(LISTS["metadata.jsonl"])
     assert_one_line(
-        lambda: look(Path("set"), metadata="set/list.jsonl"), 'data.folder: set data.metadata = "list.jsonl"'
+        lambda: look(Path("set"), metadata="set/list.jsonl"),
+        'data.folder: set data.metadata = "list.jsonl"',
     )
     assert_one_line(
-        lambda: look(Path("set"), metadata="list2.jsonl"), "did you mean set/list.jsonl? Or leave data.metadata empty"
+        lambda: look(Path("set"), metadata="list2.jsonl"),
+        "did you mean set/list.jsonl? Or leave data.metadata empty",
     )
-    assert_one_line(lambda: look(Path("set"), metadata="x.csv"), "correct the path or leave data.metadata empty")
+    assert_one_line(
+        lambda: look(Path("set"), metadata="x.csv"), "correct the path or leave data.metadata empty"
+    )
     (tmp_path / "set" / "list.jsonl").unlink()
     outside = (tmp_path / "list.jsonl").as_posix()
-    assert_one_line(lambda: look(Path("set"), metadata="list.jsonl"), f'set data.metadata = "{outside}"')
+    assert_one_line(
+        lambda: look(Path("set"), metadata="list.jsonl"), f'set data.metadata = "{outside}"'
+    )
 
 
-@pytest.mark.parametrize(("name", "limit"), [("videos.txt", "MOST_LIST_BYTES"), ("good.txt", "MOST_TEXT_BYTES")])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("videos.txt", "MOST_LIST_BYTES"), ("good.txt", "MOST_TEXT_BYTES")]
+)
 def test_a_text_of_any_size_is_not_read(tmp_path: Path, name: str, limit: str) -> None:
     if name == "videos.txt":
         lists(tmp_path, name).write_bytes(b"")

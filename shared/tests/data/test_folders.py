@@ -18,7 +18,9 @@ from ditkit_core.errors import UserError
 
 
 def look(*folders: Path, **settings: Any) -> Dataset:
-    data = DataConfig(**{"folders": tuple(map(str, folders)), "frames": 1, "height": 32, "width": 32, **settings})
+    data = DataConfig(
+        **{"folders": tuple(map(str, folders)), "frames": 1, "height": 32, "width": 32, **settings}
+    )
     return scan(data, frame_step=4, size_step=16, fps=16.0)
 
 
@@ -42,7 +44,10 @@ def test_ids_begin_with_as_much_of_the_folder_as_tells_it_apart(tmp_path: Path) 
 def test_each_folder_has_its_repeats_and_its_metadata(tmp_path: Path) -> None:
     one, two = filled(tmp_path / "cats", "a"), filled(tmp_path / "dogs", "a", "b")
     (two / "metadata.csv").write_text("image,text\na.png,listed\n")
-    found = {sample.id: (sample.repeats, sample.captions) for sample in look(one, two, repeats=(1.5, 3.0)).samples}
+    found = {
+        sample.id: (sample.repeats, sample.captions)
+        for sample in look(one, two, repeats=(1.5, 3.0)).samples
+    }
     assert found == {"cats/a": (1.5, ("a",)), "dogs/a": (3, ("listed",))}
     assert look(folder=str(one), repeats=(0.5,)).samples[0].repeats == 0.5
     assert look(one, two).samples[0].repeats == 1.0
@@ -51,7 +56,8 @@ def test_each_folder_has_its_repeats_and_its_metadata(tmp_path: Path) -> None:
 def test_a_clip_is_not_read_from_a_folder_and_from_one_inside_it(tmp_path: Path) -> None:
     inner = filled(tmp_path / "all" / "cats", "a")
     with pytest.raises(
-        UserError, match="a.png is read from .*all and again from .*cats; name folders that do not overlap"
+        UserError,
+        match="a.png is read from .*all and again from .*cats; name folders that do not overlap",
     ):
         look(tmp_path / "all", inner)
     (tmp_path / "all" / "metadata.csv").write_text("image,text\nb.png,listed\n")
@@ -77,9 +83,15 @@ def test_what_is_left_out_is_named_with_its_folder(tmp_path: Path) -> None:
         ({"folder": "x", "folders": ("y",)}, "data.folder and data.folders are both set"),
         ({"folders": ("x", "x")}, "data.folders has a folder twice"),
         ({"folders": ("x", "")}, "data.folders has an empty name"),
-        ({"folders": ("x", "y"), "repeats": (1.0,)}, "data.repeats has 1 numbers for 2 folders; set one for each"),
+        (
+            {"folders": ("x", "y"), "repeats": (1.0,)},
+            "data.repeats has 1 numbers for 2 folders; set one for each",
+        ),
         ({"folder": "x", "repeats": (1.0, 2.0)}, "data.repeats has 2 numbers for 1 folders"),
-        ({"folder": "x", "repeats": (0.0,)}, "data.repeats has 0, which is not above 0 and at most 1000"),
+        (
+            {"folder": "x", "repeats": (0.0,)},
+            "data.repeats has 0, which is not above 0 and at most 1000",
+        ),
         ({"folders": ("x", "y"), "references": "z"}, "data.references works with one folder only"),
         ({"folders": ("x", "y"), "controls": ("a=z",)}, "data.controls works with one folder only"),
     ],
@@ -99,13 +111,16 @@ def test_a_missing_relative_folder_is_named_with_the_place_that_it_starts_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match=f"gone does not exist or is not a folder in {re.escape(str(tmp_path))}; correct"
+        UserError,
+        match=f"gone does not exist or is not a folder in {re.escape(str(tmp_path))}; correct",
     ):
         look(Path("gone"))
 
 
 def test_class_images_have_neither_folders_nor_the_trigger_word() -> None:
-    data = prior_data_config(DataConfig(folders=("x", "y"), repeats=(1.0, 2.0), trigger="ohwx"), "z")
+    data = prior_data_config(
+        DataConfig(folders=("x", "y"), repeats=(1.0, 2.0), trigger="ohwx"), "z"
+    )
     assert (data.folder, data.folders, data.repeats, data.trigger) == ("z", (), (), "")
 
 
@@ -119,11 +134,17 @@ def test_whole_repeats_are_in_every_epoch_and_parts_of_one_in_some() -> None:
     for i, repeats in enumerate(REPEATS):
         found = [int(count[i]) for count in counts]
         assert sum(found) == repeats * 40
-        assert set(found) <= {int(repeats), int(repeats) + 1} and (len(set(found)) == 1) == (repeats == int(repeats))
+        assert set(found) <= {int(repeats), int(repeats) + 1} and (len(set(found)) == 1) == (
+            repeats == int(repeats)
+        )
         if repeats == 1.5:
-            assert sorted(set(zip(found[::2], found[1::2], strict=True))) in ([(1, 2)], [(2, 1)]), "every second epoch"
+            assert sorted(set(zip(found[::2], found[1::2], strict=True))) in ([(1, 2)], [(2, 1)]), (
+                "every second epoch"
+            )
     for epoch in range(40):
-        assert sorted(epochs.order(epoch)) == sorted(i for i in range(6) for _ in range(counts[epoch][i]))
+        assert sorted(epochs.order(epoch)) == sorted(
+            i for i in range(6) for _ in range(counts[epoch][i])
+        )
         assert epochs.before(epoch + 1) - epochs.before(epoch) == counts[epoch].sum()
 
 
@@ -175,5 +196,7 @@ def test_the_grouped_order_cuts_each_epoch_into_batches_of_one_group() -> None:
             used += places.samples
             index += 1
         assert Counter(used) == Counter(epochs.order(epoch))
-    assert BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS).micro_batch(17) == order.micro_batch(17)
+    assert BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS).micro_batch(
+        17
+    ) == order.micro_batch(17)
     assert order.mean_size == pytest.approx(epochs.before(12) / index, rel=0.1)

@@ -1,4 +1,5 @@
-"""Loss masks of a dataset: found by column, by folder and next to their clip, refused where they do not fit, read as their clip is."""
+"""Loss masks of a dataset: found by column, by folder and next to their clip, refused where they do
+not fit, read as their clip is."""
 
 import json
 import shutil
@@ -49,7 +50,9 @@ def test_a_file_named_after_its_clip_is_its_mask_unless_it_has_a_caption(folder:
     assert masks_of(look(folder)).keys() == {"sub/b", "c"}
     assert [sample.id for sample in look(folder).samples] == ["a", "a-mask", "c", "sub/b"]
     picture(folder / "c-mask.png", (48, 64), "white")
-    with pytest.raises(UserError, match=r"c-mask\.mp4 and c-mask\.png in .* are both the mask of c\.mp4; remove"):
+    with pytest.raises(
+        UserError, match=r"c-mask\.mp4 and c-mask\.png in .* are both the mask of c\.mp4; remove"
+    ):
         look(folder)
 
 
@@ -71,7 +74,10 @@ def test_metadata_names_masks(folder: Path, column: str, metadata: str) -> None:
     if metadata.endswith("csv"):
         (folder / metadata).write_text(f"image,text,{column}\na.png,a,m/any.png\nsub/b.png,b,\n")
     else:
-        rows = [{"image": "a.png", "text": "a", column: "m/any.png"}, {"image": "sub/b.png", "text": "b"}]
+        rows = [
+            {"image": "a.png", "text": "a", column: "m/any.png"},
+            {"image": "sub/b.png", "text": "b"},
+        ]
         (folder / metadata).write_text("\n".join(map(json.dumps, rows)))
     dataset = look(folder)
     assert masks_of(dataset) == {"a": "any.png"} and len(dataset.samples) == 2
@@ -86,11 +92,19 @@ def test_what_is_wrong_with_a_mask_is_one_line_that_names_it(folder: Path) -> No
     def listed(**row: object) -> None:
         (folder / "metadata.jsonl").write_text(json.dumps({"text": "a", **row}))
 
-    refused("data.masks nowhere does not exist or is not a folder; correct the path", masks="nowhere")
-    refused("data.masks is data.folder .* itself; put the files into a folder of their own", masks=str(folder))
+    refused(
+        "data.masks nowhere does not exist or is not a folder; correct the path", masks="nowhere"
+    )
+    refused(
+        "data.masks is data.folder .* itself; put the files into a folder of their own",
+        masks=str(folder),
+    )
     with pytest.raises(UserError, match="data.masks works with one folder only"):
         DataConfig(folders=("a", "b"), masks="m")
-    refused("data.controls has 'mask=m'; set data.masks to the folder of loss masks", controls=("mask=m",))
+    refused(
+        "data.controls has 'mask=m'; set data.masks to the folder of loss masks",
+        controls=("mask=m",),
+    )
     empty = folder.parent / "empty"
     empty.mkdir()
     refused("data.masks .*empty: no file has the name of a sample", masks=str(empty))
@@ -109,29 +123,43 @@ def test_what_is_wrong_with_a_mask_is_one_line_that_names_it(folder: Path) -> No
     refused(r"mask .*wide\.png has 80 x 40 pixels and .*a\.png 60 x 40, another aspect ratio")
     numbered_video(folder / "m" / "short.mp4", frames=3)
     listed(video="c.mp4", mask="m/short.mp4")
-    refused(r"mask .*short\.mp4 has 2 frames at 16 fps, but its clip needs 5; make it as long as the clip")
+    refused(
+        r"mask .*short\.mp4 has 2 frames at 16 fps, but its clip needs 5; make it as long as the "
+        r"clip"
+    )
     (folder / "m" / "torn.png").write_bytes((folder / "a.png").read_bytes()[:40])
     listed(image="a.png", mask="m/torn.png")
     refused(r"mask: .*torn\.png cannot be read as an image")
     picture(folder / "m" / "a.png", (40, 60), "white")
     listed(image="a.png", mask="m/a.png")
-    refused(r"a\.png has mask of its own and in data\.masks; remove one of the two", masks=str(folder / "m"))
+    refused(
+        r"a\.png has mask of its own and in data\.masks; remove one of the two",
+        masks=str(folder / "m"),
+    )
     skipped = look(folder.parent / "set" / "sub")
     assert len(skipped.samples) == 1
     (folder / "metadata.jsonl").write_text(
         "\n".join(
             json.dumps({"text": "a", **row})
-            for row in ({"image": "a.png", "mask": "no.png"}, {"image": "sub/b.png", "mask": "m/a.png"})
+            for row in (
+                {"image": "a.png", "mask": "no.png"},
+                {"image": "sub/b.png", "mask": "m/a.png"},
+            )
         )
     )
     kept = look(folder, on_bad="skip")
-    assert masks_of(kept) == {"sub/b": "a.png"} and [name for name, _ in kept.excluded] == ["a.png", "c.mp4"]
+    assert masks_of(kept) == {"sub/b": "a.png"} and [name for name, _ in kept.excluded] == [
+        "a.png",
+        "c.mp4",
+    ]
 
 
 def test_a_mask_gets_the_frames_the_size_and_the_crop_of_its_clip(tmp_path: Path) -> None:
     window = {"frames": 5, "fps": 8.0, "start_seconds": 0.5, "height": 32, "width": 48}
     clip = numbered_video(tmp_path / "clip.mp4", frames=30)
-    assert torch.equal(read_mask(clip, **window), (read_clip(clip, **window).mean(0) / 2 + 0.5).clamp(0, 1))
+    assert torch.equal(
+        read_mask(clip, **window), (read_clip(clip, **window).mean(0) / 2 + 0.5).clamp(0, 1)
+    )
     image = np.random.default_rng(0).integers(0, 256, (50, 90, 3), np.uint8)
     Image.fromarray(image).save(tmp_path / "image.png")
     Image.fromarray(image.repeat(2, 0).repeat(2, 1)).save(tmp_path / "larger.png")
@@ -141,7 +169,9 @@ def test_a_mask_gets_the_frames_the_size_and_the_crop_of_its_clip(tmp_path: Path
     repeated = read_mask(tmp_path / "image.png", **window)
     assert repeated.shape == (5, 32, 48) and all(torch.equal(frame, own[0]) for frame in repeated)
     # a mask of another size covers the same part; resizing it rounds differently
-    assert (read_mask(tmp_path / "larger.png", **still, start_seconds=0.0) - own).abs().mean() < 0.02
+    assert (
+        read_mask(tmp_path / "larger.png", **still, start_seconds=0.0) - own
+    ).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize(("frames", "grid"), [(1, (1, 4, 6)), (9, (3, 4, 6)), (5, (2, 2, 3))])
@@ -161,7 +191,9 @@ def test_a_latent_has_the_mean_of_its_pixels(frames: int, grid: tuple[int, int, 
 def test_numbered_images_are_the_mask_of_a_folder_of_images(tmp_path: Path) -> None:
     for i in range(5):
         picture(tmp_path / "set" / "shot" / f"{i:04}.png", (40, 60))
-        picture(tmp_path / "set" / "shot-mask" / f"{i:04}.png", (40, 60), "white" if i < 2 else "black")
+        picture(
+            tmp_path / "set" / "shot-mask" / f"{i:04}.png", (40, 60), "white" if i < 2 else "black"
+        )
     (tmp_path / "set" / "shot.txt").write_text("a shot")
     (sample,) = look(tmp_path / "set", image_folders=True).samples
     assert sample.mask == tmp_path / "set" / "shot-mask"

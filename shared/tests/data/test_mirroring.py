@@ -16,7 +16,13 @@ from ditkit_core.models.conditions import Column
 
 def sample(caption: str, id: str = "a", **controls: str) -> Sample:
     return Sample(
-        id=id, media=Path(f"{id}.png"), captions=("a hat", caption), frames=1, height=8, width=8, controls=controls
+        id=id,
+        media=Path(f"{id}.png"),
+        captions=("a hat", caption),
+        frames=1,
+        height=8,
+        width=8,
+        controls=controls,
     )
 
 
@@ -35,13 +41,19 @@ def sample(caption: str, id: str = "a", **controls: str) -> Sample:
     ],
 )
 def test_captions_that_name_a_side_are_refused(caption: str, word: str) -> None:
-    message = assert_one_line(lambda: check_flip([sample("a cat", "b"), sample(caption)], ()), "data.flip")
+    message = assert_one_line(
+        lambda: check_flip([sample("a cat", "b"), sample(caption)], ()), "data.flip"
+    )
     assert f"the caption of a says: {word!r}" in message and "set data.flip = false" in message
-    message = assert_one_line(lambda: check_flip([sample(caption), sample(caption, "b")], ()), "data.flip")
+    message = assert_one_line(
+        lambda: check_flip([sample(caption), sample(caption, "b")], ()), "data.flip"
+    )
     assert "(1 more do)" in message
 
 
-@pytest.mark.parametrize("caption", ["bright upright copyright", "leftovers", "a cat", "", "he leaves", "drinks"])
+@pytest.mark.parametrize(
+    "caption", ["bright upright copyright", "leftovers", "a cat", "", "he leaves", "drinks"]
+)
 def test_other_captions_are_accepted(caption: str) -> None:
     check_flip([sample(caption)], ())
 
@@ -49,7 +61,9 @@ def test_other_captions_are_accepted(caption: str) -> None:
 def test_conditions_that_cannot_be_mirrored_are_refused() -> None:
     columns = [Column(name="pose", kind="video"), Column(name="camera", kind="text")]
     check_flip([sample("a cat", pose="a.mp4")], columns)
-    message = assert_one_line(lambda: check_flip([sample("a cat", camera="In")], columns), "data.flip")
+    message = assert_one_line(
+        lambda: check_flip([sample("a cat", camera="In")], columns), "data.flip"
+    )
     assert "cannot mirror camera of a (a text)" in message
 
 

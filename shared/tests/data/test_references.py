@@ -1,4 +1,5 @@
-"""The images that an instruction starts from: found, checked, encoded like targets, handed over in order."""
+"""The images that an instruction starts from: found, checked, encoded like targets, handed over in
+order."""
 
 import json
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_metadata_names_one_several_or_none(folder: Path, column: str, kind: str
     both = ["in/two.png", "in/one.png"]
     if kind == "jsonl":
         rows: list[dict[str, object]] = [
-            {"image": "a.png", "text": "x", column: both}, {"image": "b.png", "text": "x", column: "in/one.png"},
+            {"image": "a.png", "text": "x", column: both}, {"image": "b.png", "text": "x",
+            column: "in/one.png"},
             {"image": "sub/c.png", "text": "x"},
         ]  # fmt: skip
         text = "\n".join(map(json.dumps, rows))
@@ -113,7 +115,8 @@ def bad(folder: Path, case: str) -> dict[str, Any]:
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
         return {}
     names = {
-        "two files": ["a.png", "a.jpg"], "whole and numbered": ["a.png", "a_0.png"], "gap": ["a_0.png", "a_2.png"],
+        "two files": ["a.png", "a.jpg"], "whole and numbered": ["a.png", "a_0.png"],
+        "gap": ["a_0.png", "a_2.png"],
         "from one": ["a_1.png"], "same number": ["a_0.png", "a_00.png"],
     }  # fmt: skip
     for name in names.get(case, ["a.png"]):
@@ -156,7 +159,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_reference_is_one_line_and_its_sample_may_be_left_out(folder: Path, case: str) -> None:
+def test_a_bad_reference_is_one_line_and_its_sample_may_be_left_out(
+    folder: Path, case: str
+) -> None:
     settings = bad(folder, case)
     with pytest.raises(UserError, match=CASES[case]) as caught:
         look(folder, **settings)
@@ -172,21 +177,30 @@ def test_links_may_leave_when_that_is_allowed(folder: Path) -> None:
 @pytest.mark.parametrize("on_bad", ["error", "skip"])
 def test_a_model_that_takes_no_references_says_so(folder: Path, on_bad: str) -> None:
     picture(folder.parent / "before" / "a.png")
-    with pytest.raises(UserError, match="a.png has references, but this model does not edit images") as caught:
+    with pytest.raises(
+        UserError, match="a.png has references, but this model does not edit images"
+    ) as caught:
         look(folder, references=str(folder.parent / "before"), reference_size=None, on_bad=on_bad)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "said"), [("gone", "data.references .*gone does not exist"), ("set", "itself")])
-def test_the_folder_of_references_has_to_be_one_of_its_own(folder: Path, name: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("gone", "data.references .*gone does not exist"), ("set", "itself")]
+)
+def test_the_folder_of_references_has_to_be_one_of_its_own(
+    folder: Path, name: str, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         look(folder, references=str(folder.parent / name))
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [((), "no image in it"), (("x.png", "y.png"), "none of its 2 images .first: x")]
+    ("names", "said"),
+    [((), "no image in it"), (("x.png", "y.png"), "none of its 2 images .first: x")],
 )
-def test_a_folder_of_references_for_no_sample_is_refused(folder: Path, names: tuple[str, ...], said: str) -> None:
+def test_a_folder_of_references_for_no_sample_is_refused(
+    folder: Path, names: tuple[str, ...], said: str
+) -> None:
     before = folder.parent / "before"
     before.mkdir()
     for name in names:
@@ -201,15 +215,21 @@ def test_a_misspelt_column_of_references_is_not_passed_over(folder: Path, kind: 
     (folder / f"metadata.{kind}").write_text(
         line if kind == "jsonl" else "image,text,Refrences,width\na.png,x,b.png,40"
     )
-    with pytest.raises(UserError, match="line 1 has a column 'Refrences'; rename it to 'references'"):
+    with pytest.raises(
+        UserError, match="line 1 has a column 'Refrences'; rename it to 'references'"
+    ):
         look(folder)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_two_columns_of_media_are_refused(folder: Path, kind: str) -> None:
     line = json.dumps({"file_name": "a.png", "image": "b.png", "text": "x"})
-    (folder / f"metadata.{kind}").write_text(line if kind == "jsonl" else "file_name,image,text\na.png,b.png,x")
-    with pytest.raises(UserError, match="2 media columns, file_name, image; remove or rename all but one"):
+    (folder / f"metadata.{kind}").write_text(
+        line if kind == "jsonl" else "file_name,image,text\na.png,b.png,x"
+    )
+    with pytest.raises(
+        UserError, match="2 media columns, file_name, image; remove or rename all but one"
+    ):
         look(folder)
 
 
@@ -217,7 +237,11 @@ class World:
     """A dataset of pairs, a cache and fresh encoders."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.before, self.cache = folder, folder.parent / "before", Cache(folder.parent / "cache")
+        self.folder, self.before, self.cache = (
+            folder,
+            folder.parent / "before",
+            Cache(folder.parent / "cache"),
+        )
         picture(self.before / "a_0.png", (40, 80), "red")
         picture(self.before / "a_1.png", (80, 40), "navy")
         picture(self.before / "b.png", (80, 40), "gold")
@@ -225,11 +249,19 @@ class World:
     def samples(self) -> list[Sample]:
         return look(self.folder, references=str(self.before)).samples
 
-    def encode(self, samples: list[Sample] | None = None, **settings: Any) -> dict[str, EncodedSample]:
+    def encode(
+        self, samples: list[Sample] | None = None, **settings: Any
+    ) -> dict[str, EncodedSample]:
         self.media = CountingEncoder("media")
         samples = self.samples() if samples is None else samples
-        given = {"media_encoder": self.media, "text_encoder": CountingEncoder("text"), "reference_size": reference_size}
-        return {s.id: s for s in encode(samples, cache=self.cache, fps=16.0, **{**given, **settings})}
+        given = {
+            "media_encoder": self.media,
+            "text_encoder": CountingEncoder("text"),
+            "reference_size": reference_size,
+        }
+        return {
+            s.id: s for s in encode(samples, cache=self.cache, fps=16.0, **{**given, **settings})
+        }
 
 
 @pytest.fixture
@@ -255,10 +287,14 @@ def test_references_are_encoded_upright_at_their_own_size_in_order(world: World)
 
 
 def test_a_reference_that_is_another_samples_target_is_encoded_once(world: World) -> None:
-    (world.before / "b.png").write_bytes((world.folder / "a.png").read_bytes())  # 40 × 40, at 32 × 32 like the target
+    (world.before / "b.png").write_bytes(
+        (world.folder / "a.png").read_bytes()
+    )  # 40 × 40, at 32 × 32 like the target
     encoded = world.encode()
     assert encoded["b"].reference_keys == (encoded["a"].media_key,)
-    assert len(world.media.items) == 3, "the target, which all three share, and two references of `a`"
+    assert len(world.media.items) == 3, (
+        "the target, which all three share, and two references of `a`"
+    )
 
 
 def test_a_changed_reference_makes_another_sample(world: World) -> None:
@@ -271,7 +307,9 @@ def test_a_changed_reference_makes_another_sample(world: World) -> None:
     (world.before / "a_1.png").rename(world.before / "a_0.png")
     (world.before / "x.png").rename(world.before / "a_1.png")
     turned = world.encode()
-    assert not world.media.items and turned["a"].keys[-2:] == after["a"].keys[:-3:-1], "order counts"
+    assert not world.media.items and turned["a"].keys[-2:] == after["a"].keys[:-3:-1], (
+        "order counts"
+    )
 
 
 def test_a_reference_that_cannot_be_decoded_leaves_its_sample_out(world: World) -> None:
@@ -283,7 +321,9 @@ def test_a_reference_that_cannot_be_decoded_leaves_its_sample_out(world: World) 
     with pytest.raises(UserError, match="b.jpg cannot be read"):
         world.encode(samples)
     left_out: list[str] = []
-    encoded = world.encode(samples, on_bad=lambda sample, error: left_out.append(f"{sample.id}: {error}"))
+    encoded = world.encode(
+        samples, on_bad=lambda sample, error: left_out.append(f"{sample.id}: {error}")
+    )
     assert list(encoded) == ["a", "sub/c"] and len(left_out) == 1 and "b.jpg" in left_out[0]
 
 
@@ -291,7 +331,11 @@ def test_images_to_edit_when_sampling_are_encoded_as_in_training(world: World) -
     encoded = world.encode()
     fresh = CountingEncoder("media")
     paths = [world.before / "a_0.png", world.before / "a_1.png"]
-    given: dict[str, Any] = {"cache": world.cache, "media_encoder": fresh, "reference_size": reference_size}
+    given: dict[str, Any] = {
+        "cache": world.cache,
+        "media_encoder": fresh,
+        "reference_size": reference_size,
+    }
     found = encode_references(paths, **given)
     item = encoded["a"].load()
     assert [torch.equal(one, item[f"reference.{i}"]) for i, one in enumerate(found)] == [True, True]

@@ -18,13 +18,26 @@ NFC, NFD = "\u00dc", "U\u0308"
 def scanned(folder: Path, **settings: object) -> dict[str, tuple[str, ...]]:
     """The captions of each sample."""
     config = DataConfig(folder=str(folder), frames=1, height=16, width=16, **settings)
-    found = scan(config, frame_step=0, size_step=8, fps=1.0, columns=(), reference_size=lambda *size: (16, 16))
+    found = scan(
+        config,
+        frame_step=0,
+        size_step=8,
+        fps=1.0,
+        columns=(),
+        reference_size=lambda *size: (16, 16),
+    )
     return {sample.id: sample.captions for sample in found.samples}
 
 
 def test_names_are_found_by_their_meaning_and_ambiguous_ones_are_not() -> None:
     names = Names(["Cat", "cat", "Dog", NFD])
-    assert (names.find("cat"), names.find("dog"), names.find(NFC), names.find("CAT"), names.find("x")) == (
+    assert (
+        names.find("cat"),
+        names.find("dog"),
+        names.find(NFC),
+        names.find("CAT"),
+        names.find("x"),
+    ) == (
         "cat",
         "Dog",
         NFD,
@@ -48,7 +61,8 @@ def test_an_exact_name_comes_first_and_two_spellings_are_refused(tmp_path: Path)
     assert scanned(tmp_path) == {"b": ("b.txt",)}
     (tmp_path / "b.txt").unlink()
     with pytest.raises(
-        UserError, match=r"b\.TXT and b\.png\.txt in .* are both the caption of b\.png; remove all but one"
+        UserError,
+        match=r"b\.TXT and b\.png\.txt in .* are both the caption of b\.png; remove all but one",
     ):
         scanned(tmp_path)
 
@@ -64,14 +78,18 @@ def test_a_picture_does_not_take_the_caption_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("media", "text"), [(NFD, NFC), (NFC, NFD)])
-def test_a_caption_in_another_unicode_form_belongs_to_its_clip(tmp_path: Path, media: str, text: str) -> None:
+def test_a_caption_in_another_unicode_form_belongs_to_its_clip(
+    tmp_path: Path, media: str, text: str
+) -> None:
     picture(tmp_path / f"{media}.png")
     (tmp_path / f"{text}.txt").write_text("a cat")
     assert scanned(tmp_path) == {media: ("a cat",)}
 
 
 @pytest.mark.parametrize("listing", ["metadata.jsonl", "Metadata.CSV", "metadata.json", "lists"])
-def test_names_of_every_kind_of_list_are_found_in_another_unicode_form(tmp_path: Path, listing: str) -> None:
+def test_names_of_every_kind_of_list_are_found_in_another_unicode_form(
+    tmp_path: Path, listing: str
+) -> None:
     (tmp_path / f"s{NFD}").mkdir()
     picture(tmp_path / f"s{NFD}" / f"{NFD}.png")
     picture(tmp_path / f"r{NFD}.png")
@@ -83,7 +101,9 @@ def test_names_of_every_kind_of_list_are_found_in_another_unicode_form(tmp_path:
     elif listing == "Metadata.CSV":
         (tmp_path / listing).write_text(f"file_name,text,control_path\n{name},a cat,{reference}\n")
     else:
-        (tmp_path / listing).write_text(json.dumps([row] if listing.endswith("json") else row, ensure_ascii=False))
+        (tmp_path / listing).write_text(
+            json.dumps([row] if listing.endswith("json") else row, ensure_ascii=False)
+        )
     assert scanned(tmp_path) == {f"s{NFD}/{NFD}": ("a cat",)}
 
 
@@ -103,8 +123,17 @@ def test_references_and_masks_are_matched_by_meaning(tmp_path: Path) -> None:
         (folder / f"{name}.txt").write_text("x")
     for name in (f"{NFC}.png", "Cat_0.png", "dog.png"):
         picture(references / name)
-    config = DataConfig(folder=str(folder), frames=1, height=16, width=16, references=str(references))
-    found = scan(config, frame_step=0, size_step=8, fps=1.0, columns=(), reference_size=lambda *size: (16, 16))
+    config = DataConfig(
+        folder=str(folder), frames=1, height=16, width=16, references=str(references)
+    )
+    found = scan(
+        config,
+        frame_step=0,
+        size_step=8,
+        fps=1.0,
+        columns=(),
+        reference_size=lambda *size: (16, 16),
+    )
     by_id = {sample.id: sample for sample in found.samples}
     assert {id: [path.name for path in sample.references] for id, sample in by_id.items()} == {
         NFD: [f"{NFC}.png"], "cat": ["Cat_0.png"], "dog": ["dog.png"],
@@ -135,7 +164,9 @@ def test_the_rate_of_a_folder_of_images_is_read_whatever_its_case(tmp_path: Path
 def test_a_file_that_is_not_there_is_answered_with_the_one_that_is(tmp_path: Path) -> None:
     picture(tmp_path / "cat01.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "cat02.png", "text": "a cat"}')
-    with pytest.raises(UserError, match=r"cat02\.png does not exist or is not a file; did you mean .*/cat01\.png\?"):
+    with pytest.raises(
+        UserError, match=r"cat02\.png does not exist or is not a file; did you mean .*/cat01\.png\?"
+    ):
         scanned(tmp_path)
 
 

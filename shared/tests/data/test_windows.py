@@ -68,7 +68,9 @@ FROM_THE_START = {
 
 
 @pytest.mark.parametrize("name", [*FROM_KEYFRAMES, *(f"whole {name}" for name in FROM_THE_START)])
-def test_a_window_is_what_decoding_from_the_start_gives(tmp_path: Path, decoded: list[int], name: str) -> None:
+def test_a_window_is_what_decoding_from_the_start_gives(
+    tmp_path: Path, decoded: list[int], name: str
+) -> None:
     kind, _, file = name.rpartition(" ")
     codec, options = FROM_THE_START[file] if kind else FROM_KEYFRAMES[file]
     path = moving(tmp_path / file, codec, options)
@@ -76,37 +78,56 @@ def test_a_window_is_what_decoding_from_the_start_gives(tmp_path: Path, decoded:
     for first in (1, GROUP - 1, GROUP, GROUP + 1, 50, 95, LENGTH - 5):
         decoded[0] = 0
         window = list(video.frames_at(path, [(first + i) / 24 for i in range(5)]))
-        assert all(np.array_equal(one, other) for one, other in zip(window, whole[first : first + 5], strict=True))
+        assert all(
+            np.array_equal(one, other)
+            for one, other in zip(window, whole[first : first + 5], strict=True)
+        )
         if not kind:
             assert decoded[0] <= 2 * GROUP + 5 + 8, "a decoder holds a few frames back"
 
 
-def test_a_window_late_in_a_long_file_decodes_little_of_it(tmp_path: Path, decoded: list[int]) -> None:
+def test_a_window_late_in_a_long_file_decodes_little_of_it(
+    tmp_path: Path, decoded: list[int]
+) -> None:
     path = numbered_video(tmp_path / "long.mp4", frames=30, fps=1)
     with av.open(str(tmp_path / "hour.mp4"), "w") as container:
         stream = container.add_stream("libx264", rate=8, options={"g": "16", "preset": "ultrafast"})
         stream.height, stream.width, stream.pix_fmt = 16, 16, "yuv420p"
         for i in range(8 * 600):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), i % 250, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((16, 16, 3), i % 250, np.uint8), format="rgb24"
+            )
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    clip = read_clip(tmp_path / "hour.mp4", frames=9, fps=8.0, height=16, width=16, start_seconds=550.0)
+    clip = read_clip(
+        tmp_path / "hour.mp4", frames=9, fps=8.0, height=16, width=16, start_seconds=550.0
+    )
     assert decoded[0] < 16 + 9 + 8 < 8 * 600
     levels = ((clip.mean(dim=(0, 2, 3)) + 1) * 127.5).tolist()
     assert levels == pytest.approx([(8 * 550 + i) % 250 for i in range(9)], abs=3)
-    assert read_clip(path, frames=2, fps=1.0, height=16, width=16, start_seconds=20.0).shape == (3, 2, 16, 16)
+    assert read_clip(path, frames=2, fps=1.0, height=16, width=16, start_seconds=20.0).shape == (
+        3,
+        2,
+        16,
+        16,
+    )
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
 def test_a_window_of_a_variable_frame_rate_is_read_by_time(tmp_path: Path, name: str) -> None:
     ticks = [0, 40, 80, 300, 320, 340, 700, 900, 940, 1000, 1500, 1520]
     path = numbered_video(
-        tmp_path / name, frames=12, ticks=ticks, options={"movie_timescale": "1000"} if ".mp4" in name else {}
+        tmp_path / name,
+        frames=12,
+        ticks=ticks,
+        options={"movie_timescale": "1000"} if ".mp4" in name else {},
     )
     for start in (0.32, 0.9, 1.1):
         clip = read_clip(path, frames=5, fps=10.0, height=16, width=16, start_seconds=start)
         levels = ((clip.mean(dim=(0, 2, 3)) + 1) * 127.5 / 8).round().tolist()
-        assert levels == [sum(tick <= 1000 * (start + i / 10) + 1 for tick in ticks) - 1 for i in range(5)]
+        assert levels == [
+            sum(tick <= 1000 * (start + i / 10) + 1 for tick in ticks) - 1 for i in range(5)
+        ]
 
 
 def test_the_rotation_and_the_end_are_those_of_the_whole_file(tmp_path: Path) -> None:
@@ -150,7 +171,10 @@ def test_random_windows_are_a_function_of_seed_name_and_number() -> None:
     two, five = (firsts(1000, windows="random", clips_per_file=count) for count in (2, 5))
     assert five[:2] == two and two == firsts(1000, windows="random", clips_per_file=2)
     assert five != firsts(1000, windows="random", clips_per_file=5, seed=1)
-    other = [window.first for window in windows_of(1000, config(windows="random", clips_per_file=5), "other")]
+    other = [
+        window.first
+        for window in windows_of(1000, config(windows="random", clips_per_file=5), "other")
+    ]
     assert five != other
     drawn = np.array([firsts(109, windows="random", seed=seed)[0] for seed in range(2000)])
     assert drawn.min() == 0 and drawn.max() == 100
@@ -177,12 +201,19 @@ def summary(dataset: Dataset) -> dict[str, tuple[int, float]]:
 
 
 def test_each_window_is_a_sample_and_single_ones_keep_their_name(folder: Path) -> None:
-    assert summary(look(folder)) == {"long": (5, 0), "middle": (5, 0), "short": (5, 0), "still": (1, 0)}
+    assert summary(look(folder)) == {
+        "long": (5, 0),
+        "middle": (5, 0),
+        "short": (5, 0),
+        "still": (1, 0),
+    }
     assert summary(look(folder, windows="uniform", clips_per_file=2)) == {
-        "long#0": (5, 0), "long#1": (5, 25), "middle#0": (5, 0), "middle#1": (5, 9), "short#0": (5, 0),
+        "long#0": (5, 0), "long#1": (5, 25), "middle#0": (5, 0), "middle#1": (5, 9), "short#0": (5,
+        0),
         "short#1": (5, 2), "still": (1, 0),
     }  # fmt: skip
-    assert [id for id in summary(look(folder, windows="all", frames=13, short_clips="shorten"))] == [
+    assert [id for id in summary(look(folder, windows="all", frames=13,
+        short_clips="shorten"))] == [
         "long#0", "long#1", "middle", "short", "still",
     ]  # fmt: skip
 
@@ -191,7 +222,9 @@ def test_a_file_with_the_name_of_a_window_is_refused(folder: Path) -> None:
     numbered_video(folder / "long#1.mp4", frames=5, fps=16)
     (folder / "long#1.txt").write_text("another")
     assert "long#1" in summary(look(folder))
-    with pytest.raises(UserError, match=r"get the sample id 'long#1' .*; rename one of the files") as error:
+    with pytest.raises(
+        UserError, match=r"get the sample id 'long#1' .*; rename one of the files"
+    ) as error:
         look(folder, windows="uniform", clips_per_file=2, on_bad="skip")
     assert "long.mp4" in str(error.value) and "long#1.mp4" in str(error.value)
 
@@ -199,7 +232,12 @@ def test_a_file_with_the_name_of_a_window_is_refused(folder: Path) -> None:
 def test_windows_are_read_where_they_lie(folder: Path) -> None:
     for sample in look(folder, windows="uniform", clips_per_file=3).samples:
         clip = read_clip(
-            sample.media, frames=sample.frames, fps=16.0, height=16, width=16, start_seconds=sample.start_seconds
+            sample.media,
+            frames=sample.frames,
+            fps=16.0,
+            height=16,
+            width=16,
+            start_seconds=sample.start_seconds,
         )
         if sample.frames > 1:
             levels = ((clip.mean(dim=(0, 2, 3)) + 1) * 127.5 / 8).round().tolist()
@@ -214,7 +252,10 @@ def test_each_clip_gets_the_longest_length_that_it_fills(folder: Path) -> None:
         match="short.mp4 has 7 frames at 16 fps, but data.frame_buckets asks for 13; add 5 to data.frame_buckets",
     ):
         look(folder, frames=0, frame_buckets=(13, 29))
-    assert summary(look(folder, frames=0, frame_buckets=(13,), short_clips="shorten"))["short"] == (5, 0)
+    assert summary(look(folder, frames=0, frame_buckets=(13,), short_clips="shorten"))["short"] == (
+        5,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +265,10 @@ def test_each_clip_gets_the_longest_length_that_it_fills(folder: Path) -> None:
             {"clips_per_file": 3},
             'clips_per_file = 3 has no effect with data.windows = "first"; set data.windows = "uniform"',
         ),
-        ({"clips_per_file": 3, "windows": "all"}, 'has no effect with data.windows = "all"; remove it'),
+        (
+            {"clips_per_file": 3, "windows": "all"},
+            'has no effect with data.windows = "all"; remove it',
+        ),
         ({"clips_per_file": 0}, "clips_per_file = 0 is not between 1 and 1000; set 1"),
         (
             {"frame_buckets": (5, 9), "frames": 5},
@@ -232,9 +276,14 @@ def test_each_clip_gets_the_longest_length_that_it_fills(folder: Path) -> None:
         ),
         ({"frame_buckets": (5, 5), "frames": 0}, "must contain different lengths from 1 to 65536"),
         ({"frame_buckets": (0, 5), "frames": 0}, "must contain different lengths"),
-        ({"frame_buckets": (5, 10), "frames": 0}, r"frame_buckets = \[5, 10\]: 10 is not 1 \+ k \* 4; set 9 or 13"),
+        (
+            {"frame_buckets": (5, 10), "frames": 0},
+            r"frame_buckets = \[5, 10\]: 10 is not 1 \+ k \* 4; set 9 or 13",
+        ),
     ],
 )
-def test_windows_that_contradict_themselves_are_said(folder: Path, settings: dict[str, Any], said: str) -> None:
+def test_windows_that_contradict_themselves_are_said(
+    folder: Path, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         look(folder, **settings)

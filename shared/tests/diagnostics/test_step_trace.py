@@ -29,10 +29,14 @@ def test_steps_after_warm_up_are_traced_and_nothing_else_changes(
     with gzip.open(file) as opened:
         events = json.load(opened)["traceEvents"]
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
-    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}, "counted from 0, after three steps of warm-up"
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}, (
+        "counted from 0, after three steps of warm-up"
+    )
     assert any("mm" in event.get("name", "") for event in events)
     assert equal(world.adapter("plain"), world.adapter("traced"))
-    assert [path.name for path in (tmp_path / "traced").iterdir() if path.name.startswith((".", "tmp"))] == [".lock"]
+    assert [
+        path.name for path in (tmp_path / "traced").iterdir() if path.name.startswith((".", "tmp"))
+    ] == [".lock"]
 
 
 TRACED = """
@@ -52,21 +56,27 @@ for step in range(1, 5):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the profiler may report errors")
 def test_on_a_cpu_the_profiler_prints_nothing_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "profile.json.gz"
-    run = subprocess.run([sys.executable, "-c", TRACED, str(file)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", TRACED, str(file)], capture_output=True, text=True, check=True
+    )
     assert file.is_file() and run.stderr == "" and "USDT" not in run.stdout
 
 
-def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_too_short_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = World(tmp_path)
     assert world.train("run", 2, "--sample.captions", "0", "--train.profile", "3") == 0
     assert (
-        "train.profile = 3 traces after 3 steps, and this start has 2: nothing was traced; train 6 or more"
-        in capsys.readouterr().err
+        "train.profile = 3 traces after 3 steps, and this start has 2: nothing was traced; train 6 "
+        "or more" in capsys.readouterr().err
     )
     assert not (tmp_path / "run" / "profile.json.gz").exists()
 
 
-def test_a_run_on_the_cpu_shows_its_operations_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_the_cpu_shows_its_operations_on_a_machine_with_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as made:
         torch.ones(8, 8) @ torch.ones(8, 8)

@@ -27,7 +27,8 @@ class Carry(NamedTuple):
 STREAMS = TokenStreams(
     names=("text", "image"),
     fields=lambda carry: {
-        "image": ("image",), "text": ("text",), "table": ("text", "image"), "inner.hints": ("image",),
+        "image": ("image",), "text": ("text",), "table": ("text", "image"), "inner.hints": ("image",
+        ),
     },
     head=("image",),
 )  # fmt: skip
@@ -50,13 +51,26 @@ def test_each_stream_is_divided_by_itself_in_every_field():
 
 @pytest.mark.parametrize("name", ["self", "image", "text"])
 def test_a_call_within_a_stream_sees_the_tokens_of_that_stream_alone(monkeypatch, name):
-    carry = Carry(numbered(8), numbered(5), torch.cat([numbered(5), numbered(8)], 1), Inner(numbered(8)), numbered(1))
+    carry = Carry(
+        numbered(8),
+        numbered(5),
+        torch.cat([numbered(5), numbered(8)], 1),
+        Inner(numbered(8)),
+        numbered(1),
+    )
     streams = replace(STREAMS, within={"image": ("image",), "text": ("text",)})
     cuts = [ContextParallel(Ranks(rank, 2, context=2), streams).cut(carry) for rank in range(2)]
-    tokens = [{"self": torch.cat([cut.text, cut.image], 1), "image": cut.image, "text": cut.text} for cut, _ in cuts]
+    tokens = [
+        {"self": torch.cat([cut.text, cut.image], 1), "image": cut.image, "text": cut.text}
+        for cut, _ in cuts
+    ]
     # one head, which two ranks cannot divide: they gather keys and values
     parts, exchange, keys = [part[name][..., None] for part in tokens], cuts[1][1], []
-    monkeypatch.setattr(Ranks, "all_gather", lambda self, x: torch.stack([torch.stack([part, part]) for part in parts]))
+    monkeypatch.setattr(
+        Ranks,
+        "all_gather",
+        lambda self, x: torch.stack([torch.stack([part, part]) for part in parts]),
+    )
 
     def kernel(q, k, v, padding_mask, dropout):
         keys.extend(k.flatten().tolist())

@@ -1,4 +1,5 @@
-"""Two ranks: a sharded model under every policy, collectives inside checkpoints, and what starts the ranks."""
+"""Two ranks: a sharded model under every policy, collectives inside checkpoints, and what starts
+the ranks."""
 
 import itertools
 import os
@@ -36,13 +37,18 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     + [f"{trained}/{dtype}/{policy}" for (trained, dtype), policy in OTHERS.items()],
 )
 def test_policies_change_nothing_under_fsdp(tables: list[Any], case: str) -> None:
-    """No bit and no collective; two ranks are one with the joined batch, and every gradient is reduced."""
+    """No bit and no collective; two ranks are one with the joined batch, and every gradient is
+    reduced."""
     check_step([table["steps"] for table in tables], case)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [case for trained, dtype in OTHERS for case in cases((trained,), (dtype,))])
-def test_nor_do_they_with_the_other_dtype(tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", [case for trained, dtype in OTHERS for case in cases((trained,), (dtype,))]
+)
+def test_nor_do_they_with_the_other_dtype(
+    tmp_path_factory: pytest.TempPathFactory, case: str
+) -> None:
     tables = run_ranks_once(SCRIPT, "others", base=tmp_path_factory.getbasetemp())
     check_step([table["steps"] for table in tables], case)
 
@@ -51,7 +57,14 @@ def test_nor_do_they_with_the_other_dtype(tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 def test_a_sharded_model_recomputes_what_a_whole_one_does(tables: list[Any]) -> None:
     """Of two blocks with two calls of attention each."""
-    expected = {"none": 4, "full": 8, "attn_only": 4, "attn_only(self)": 6, "every_n(2)": 6, "full, 0=none": 6}
+    expected = {
+        "none": 4,
+        "full": 8,
+        "attn_only": 4,
+        "attn_only(self)": 6,
+        "every_n(2)": 6,
+        "full, 0=none": 6,
+    }
     found = tables[0]["steps"]
     assert {policy: found[f"lora/bf16/{policy}"]["attention"] for policy in expected} == expected
 
@@ -60,7 +73,8 @@ def test_a_sharded_model_recomputes_what_a_whole_one_does(tables: list[Any]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(("lora",), ("bf16",)))
 def test_prefetching_changes_nothing(tables: list[Any], case: str) -> None:
-    """Parameters gathered while the block before runs, no more often, and anew after an update of them."""
+    """Parameters gathered while the block before runs, no more often, and anew after an update of
+    them."""
     check_step([table["prefetched"] for table in tables], case)
     for table in tables:
         assert table["prefetched"][case]["collectives"] == table["steps"][case]["collectives"]
@@ -70,9 +84,14 @@ def test_prefetching_changes_nothing(tables: list[Any], case: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["whole", "sharded"])
-@pytest.mark.parametrize(("way", "kind"), [("functional", "all_to_all_single"), ("in place", "alltoall_base")])
-def test_collectives_inside_attention_are_kept_with_it(tables: list[Any], way: str, kind: str, where: str) -> None:
-    """Two blocks, two calls of attention, four exchanges in each: 16 forward, 16 backward, and what a recompute adds."""
+@pytest.mark.parametrize(
+    ("way", "kind"), [("functional", "all_to_all_single"), ("in place", "alltoall_base")]
+)
+def test_collectives_inside_attention_are_kept_with_it(
+    tables: list[Any], way: str, kind: str, where: str
+) -> None:
+    """Two blocks, two calls of attention, four exchanges in each: 16 forward, 16 backward, and what
+    a recompute adds."""
     again = {"none": 0, "full": 16, "attn_only": 0, "attn_only(self)": 8}
     for table in tables:
         found = table["attention"][f"{way}/{where}"]
@@ -85,7 +104,8 @@ def test_collectives_inside_attention_are_kept_with_it(tables: list[Any], way: s
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_attention_over_ranks_is_attention(tables: list[Any]) -> None:
-    """The exchanges above are those of sequence parallelism: result and gradients are those of all tokens in one process."""
+    """The exchanges above are those of sequence parallelism: result and gradients are those of all
+    tokens in one process."""
     for table in tables:
         assert max(table["attention is right"].values()) < 1e-6
 
@@ -116,13 +136,18 @@ def test_parameters_of_a_rarer_dtype_stay_whole_and_are_averaged_at_once(tables:
         assert found["unreduced"] == ""
         assert found["apart"] < 3e-2  # gradients are rounded to bf16
         assert found["collectives"] == {"allreduce": 1}
-        assert [row for row in found["again"].values() if row != {"differs": [], "collectives": {"allreduce": 1}}] == []
+        assert [
+            row
+            for row in found["again"].values()
+            if row != {"differs": [], "collectives": {"allreduce": 1}}
+        ] == []
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_whole_parameters_are_averaged_in_every_backward(tables: list[Any]) -> None:
-    """Over two backwards that add up, after one that failed; the same average, up to the order of additions."""
+    """Over two backwards that add up, after one that failed; the same average, up to the order of
+    additions."""
     for table in tables:
         assert table["whole"]["failed"]
         assert table["whole"]["apart"] < 1e-6
@@ -176,7 +201,9 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path: Path) -> None
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_ranks_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_take_too_long_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock that passes the limit once both ranks wait, however long starting them takes."""
     body = f"print('waiting', flush=True)\nopen(rf'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     script = _script(tmp_path, body)
@@ -186,7 +213,9 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.
         began = next(asked) == 0  # the ranks may wait before anybody looks at the clock
         return 0.0 if began else 300.0 * all(pid.exists() and pid.read_text() for pid in pids)
 
-    monkeypatch.setattr("ditkit_core.testing.ranks.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    monkeypatch.setattr(
+        "ditkit_core.testing.ranks.time", SimpleNamespace(monotonic=clock, sleep=time.sleep)
+    )
     with pytest.raises(RanksFailed, match=r"(?s)not done after 280 s.*waiting"):
         run_ranks(script, folder=tmp_path / "ranks")
     for rank in range(2):

@@ -1,6 +1,8 @@
-"""Mixed precision of FSDP2 and recomputes: what goes wrong with casts at the boundary of a block, and that explicit casts do not care.
+"""Mixed precision of FSDP2 and recomputes: what goes wrong with casts at the boundary of a block,
+and that explicit casts do not care.
 
-Up to torch 2.12, FSDP2 cast a block's inputs in its forward and not in its recompute. That is emulated in the ranks (`toy_islands.py`).
+Up to torch 2.12, FSDP2 cast a block's inputs in its forward and not in its recompute. That is
+emulated in the ranks (`toy_islands.py`).
 """
 
 import sys
@@ -46,7 +48,9 @@ def test_islands_of_autocast_fail_where_a_recompute_is_not_cast(tables: list[Any
 @pytest.mark.slow
 def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: list[Any]) -> None:
     for table in tables:
-        past, present = (table["written otherwise"][f"weights' dtype/{fsdp}"] for fsdp in ("past", "present"))
+        past, present = (
+            table["written otherwise"][f"weights' dtype/{fsdp}"] for fsdp in ("past", "present")
+        )
         assert past["error"] == present["error"] == ""
         assert len(past["differs"]) > 20 and past["apart"] > 1e-3
         assert _IS_PAST or present["differs"] == []
@@ -58,7 +62,9 @@ def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: li
 @pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fsdp", ["past", "present"])
-def test_ours_recomputes_every_operation_in_its_dtype(tables: list[Any], fsdp: str, dtype: str, policy: str) -> None:
+def test_ours_recomputes_every_operation_in_its_dtype(
+    tables: list[Any], fsdp: str, dtype: str, policy: str
+) -> None:
     for table in tables:
         found = table["ours"][f"{fsdp}/{dtype}"][policy]
         assert found["differs"] == []
@@ -68,12 +74,17 @@ def test_ours_recomputes_every_operation_in_its_dtype(tables: list[Any], fsdp: s
         assert found["recomputed"] == blocks
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.0), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
-def test_explicit_casts_are_as_good_as_islands_after_30_blocks(dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 0.0), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"]
+)
+def test_explicit_casts_are_as_good_as_islands_after_30_blocks(
+    dtype: torch.dtype, bound: float
+) -> None:
     """Loss and gradients; in fp32 bitwise."""
     arch, items = ToyArch(depth=30), toy_items(2)
     found, expected = (
-        step_of(TOY, model_of(block, dtype, arch), items, BlockEngine(), of=2) for block in (ToyBlock, IslandBlock)
+        step_of(TOY, model_of(block, dtype, arch), items, BlockEngine(), of=2)
+        for block in (ToyBlock, IslandBlock)
     )
     assert bound or differences(found, expected) == []
     assert apart(found, expected) <= bound

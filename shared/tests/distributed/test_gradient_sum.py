@@ -19,11 +19,15 @@ def tree(values):
 @pytest.mark.parametrize("count", range(1, 14))
 def test_gradients_are_added_in_the_tree_of_their_numbers(count):
     random = torch.Generator().manual_seed(count)
-    gradients = [torch.randn(64, generator=random) * 10.0 ** (number % 5) for number in range(count)]
+    gradients = [
+        torch.randn(64, generator=random) * 10.0 ** (number % 5) for number in range(count)
+    ]
     parameter = nn.Parameter(torch.zeros(64))
     total = GradientSum({"p": parameter}, count, Ranks())
     for number, gradient in enumerate(gradients):
-        assert len(total._sums) == num_waiting_sums(number), "the plan counts as many sets of gradients as there are"
+        assert len(total._sums) == num_waiting_sums(number), (
+            "the plan counts as many sets of gradients as there are"
+        )
         (parameter * gradient).sum().backward()
         total.add(number)
     total.finish()

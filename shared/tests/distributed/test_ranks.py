@@ -48,7 +48,8 @@ def test_ranks_of_a_context_group_work_on_the_same_items(size, context):
 
 def test_groups_that_leave_ranks_over_are_refused_with_those_that_do_not():
     with pytest.raises(
-        UserError, match=r"context = 4 does not divide 6 ranks .* set it to 1, 2, 3 or 6, or start a multiple of 4"
+        UserError,
+        match=r"context = 4 does not divide 6 ranks .* set it to 1, 2, 3 or 6, or start a multiple of 4",
     ):
         Ranks(0, 6).grouped(4)
     assert Ranks(0, 6).grouped(1) == Ranks(0, 6)
@@ -77,7 +78,8 @@ def test_a_rank_that_differs_in_something_is_refused_with_its_machine(name):
             return [value, value, {**value, "host": "elsewhere", name: "another"}]
 
     with pytest.raises(
-        UserError, match=rf"rank 2 on elsewhere has another {name} \(another\) than rank 0 on \S+ \({own[name]}\)"
+        UserError,
+        match=rf"rank 2 on elsewhere has another {name} \(another\) than rank 0 on \S+ \({own[name]}\)",
     ):
         First(0, 3).check_same(own)
 
@@ -88,6 +90,7 @@ def test_of_a_long_setting_that_differs_the_beginning_is_said():
             return [value, {**value, "sample.prompts": "a" * 5000}]
 
     with pytest.raises(
-        UserError, match=r"rank 1 on \S+ has another sample.prompts \(a{80}\.\.\.\) than rank 0 on \S+ \(\[\]\)"
+        UserError,
+        match=r"rank 1 on \S+ has another sample.prompts \(a{80}\.\.\.\) than rank 0 on \S+ \(\[\]\)",
     ):
         First(0, 2).check_same({"sample.prompts": "[]"})

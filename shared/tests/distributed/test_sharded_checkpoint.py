@@ -36,19 +36,28 @@ def state_of(made: dict[str, Any], name: str) -> Path:
 def test_training_goes_on_while_a_save_is_written(made: dict[str, Any]) -> None:
     """And the save is bitwise that of a run whose saves nobody delays."""
     assert made["slow"] == [True, True]
-    saves = [load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "full disk")]
+    saves = [
+        load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "full disk")
+    ]
     assert saves[0].keys() == saves[1].keys() == {"trainable", "ema", "optimizer"}
     for group, tensors in saves[0].items():
-        assert tensors and all(torch.equal(tensor, saves[1][group][key]) for key, tensor in tensors.items())
+        assert tensors and all(
+            torch.equal(tensor, saves[1][group][key]) for key, tensor in tensors.items()
+        )
 
 
 @pytest.mark.parametrize("name", ["plain", "adapter"])
 def test_as_many_ranks_go_on_bitwise(made: dict[str, Any], name: str) -> None:
-    """From the middle, with a full fine-tune and an adapter: weights, average and optimizer state of the last save, and validation losses."""
-    whole, halves = (load_state(state_of(made, each) / "step-000006") for each in (name, f"{name} in halves"))
+    """From the middle, with a full fine-tune and an adapter: weights, average and optimizer state
+    of the last save, and validation losses."""
+    whole, halves = (
+        load_state(state_of(made, each) / "step-000006") for each in (name, f"{name} in halves")
+    )
     assert whole.held_out == halves.held_out is not None and whole.values == halves.values
     for group, tensors in whole.tensors.items():
-        assert all(torch.equal(tensor, halves.tensors[group][key]) for key, tensor in tensors.items()), group
+        assert all(
+            torch.equal(tensor, halves.tensors[group][key]) for key, tensor in tensors.items()
+        ), group
 
 
 def test_every_row_is_written_once(made: dict[str, Any]) -> None:
@@ -56,13 +65,19 @@ def test_every_row_is_written_once(made: dict[str, Any]) -> None:
     save = state_of(made, "plain") / "step-000006"
     parts = [SafetensorsSource.open(path) for path in sorted(save.glob("shard-*.safetensors"))]
     written = [sum(each.num_bytes for each in part.tensors.values()) for part in parts]
-    whole = sum(tensor.nbytes for tensors in load_state(save).tensors.values() for tensor in tensors.values())
+    whole = sum(
+        tensor.nbytes
+        for tensors in load_state(save).tensors.values()
+        for tensor in tensors.values()
+    )
     assert len(parts) == 4 and sum(written) == whole
     assert max(written) < 0.5 * whole
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_save_is_complete_with_the_digest_of_every_part(made: dict[str, Any], tmp_path: Path, rank: int) -> None:
+def test_a_save_is_complete_with_the_digest_of_every_part(
+    made: dict[str, Any], tmp_path: Path, rank: int
+) -> None:
     """One that lacks a part, or has another number in it, is not used; its index knows all four."""
     saves = Path(copytree(state_of(made, "plain"), tmp_path / "state"))
     newest, warned = saves / "step-000006", list[str]()
@@ -77,10 +92,14 @@ def test_a_save_is_complete_with_the_digest_of_every_part(made: dict[str, Any], 
         assert f"{part.name} is missing or damaged" in warned.pop() and not warned
 
 
-def test_a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_one_before(made: dict[str, Any]) -> None:
+def test_a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_one_before(
+    made: dict[str, Any],
+) -> None:
     for message in made["full disk"]:
         assert message.startswith("rank 1 cannot write its part of")
-        assert message.endswith(": No space left on device; free some space or choose another folder")
+        assert message.endswith(
+            ": No space left on device; free some space or choose another folder"
+        )
     left = [path.name for path in state_of(made, "full disk").iterdir()]
     assert left == ["step-000003"] and latest(state_of(made, "full disk"), pytest.fail) is not None
 
@@ -89,11 +108,18 @@ def test_a_rank_killed_inside_a_save_leaves_the_one_before(made: dict[str, Any])
     assert -9 in made["codes"]
     newest = latest(state_of(made, "killed"), pytest.fail)
     assert newest is not None and newest.name == "step-000003"
-    expected, found = (load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "killed"))
-    assert all(torch.equal(tensor, found[group][key]) for group in expected for key, tensor in expected[group].items())
+    expected, found = (
+        load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "killed")
+    )
+    assert all(
+        torch.equal(tensor, found[group][key])
+        for group in expected
+        for key, tensor in expected[group].items()
+    )
 
 
 def test_every_group_of_ranks_waits_however_long(made: dict[str, Any]) -> None:
-    """Those of replicas, of parts of the weights and of tokens, to which torch gives 30 minutes, and that of what writes saves."""
+    """Those of replicas, of parts of the weights and of tokens, to which torch gives 30 minutes,
+    and that of what writes saves."""
     limit = WITHOUT_LIMIT.total_seconds()
     assert made["plain"] == [[[2, limit], [2, limit], [2, limit], [4, limit]]] * 4

@@ -32,7 +32,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_ranks_that_see_another_run_folder_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match="is not the folder that rank 0 has locked .* one that all machines share"),
+        pytest.raises(
+            UserError,
+            match="is not the folder that rank 0 has locked .* one that all machines share",
+        ),
         open_run(tmp_path, None, OneOfTwo(rank=1, given=["somebody else"])),
     ):
         pass
@@ -51,7 +54,9 @@ def test_ranks_that_see_another_cache_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_cache_that_nobody_can_write_is_no_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_nobody_can_write_is_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*given: object, **named: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 

@@ -1,4 +1,5 @@
-"""The ranks that one torchrun has started: who of them runs, and that only one of them is ever killed."""
+"""The ranks that one torchrun has started: who of them runs, and that only one of them is ever
+killed."""
 
 import os
 import signal
@@ -12,7 +13,9 @@ import pytest
 from ditkit_core.distributed import siblings as module
 from ditkit_core.distributed.siblings import Process, siblings
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are read from /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="processes are read from /proc"
+)
 
 
 @pytest.fixture
@@ -61,10 +64,16 @@ def test_a_sibling_that_nobody_has_waited_for_has_ended(stopped):
 def test_siblings_are_those_of_this_start_that_run(stopped, monkeypatch, tmp_path):
     """Another container can have the same numbers of processes; torchrun's folders differ."""
     files = [
-        str(tmp_path / start / str(rank) / "error.json") for start, rank in (("a", 0), ("a", 1), ("b", 0), ("a", 2))
+        str(tmp_path / start / str(rank) / "error.json")
+        for start, rank in (("a", 0), ("a", 1), ("b", 0), ("a", 2))
     ]
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", files[0])
-    places = [(os.getpid(), files[0]), (stopped.pid, files[1]), (stopped.pid, files[2]), (2**22 + 1, files[3])]
+    places = [
+        (os.getpid(), files[0]),
+        (stopped.pid, files[1]),
+        (stopped.pid, files[2]),
+        (2**22 + 1, files[3]),
+    ]
     assert siblings(places) == {1: Process(stopped.pid, files[1])}
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert siblings([(os.getpid(), ""), (stopped.pid, "")]) == {}

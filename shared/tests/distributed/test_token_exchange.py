@@ -22,7 +22,9 @@ def test_parts_of_all_ranks_are_all_tokens(monkeypatch, num, lengths, dtype):
     parts = [each.rank_part(x, lengths) for each in every]
     assert {part.shape for part in parts} == {(2, sum(-(-length // num) for length in lengths), 3)}
     for each, part in zip(every, parts, strict=True):
-        monkeypatch.setattr(each.ranks, "all_gather", lambda given: torch.stack(parts), raising=False)
+        monkeypatch.setattr(
+            each.ranks, "all_gather", lambda given: torch.stack(parts), raising=False
+        )
         assert torch.equal(each.gathered(part, lengths), x)
 
 
@@ -42,6 +44,8 @@ def test_the_gradient_of_what_all_ranks_use_alike_is_their_sum(monkeypatch):
     """Each has the same gradient, so that nothing is exchanged."""
     exchange = replace(exchanges(3, (6,))[1])
     part = torch.zeros(1, 2, 1, requires_grad=True)
-    monkeypatch.setattr(exchange.ranks, "all_gather", lambda given: torch.stack([given] * 3), raising=False)
+    monkeypatch.setattr(
+        exchange.ranks, "all_gather", lambda given: torch.stack([given] * 3), raising=False
+    )
     (exchange.gathered(part, (6,)) * torch.arange(6.0).reshape(1, 6, 1)).sum().backward()
     assert part.grad.flatten().tolist() == [2 * 3, 3 * 3]

@@ -1,4 +1,5 @@
-"""The heartbeat by which ranks know that another one has stopped, in rounds of its own and not in seconds of a clock; and GPUs that do not suffice."""
+"""The heartbeat by which ranks know that another one has stopped, in rounds of its own and not in
+seconds of a clock; and GPUs that do not suffice."""
 
 import _thread
 import json
@@ -54,7 +55,8 @@ class Store:
 
 
 class Rounds:
-    """Counts the rounds of a heartbeat in place of waiting for them, and lets the other rank act in each."""
+    """Counts the rounds of a heartbeat in place of waiting for them, and lets the other rank act in
+    each."""
 
     def __init__(self, act: Any = lambda number: False):
         self.number, self._act = 0, act
@@ -95,7 +97,9 @@ def heartbeat(monkeypatch: pytest.MonkeyPatch, summary: Callable[[], str]) -> An
 
 
 @pytest.mark.parametrize("timeout", [1.0, 3.0, 120.0])
-def test_a_rank_that_stops_ends_the_run_within_its_timeout_and_ten_seconds(heartbeat, summary, timeout, capsys):
+def test_a_rank_that_stops_ends_the_run_within_its_timeout_and_ten_seconds(
+    heartbeat, summary, timeout, capsys
+):
     store, rounds = Store(alive_1="7 12", here_1="elsewhere"), Rounds()
     made = heartbeat(store, timeout, rounds)
     with pytest.raises(Ended):
@@ -103,7 +107,8 @@ def test_a_rank_that_stops_ends_the_run_within_its_timeout_and_ten_seconds(heart
     assert timeout < rounds.number * made._interval <= timeout + 10
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        f"error: rank 1 of 2 on elsewhere in step 12: no heartbeat for {timeout:g} s (ranks.timeout)"
+        f"error: rank 1 of 2 on elsewhere in step 12: no heartbeat for {timeout:g} s "
+        f"(ranks.timeout)"
     )
     assert summary() == line.removeprefix("error: ")
     assert store.get("alive/0").endswith(b" 8"), "this rank's own heartbeat has its step"
@@ -128,11 +133,15 @@ def test_a_rank_of_another_machine_that_is_lost_is_named(heartbeat, summary, cap
             self.set("alive/1", f"{time.monotonic()} 8")
             return super().multi_get(names)
 
-    made = heartbeat(Beating(alive_1="1 8", alive_2="7 8", here_2="elsewhere"), 1.0, Rounds(), size=3)
+    made = heartbeat(
+        Beating(alive_1="1 8", alive_2="7 8", here_2="elsewhere"), 1.0, Rounds(), size=3
+    )
     assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: rank 2 of 3 on elsewhere in step 8: it was killed or crashed (")
-    assert line.endswith("the same command continues from the last save") and summary() == line.removeprefix("error: ")
+    assert line.endswith(
+        "the same command continues from the last save"
+    ) and summary() == line.removeprefix("error: ")
 
 
 def test_a_rank_that_says_why_it_ends_is_not_taken_for_lost(heartbeat, summary, capsys):
@@ -141,18 +150,27 @@ def test_a_rank_that_says_why_it_ends_is_not_taken_for_lost(heartbeat, summary, 
     made.siblings = {1: ENDED}
     store.set("failed", "1:rank 1 of 2 on elsewhere in step 8: no luck")
     assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
-    assert capsys.readouterr().err == "" and summary() == "rank 1 of 2 on elsewhere in step 8: no luck"
+    assert (
+        capsys.readouterr().err == "" and summary() == "rank 1 of 2 on elsewhere in step 8: no luck"
+    )
 
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer"), torch.distributed.DistError("x")],
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer"),
+        torch.distributed.DistError("x"),
+    ],
 )
-def test_of_a_broken_exchange_of_torch_the_lost_rank_is_said_and_no_traceback(heartbeat, capsys, error):
+def test_of_a_broken_exchange_of_torch_the_lost_rank_is_said_and_no_traceback(
+    heartbeat, capsys, error
+):
     made = heartbeat(Store(here_1="here"), 1.0, Rounds())
     made.siblings = {1: ENDED}
     assert isinstance(made.explain(error), RankLost)
-    assert capsys.readouterr().err.startswith("error: rank 1 of 2 on here in step 8: it was killed or crashed")
+    assert capsys.readouterr().err.startswith(
+        "error: rank 1 of 2 on here in step 8: it was killed or crashed"
+    )
 
 
 def test_one_of_several_ranks_says_which_one_is_lost(heartbeat, summary, capsys):
@@ -163,14 +181,18 @@ def test_one_of_several_ranks_says_which_one_is_lost(heartbeat, summary, capsys)
         made._launch.rank, made.siblings = rank, {1: ENDED}
         assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: rank 1 of 4 on here in step 8: it was killed") and line.endswith(summary())
+    assert line.startswith("error: rank 1 of 4 on here in step 8: it was killed") and line.endswith(
+        summary()
+    )
 
 
 def test_a_bug_keeps_its_traceback_on_the_rank_that_had_it_first(heartbeat, summary, capsys):
     store = Store()
     assert heartbeat(store, 1.0, Rounds()).explain(ValueError("a bug")) is None
     line = capsys.readouterr().err.strip()
-    assert re.match(r"error: rank 0 of 2 on \S+ in step 8: unexpected ValueError: a bug; the traceback", line)
+    assert re.match(
+        r"error: rank 0 of 2 on \S+ in step 8: unexpected ValueError: a bug; the traceback", line
+    )
     assert isinstance(heartbeat(store, 1.0, Rounds()).explain(ValueError("after it")), UserError)
     assert capsys.readouterr().err == "" and summary() == line.removeprefix("error: ")
     other = heartbeat(Store(), 1.0, threading.Event())
@@ -178,7 +200,10 @@ def test_a_bug_keeps_its_traceback_on_the_rank_that_had_it_first(heartbeat, summ
         raise KeyError("of a kind that nobody catches")
     except KeyError:
         other.end(finished=False)
-    assert "in step 8: unexpected KeyError: 'of a kind that nobody catches'; the traceback" in summary()
+    assert (
+        "in step 8: unexpected KeyError: 'of a kind that nobody catches'; the traceback"
+        in summary()
+    )
 
 
 def test_the_summary_of_a_rank_that_is_killed_names_its_step_and_nothing_is_left_of_one_that_ends_well(
@@ -203,7 +228,9 @@ def test_a_line_of_any_length_fits_into_the_summary(summary):
         assert summary() and line.startswith(summary())
 
 
-def test_a_rank_of_the_machine_that_was_killed_ends_one_that_exchanges_nothing(heartbeat, summary, capsys):
+def test_a_rank_of_the_machine_that_was_killed_ends_one_that_exchanges_nothing(
+    heartbeat, summary, capsys
+):
     """As in a preview, or in a step longer than torchrun's 30 seconds."""
     store, rounds = Store(alive_1="1 8", here_1="here"), Rounds()
     made = heartbeat(store, 120.0, rounds)
@@ -213,11 +240,15 @@ def test_a_rank_of_the_machine_that_was_killed_ends_one_that_exchanges_nothing(h
     assert rounds.number * made._interval <= 10
     assert made.report(torchrun._LOST, of=1), "the main thread finds the same"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: rank 1 of 2 on here in step 8: it was killed") and line.endswith(summary())
+    assert line.startswith("error: rank 1 of 2 on here in step 8: it was killed") and line.endswith(
+        summary()
+    )
 
 
 def test_a_rank_of_the_machine_that_has_finished_is_not_lost(heartbeat, capsys):
-    made = heartbeat(Store(alive_1="left", here_1="here"), 120.0, Rounds(lambda number: number == 20))
+    made = heartbeat(
+        Store(alive_1="left", here_1="here"), 120.0, Rounds(lambda number: number == 20)
+    )
     made.siblings = {1: ENDED}
     made.run()
     assert capsys.readouterr().err == ""
@@ -229,7 +260,10 @@ def test_a_rank_whose_torchrun_was_killed_ends(heartbeat, monkeypatch, summary, 
     with pytest.raises(Ended):
         made.run()
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: rank 0 of 2 on \S+ in step 8: its torchrun was killed; the same command continues", line)
+    assert re.match(
+        r"error: rank 0 of 2 on \S+ in step 8: its torchrun was killed; the same command continues",
+        line,
+    )
     assert summary() == line.removeprefix("error: ")
 
 
@@ -250,7 +284,10 @@ def test_of_a_store_that_is_gone_one_rank_of_a_machine_speaks(heartbeat, capsys)
         with pytest.raises(Ended):
             made.run()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "torchrun's store cannot be reached (Broken pipe): torchrun ended on the machine of rank 0, or" in line
+    assert (
+        "torchrun's store cannot be reached (Broken pipe): torchrun ended on the machine of rank "
+        "0, or" in line
+    )
     assert line.endswith("the same command continues from the last save")
 
 
@@ -260,7 +297,9 @@ def test_a_signal_ends_a_rank_that_waits_for_one_that_starts_late(monkeypatch):
     store, began = torch.distributed.HashStore(), time.monotonic()
 
     def start(rank: int) -> None:
-        torchrun._rendezvous(Launch(rank, 3, rank, 3), store, torch.distributed.PrefixStore("0", store))
+        torchrun._rendezvous(
+            Launch(rank, 3, rank, 3), store, torch.distributed.PrefixStore("0", store)
+        )
 
     def first() -> None:
         with suppress(UserError):
@@ -289,7 +328,10 @@ def test_ranks_wait_in_the_store_as_long_as_in_an_exchange(monkeypatch):
     whole = torch.distributed.HashStore()
     whole.set_timeout(timedelta(seconds=0.1))  # in place of the limit of the start
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda url, timeout: iter([(whole, 1, 2)]))
-    for name, value in (("ditkit/round", '["first", {"1": "own"}]'), ("ditkit/first/here/0", "elsewhere")):
+    for name, value in (
+        ("ditkit/round", '["first", {"1": "own"}]'),
+        ("ditkit/first/here/0", "elsewhere"),
+    ):
         whole.set(name, value)
     monkeypatch.setattr(torchrun.uuid, "uuid4", lambda: SimpleNamespace(hex="own"))
     store = torchrun._store(Launch(1, 2, 1, 2))
@@ -302,7 +344,10 @@ def test_ranks_wait_in_the_store_as_long_as_in_an_exchange(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_before_all_are_there_ends_the_wait_of_the_others(summary, rank):
     """As of a flag or a path that is wrong on its machine alone."""
-    store, line = torch.distributed.HashStore(), "rank 2 of 3 on elsewhere: data.folder /d does not exist"
+    store, line = (
+        torch.distributed.HashStore(),
+        "rank 2 of 3 on elsewhere: data.folder /d does not exist",
+    )
     early = torch.distributed.PrefixStore("0", store)
     early.set("failed", f"2:{line}")
     with pytest.raises(UserError) as found:
@@ -312,7 +357,13 @@ def test_a_rank_that_fails_before_all_are_there_ends_the_wait_of_the_others(summ
 
 @pytest.mark.parametrize("port", ["x", ""])
 def test_a_mistake_is_said_where_no_store_can_be_reached(monkeypatch, capsys, port):
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    given = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }
     for name, value in (given | {"MASTER_PORT": port or _closed_port()}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torchrun, "mute", lambda: None)
@@ -343,7 +394,9 @@ def test_signals_end_a_rank_that_torch_connects(monkeypatch):
     """torch waits there for ranks that are gone, and Python would handle no signal."""
     seen: list[Any] = []
     monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda *given, **named: seen.append(signal.getsignal(signal.SIGTERM))
+        torch.distributed,
+        "init_process_group",
+        lambda *given, **named: seen.append(signal.getsignal(signal.SIGTERM)),
     )
     with Interrupts():
         before = signal.getsignal(signal.SIGTERM)
@@ -356,7 +409,9 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     refuse_shared_gpus(2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"started 2 processes on \S+, which has 1 GPUs; set --nproc-per-node 1"):
+    with pytest.raises(
+        UserError, match=r"started 2 processes on \S+, which has 1 GPUs; set --nproc-per-node 1"
+    ):
         refuse_shared_gpus(2)
 
 
@@ -372,7 +427,9 @@ def test_processes_of_two_torchruns_do_not_share_a_gpu(monkeypatch):
         ("GPU-b", ""),
         ("GPU-a", r"^ranks 0 and 1 on \S+ use the same GPU \(GPU-a\); start one torchrun"),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda local, gpu=gpu: SimpleNamespace(uuid=gpu))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda local, gpu=gpu: SimpleNamespace(uuid=gpu)
+        )
         with pytest.raises(UserError, match=refused) if refused else nullcontext():
             Second(1, 2).check_own_gpu(0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -386,10 +443,16 @@ def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda backend, **given: started.append((backend, given["timeout"]))
+        torch.distributed,
+        "init_process_group",
+        lambda backend, **given: started.append((backend, given["timeout"])),
     )
-    with pytest.raises(UserError, match=r"this torch has no NCCL, .* train on one GPU, or set train.device = cpu"):
+    with pytest.raises(
+        UserError, match=r"this torch has no NCCL, .* train on one GPU, or set train.device = cpu"
+    ):
         torchrun._connect(launch, Store(), on_gpus=True)
     assert not started
     assert torchrun._connect(launch, Store(), on_gpus=False) == "cpu"
-    assert started == [("gloo", WITHOUT_LIMIT)], "a rank may encode, compile or generate samples for hours"
+    assert started == [("gloo", WITHOUT_LIMIT)], (
+        "a rank may encode, compile or generate samples for hours"
+    )

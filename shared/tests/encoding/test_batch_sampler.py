@@ -1,4 +1,5 @@
-"""The order of micro-batches over groups: a function of seed and index, every sample once per epoch."""
+"""The order of micro-batches over groups: a function of seed and index, every sample once per
+epoch."""
 
 from collections import Counter
 
@@ -19,7 +20,9 @@ def grouped(seed: int = 0, ids: list[str] = IDS, groups: list[str] = GROUPS) -> 
 def test_an_epoch_has_every_sample_once_in_batches_of_one_group() -> None:
     order = grouped()
     for epoch in range(3):
-        batches = [order.micro_batch(epoch * NUM_BATCHES + number).samples for number in range(NUM_BATCHES)]
+        batches = [
+            order.micro_batch(epoch * NUM_BATCHES + number).samples for number in range(NUM_BATCHES)
+        ]
         assert sorted(i for batch in batches for i in batch) == list(range(17))
         for batch in batches:
             (group,) = {GROUPS[i] for i in batch}
@@ -46,7 +49,9 @@ def test_the_first_place_counts_the_samples_before() -> None:
 def test_orders_differ_by_seed_and_epoch_and_so_do_the_members_of_batches() -> None:
     def epoch(seed: int, number: int) -> tuple[tuple[int, ...], ...]:
         order = grouped(seed)
-        return tuple(tuple(order.micro_batch(number * NUM_BATCHES + i).samples) for i in range(NUM_BATCHES))
+        return tuple(
+            tuple(order.micro_batch(number * NUM_BATCHES + i).samples) for i in range(NUM_BATCHES)
+        )
 
     epochs = [epoch(seed, number) for seed in range(3) for number in range(3)]
     assert len(set(epochs)) == 9

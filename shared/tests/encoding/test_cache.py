@@ -33,12 +33,17 @@ def test_what_was_put_is_got_bitwise(cache: Cache) -> None:
     assert cache.get("media", KEY) is None and not cache.has("media", KEY)
     bf16 = torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache.put(
-        "media", KEY, {**TENSORS, "bf16": bf16, "turned": TENSORS["latents"].transpose(0, 2)}, {"source": "a.mp4"}
+        "media",
+        KEY,
+        {**TENSORS, "bf16": bf16, "turned": TENSORS["latents"].transpose(0, 2)},
+        {"source": "a.mp4"},
     )
     got = cache.get("media", KEY)
     assert got is not None and cache.has("media", KEY) and not cache.has("text", KEY)
     assert got["bf16"].dtype == torch.bfloat16 and torch.equal(got["bf16"], bf16)
-    assert torch.equal(got["latents"], TENSORS["latents"]) and torch.equal(got["mask"], TENSORS["mask"])
+    assert torch.equal(got["latents"], TENSORS["latents"]) and torch.equal(
+        got["mask"], TENSORS["mask"]
+    )
     assert torch.equal(got["turned"], TENSORS["latents"].transpose(0, 2))
 
 
@@ -136,8 +141,11 @@ def exchanged(one: Path, other: Path) -> None:
     spare.rename(other)
 
 
-def test_files_of_one_size_and_time_that_change_places_change_hashes(tmp_path: Path, hashed: list[str]) -> None:
-    """Uncompressed images of one archive: only their names are exchanged, or those of their folders."""
+def test_files_of_one_size_and_time_that_change_places_change_hashes(
+    tmp_path: Path, hashed: list[str]
+) -> None:
+    """Uncompressed images of one archive: only their names are exchanged, or those of their
+    folders."""
     files = []
     for folder, colour in (("a", "red"), ("b", "blue")):
         (tmp_path / folder).mkdir()
@@ -157,8 +165,12 @@ def test_files_of_one_size_and_time_that_change_places_change_hashes(tmp_path: P
     assert hashes() == before and len(hashed) == 6
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows tells when a file was created, not when it was changed")
-def test_another_content_under_old_size_and_time_is_hashed_again(tmp_path: Path, hashed: list[str]) -> None:
+@pytest.mark.skipif(
+    os.name == "nt", reason="Windows tells when a file was created, not when it was changed"
+)
+def test_another_content_under_old_size_and_time_is_hashed_again(
+    tmp_path: Path, hashed: list[str]
+) -> None:
     path, content = tmp_path / "a", b"x" * 500_000
     for change in (b"y", b"z"):  # where no sample is taken
         path.write_bytes(content[:100_000] + change + content[100_000:])
@@ -178,7 +190,8 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("deaf")
 @pytest.mark.parametrize(
-    ("size", "place"), [(5, 2), (40_000, 30_000), (500_000, 3), (500_000, 250_001), (500_000, 499_999)]
+    ("size", "place"),
+    [(5, 2), (40_000, 30_000), (500_000, 3), (500_000, 250_001), (500_000, 499_999)],
 )
 def test_a_sample_tells_where_no_time_does(tmp_path: Path, size: int, place: int) -> None:
     path, content = tmp_path / "a", bytearray(size)
@@ -209,7 +222,9 @@ def test_windows_of_a_file_take_one_sample(tmp_path: Path, monkeypatch: pytest.M
         hashes.of(path)
     samples: list[Path] = []
     sample = cache_module._sample
-    monkeypatch.setattr(cache_module, "_sample", lambda path, size: samples.append(path) or sample(path, size))
+    monkeypatch.setattr(
+        cache_module, "_sample", lambda path, size: samples.append(path) or sample(path, size)
+    )
     with MediaHashes(tmp_path / "cache") as hashes:
         assert {hashes.of(path) for _ in range(5)} == {file_hash(path)}
     assert samples == [path]
@@ -236,12 +251,25 @@ def test_a_file_written_a_moment_ago_is_not_remembered(tmp_path: Path, hashed: l
 
 
 @pytest.mark.parametrize(
-    "spoiled", ["", "{", "[1, 2]", '{"x": 3}', '{"PATH": [7]}', '{"PATH": [1, 2, 3]}', '{"PATH": [1, 2, 3, 4, 5, 6]}']
+    "spoiled",
+    [
+        "",
+        "{",
+        "[1, 2]",
+        '{"x": 3}',
+        '{"PATH": [7]}',
+        '{"PATH": [1, 2, 3]}',
+        '{"PATH": [1, 2, 3, 4, 5, 6]}',
+    ],
 )
-def test_an_unreadable_memory_is_an_empty_one(tmp_path: Path, hashed: list[str], spoiled: str) -> None:
+def test_an_unreadable_memory_is_an_empty_one(
+    tmp_path: Path, hashed: list[str], spoiled: str
+) -> None:
     path = old_file(tmp_path / "a")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "hashes.json").write_text(spoiled.replace("PATH", path.resolve().as_posix()))
+    (tmp_path / "cache" / "hashes.json").write_text(
+        spoiled.replace("PATH", path.resolve().as_posix())
+    )
     with MediaHashes(tmp_path / "cache") as hashes:
         hashes.of(path)
     assert MediaHashes(tmp_path / "cache").of(path)
@@ -270,7 +298,9 @@ def test_shapes_are_read_from_the_header(cache: Cache) -> None:
     assert cache.shapes("media", KEY) is None and not path.exists()
 
 
-def test_a_flipped_bit_is_found_at_the_first_read(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_is_found_at_the_first_read(
+    cache: Cache, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache.put("media", KEY, TENSORS, {})
     path = entry(cache)
     data = bytearray(path.read_bytes())
@@ -278,14 +308,21 @@ def test_a_flipped_bit_is_found_at_the_first_read(cache: Cache, capsys: pytest.C
     path.write_bytes(data)
     assert cache.has("media", KEY), "its header is right"
     assert cache.get("media", KEY) is None and not path.exists()
-    assert capsys.readouterr().err == f"the cache entry {path} is damaged: it is removed, and encoded again\n"
+    assert (
+        capsys.readouterr().err
+        == f"the cache entry {path} is damaged: it is removed, and encoded again\n"
+    )
 
 
-def test_an_entry_is_compared_once_in_a_process(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_compared_once_in_a_process(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.put("media", KEY, TENSORS, {})
     calls: list[object] = []
     own = cache_module.digest
-    monkeypatch.setattr(cache_module, "digest", lambda tensors: calls.append(tensors) or own(tensors))
+    monkeypatch.setattr(
+        cache_module, "digest", lambda tensors: calls.append(tensors) or own(tensors)
+    )
     assert cache.get("media", KEY) and cache.get("media", KEY) and len(calls) == 1
     assert Cache(cache.folder).get("media", KEY) and len(calls) == 2
 
@@ -299,7 +336,9 @@ def test_an_entry_is_compared_once_in_a_process(cache: Cache, monkeypatch: pytes
     ],
     ids=["renamed", "axes swapped", "a tensor less"],
 )
-def test_a_changed_header_is_found_without_reading_the_tensors(cache: Cache, change: dict[str, torch.Tensor]) -> None:
+def test_a_changed_header_is_found_without_reading_the_tensors(
+    cache: Cache, change: dict[str, torch.Tensor]
+) -> None:
     cache.put("media", KEY, TENSORS, {})
     path = entry(cache)
     with cache_module.opened(path) as file:
@@ -317,7 +356,9 @@ def test_an_entry_of_an_earlier_version_needs_latents_and_no_digest(cache: Cache
     assert cache.shapes("media", KEY) is None and not path.exists()
 
 
-def test_an_entry_that_may_not_be_read_is_said_as_such(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_may_not_be_read_is_said_as_such(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever may read everything, as root may, sees the error through a stand-in."""
     cache.put("media", KEY, TENSORS, {})
 
@@ -326,13 +367,18 @@ def test_an_entry_that_may_not_be_read_is_said_as_such(cache: Cache, monkeypatch
 
     monkeypatch.setattr("builtins.open", denied)
     for read in (cache.get, cache.shapes, cache.has):
-        with pytest.raises(UserError, match=r"cannot read .*safetensors: Permission denied; correct its permissions"):
+        with pytest.raises(
+            UserError,
+            match=r"cannot read .*safetensors: Permission denied; correct its permissions",
+        ):
             read("media", KEY)
     monkeypatch.undo()
     assert cache.get("media", KEY) is not None, "nothing was removed"
 
 
-def test_an_entry_that_vanishes_while_it_is_opened_is_absent(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_vanishes_while_it_is_opened_is_absent(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.put("media", KEY, TENSORS, {})
     own = cache_module.safe_open
 
@@ -344,7 +390,9 @@ def test_an_entry_that_vanishes_while_it_is_opened_is_absent(cache: Cache, monke
     assert cache.get("media", KEY) is None
 
 
-def test_a_damaged_entry_that_cannot_be_removed_is_one_line(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_entry_that_cannot_be_removed_is_one_line(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.put("media", KEY, TENSORS, {})
     entry(cache).write_bytes(b"no entry")
 
@@ -352,7 +400,9 @@ def test_a_damaged_entry_that_cannot_be_removed_is_one_line(cache: Cache, monkey
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "unlink", denied)
-    with pytest.raises(UserError, match="cannot remove .*Permission denied; correct its permissions"):
+    with pytest.raises(
+        UserError, match="cannot remove .*Permission denied; correct its permissions"
+    ):
         cache.get("media", KEY)
 
 
@@ -365,14 +415,18 @@ def test_a_damaged_entry_that_cannot_be_removed_is_one_line(cache: Cache, monkey
         RuntimeError("unable to mmap 8 bytes"),
     ],
 )
-def test_a_shortage_is_no_damage_of_an_entry(cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_shortage_is_no_damage_of_an_entry(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     cache.put("media", KEY, TENSORS, {})
 
     def short(path: Path, framework: str) -> None:
         raise error
 
     monkeypatch.setattr(cache_module, "safe_open", short)
-    with pytest.raises(EnvironmentFault, match=r"safetensors cannot be read because .*, not because of its content"):
+    with pytest.raises(
+        EnvironmentFault, match=r"safetensors cannot be read because .*, not because of its content"
+    ):
         cache.get("media", KEY)
     monkeypatch.undo()
     assert cache.get("media", KEY) is not None, "nothing was removed"

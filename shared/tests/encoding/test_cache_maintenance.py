@@ -22,7 +22,10 @@ def cache(tmp_path: Path) -> Cache:
     """Three entries: of ten days, two days and a minute ago."""
     cache = Cache(tmp_path / "cache")
     for i, (name, age) in enumerate(zip(NAMES, (10 * DAY, 2 * DAY, 60), strict=True)):
-        tensors = {"latents": torch.arange(6.0).reshape(2, 3) + i, "mask": torch.ones(1, dtype=torch.bfloat16)}
+        tensors = {
+            "latents": torch.arange(6.0).reshape(2, 3) + i,
+            "mask": torch.ones(1, dtype=torch.bfloat16),
+        }
         cache.put("media", key(name), tensors, {})
         os.utime(path_of(cache, name), (NOW - age, NOW - age))
     return cache
@@ -67,7 +70,8 @@ def test_entries_of_earlier_versions_are_kept(cache: Cache) -> None:
 def test_the_digest_tells_names_types_shapes_and_values_apart() -> None:
     zeros = torch.zeros(2, 3)
     different = [
-        {"a": zeros}, {"b": zeros}, {"a": zeros.int()}, {"a": zeros.T}, {"a": zeros + 1}, {"a": torch.zeros(())},
+        {"a": zeros}, {"b": zeros}, {"a": zeros.int()}, {"a": zeros.T}, {"a": zeros + 1},
+        {"a": torch.zeros(())},
         {"a": torch.zeros(0)}, {"a": zeros, "b": zeros},
     ]  # fmt: skip
     assert len({digest(tensors) for tensors in different}) == len(different)
@@ -79,9 +83,16 @@ def test_entries_go_by_age_by_size_and_by_need(cache: Cache) -> None:
     size = path_of(cache, "a").stat().st_size
     assert prune(cache, Rule(days=30.0), now=NOW).removed == 0
     done = prune(cache, Rule(days=5.0), now=NOW)
-    assert (done.removed, done.removed_bytes, done.remaining, done.left_bytes) == (1, size, 2, 2 * size)
+    assert (done.removed, done.removed_bytes, done.remaining, done.left_bytes) == (
+        1,
+        size,
+        2,
+        2 * size,
+    )
     assert left(cache) == {"b", "c"}
-    assert prune(cache, Rule(unused=True), {key("b")}, now=NOW).removed == 0, "b is kept, c is of this hour"
+    assert prune(cache, Rule(unused=True), {key("b")}, now=NOW).removed == 0, (
+        "b is kept, c is of this hour"
+    )
     assert prune(cache, Rule(unused=True), now=NOW).removed == 1 and left(cache) == {"c"}
 
 
@@ -109,22 +120,33 @@ def test_rules_as_they_are_written(text: str, rule: Rule) -> None:
     assert parse_rule(text) == rule
 
 
-@pytest.mark.parametrize("text", ["", "all", "30", "d", "-3d", "0d", "1e9GB", "GB", "3 weeks", "٣d"])
+@pytest.mark.parametrize(
+    "text", ["", "all", "30", "d", "-3d", "0d", "1e9GB", "GB", "3 weeks", "٣d"]
+)
 def test_what_is_no_rule_is_said(text: str) -> None:
-    with pytest.raises(UserError, match="is not a rule; write unused, or days such as 30d, or a size such as 50GB"):
+    with pytest.raises(
+        UserError, match="is not a rule; write unused, or days such as 30d, or a size such as 50GB"
+    ):
         parse_rule(text)
 
 
 def test_the_keys_of_runs_are_those_that_they_list(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_text(json.dumps({"a": ["m1", "t1", "reference r1", "vace v1"], "(base)": ["x", ""]}))
+    (tmp_path / "data.json").write_text(
+        json.dumps({"a": ["m1", "t1", "reference r1", "vace v1"], "(base)": ["x", ""]})
+    )
     assert keys_in([tmp_path / "data.json"]) >= {"m1", "t1", "r1", "v1"}
     (tmp_path / "bad.json").write_text("[")
-    with pytest.raises(UserError, match="bad.json is not readable JSON .*; remove that run, or prune by age or size"):
+    with pytest.raises(
+        UserError,
+        match="bad.json is not readable JSON .*; remove that run, or prune by age or size",
+    ):
         keys_in([tmp_path / "bad.json"])
 
 
 def test_leftovers_of_killed_writes_go_and_those_of_this_hour_stay(cache: Cache) -> None:
-    old, new = (path_of(cache, "a").with_name(f".x.safetensors.{name}.tmp") for name in ("old", "new"))
+    old, new = (
+        path_of(cache, "a").with_name(f".x.safetensors.{name}.tmp") for name in ("old", "new")
+    )
     for path, age in ((old, 2 * 3600), (new, 60)):
         path.write_bytes(b"half")
         os.utime(path, (NOW - age, NOW - age))
@@ -132,7 +154,9 @@ def test_leftovers_of_killed_writes_go_and_those_of_this_hour_stay(cache: Cache)
     assert not old.exists() and new.exists() and left(cache) == set(NAMES)
 
 
-def test_what_another_process_removes_meanwhile_is_passed_over(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_removes_meanwhile_is_passed_over(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entries = list(cache.entries())
     path_of(cache, "b").unlink()
     monkeypatch.setattr(Cache, "entries", lambda cache: iter(entries))

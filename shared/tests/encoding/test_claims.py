@@ -1,4 +1,5 @@
-"""Processes that fill one cache: each item is encoded once, and what a dead process had begun is encoded again."""
+"""Processes that fill one cache: each item is encoded once, and what a dead process had begun is
+encoded again."""
 
 import errno
 import json
@@ -87,7 +88,10 @@ def test_a_claim_is_of_one_at_a_time_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     """What cannot be claimed may be encoded: writing the entry says why it fails."""
     (tmp_path / "media").write_text("no folder")
-    with claimed(tmp_path / "media" / "abc.safetensors") as first, alone_with(tmp_path / "media" / "hashes.json"):
+    with (
+        claimed(tmp_path / "media" / "abc.safetensors") as first,
+        alone_with(tmp_path / "media" / "hashes.json"),
+    ):
         assert first
 
 

@@ -41,7 +41,9 @@ class World:
         (self.folder / "d.txt").write_text("caption d")
 
     def dataset(self, **settings: Any) -> Dataset:
-        config = DataConfig(**{"folder": str(self.folder), "frames": 5, "height": 32, "width": 32, **settings})
+        config = DataConfig(
+            **{"folder": str(self.folder), "frames": 5, "height": 32, "width": 32, **settings}
+        )
         return scan(config, frame_step=4, size_step=16, fps=16.0)
 
     def start(
@@ -58,7 +60,9 @@ class World:
         data = {name: settings.pop(name) for name in ("height", "width") if name in settings}
         given = {"fps": 16.0, **settings}
         samples = self.dataset(**data).samples
-        return encode(samples, cache=self.cache, media_encoder=self.media, text_encoder=self.text, **given)
+        return encode(
+            samples, cache=self.cache, media_encoder=self.media, text_encoder=self.text, **given
+        )
 
 
 @pytest.fixture
@@ -96,7 +100,9 @@ def test_a_complete_cache_loads_no_encoder(world: World) -> None:
 
 @pytest.mark.parametrize("stop_after", [0, 1, 3])
 @pytest.mark.parametrize("stopped", ["media", "text"])
-def test_a_stage_that_was_killed_continues_where_it_stopped(world: World, stopped: str, stop_after: int) -> None:
+def test_a_stage_that_was_killed_continues_where_it_stopped(
+    world: World, stopped: str, stop_after: int
+) -> None:
     def stop(media: CountingEncoder, text: CountingEncoder) -> None:
         (media if stopped == "media" else text).stop_after = stop_after
 
@@ -153,8 +159,12 @@ def test_renaming_and_copying_encode_nothing(world: World) -> None:
     assert world.log == []
 
 
-@pytest.mark.parametrize("settings", [{"height": 16}, {"width": 16}, {"fps": 12.0}, {"identity": "v2"}])
-def test_another_transform_or_encoder_encodes_the_clips_again(world: World, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"height": 16}, {"width": 16}, {"fps": 12.0}, {"identity": "v2"}]
+)
+def test_another_transform_or_encoder_encodes_the_clips_again(
+    world: World, settings: dict[str, Any]
+) -> None:
     first = world.start()
     second = world.start(**settings)
     images_too = "fps" not in settings  # a still image has no frame rate
@@ -166,7 +176,13 @@ def test_samples_of_other_sizes_are_encoded_at_their_own(world: World) -> None:
     first = world.start()
     samples = [replace(s, height=48) if s.id in "bd" else s for s in world.dataset().samples]
     media = CountingEncoder("media")
-    again = encode(samples, cache=world.cache, media_encoder=media, text_encoder=CountingEncoder("text"), fps=16.0)
+    again = encode(
+        samples,
+        cache=world.cache,
+        media_encoder=media,
+        text_encoder=CountingEncoder("text"),
+        fps=16.0,
+    )
     assert [item.shape for item in media.items] == [(3, 5, 48, 32), (3, 1, 48, 32)]
     changed = [a.id for a, b in zip(first, again, strict=True) if a.media_key != b.media_key]
     assert changed == ["b", "d"]
@@ -175,7 +191,13 @@ def test_samples_of_other_sizes_are_encoded_at_their_own(world: World) -> None:
 def test_all_of_several_captions_are_encoded_each_once(world: World) -> None:
     samples = [replace(s, captions=("x", s.captions[0], "y")) for s in world.dataset().samples]
     text = CountingEncoder("text")
-    encoded = encode(samples, cache=world.cache, media_encoder=CountingEncoder("media"), text_encoder=text, fps=16.0)
+    encoded = encode(
+        samples,
+        cache=world.cache,
+        media_encoder=CountingEncoder("media"),
+        text_encoder=text,
+        fps=16.0,
+    )
     assert text.items == ["", "x", "caption a", "y", "caption b", "caption c", "caption d"]
     features = [encoded[2].load(caption=number)["text"].tolist() for number in range(3)]
     assert features == [[[1, ord("x")]], [[9, sum(map(ord, "caption c"))]], [[1, ord("y")]]]
@@ -204,11 +226,15 @@ def test_extra_captions_are_found_by_their_key(world: World) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World, value: float) -> None:
+def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(
+    world: World, value: float
+) -> None:
     def spoil(media: CountingEncoder, text: CountingEncoder) -> None:
         media.result = value
 
-    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite; download the VAE's weights again"):
+    with pytest.raises(
+        UserError, match=r"latents of .*a\.mp4 are not finite; download the VAE's weights again"
+    ):
         world.start(prepare=spoil)
     assert not list(world.cache.folder.rglob("*.safetensors"))
     assert world.log[-1] == "unload media"
@@ -216,7 +242,11 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [("text", "encode.text_dtype"), ("media", "download the VAE's"), ("music", "correct the file of its music")],
+    [
+        ("text", "encode.text_dtype"),
+        ("media", "download the VAE's"),
+        ("music", "correct the file of its music"),
+    ],
 )
 def test_what_is_not_finite_is_worded_by_its_kind(kind: str, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
@@ -231,7 +261,9 @@ def damage(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_a_clip_that_cannot_be_decoded_is_an_error_or_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_cannot_be_decoded_is_an_error_or_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = world.dataset().samples
     monkeypatch.setattr(world, "dataset", lambda: Dataset(samples=samples, excluded=[], fps=16.0))
     damage(world.folder / "a.mp4")
@@ -261,7 +293,9 @@ def test_progress_counts_what_is_missing(world: World, monkeypatch: pytest.Monke
         yield advance
 
     world.start(progress=watch)
-    assert seen == [["text", 1, 1]], "little is read to know the clips, and no line is said about it"
+    assert seen == [["text", 1, 1]], (
+        "little is read to know the clips, and no line is said about it"
+    )
     seen.clear()
     monkeypatch.setattr("ditkit_core.encoding.encode._LONG_HASH_BYTES", 0)
     world.start(progress=watch)
@@ -278,20 +312,28 @@ def test_a_cache_that_grows_large_is_reported_and_one_that_cannot_fit_is_warned_
     world.start()
     told = capsys.readouterr()
     assert [line for line in told.out.splitlines() if "the cache" in line] == [
-        f"the cache {world.cache.folder} will grow by about 0.0 GB for 2 more entries of kind media",
+        (
+            f"the cache {world.cache.folder} will grow by about 0.0 GB for 2 more entries of kind "
+            f"media"
+        ),
         f"the cache {world.cache.folder} will grow by about 0.0 GB for 3 more entries of kind text",
     ]
     assert told.err == ""
     monkeypatch.setattr(
-        "ditkit_core.encoding.missing.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0)
+        "ditkit_core.encoding.missing.shutil.disk_usage",
+        lambda folder: shutil._ntuple_diskusage(9, 9, 0),
     )
     shutil.rmtree(world.cache.folder)
     world.start()
     warned = capsys.readouterr().err.splitlines()
-    assert len(warned) == 2 and all("only 0.0 GB are free; make room, or set encode.cache" in line for line in warned)
+    assert len(warned) == 2 and all(
+        "only 0.0 GB are free; make room, or set encode.cache" in line for line in warned
+    )
 
 
-def test_windows_of_a_file_are_encoded_each_and_the_first_is_that_of_a_whole_file(world: World) -> None:
+def test_windows_of_a_file_are_encoded_each_and_the_first_is_that_of_a_whole_file(
+    world: World,
+) -> None:
     whole = {sample.id: sample.media_key for sample in world.start()}
     samples = world.dataset(windows="uniform", clips_per_file=2).samples
     media, text = CountingEncoder("media"), CountingEncoder("text")
@@ -325,7 +367,9 @@ def test_an_entry_damaged_after_encoding_is_encoded_again_when_it_is_read(
     capsys.readouterr()
     for sample, right in zip(samples, before, strict=True):
         item = sample.load()
-        assert item.keys() == right.keys() and all(torch.equal(item[name], right[name]) for name in right)
+        assert item.keys() == right.keys() and all(
+            torch.equal(item[name], right[name]) for name in right
+        )
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 * len(samples) and all(
         "is damaged: it is removed, and encoded again" in line for line in said
@@ -371,7 +415,8 @@ def test_each_sample_is_encoded_mirrored_too_with_its_references_and_mask(world:
     def start(flips: bool) -> EncodedSample:
         world.media, world.text = CountingEncoder("media"), CountingEncoder("text")
         (found,) = encode(
-            [sample], cache=world.cache, media_encoder=world.media, text_encoder=world.text, fps=16.0, flips=flips,
+            [sample], cache=world.cache, media_encoder=world.media, text_encoder=world.text,
+            fps=16.0, flips=flips,
             reference_size=lambda height, width, count: (height, width),
         )  # fmt: skip
         return found
@@ -381,7 +426,11 @@ def test_each_sample_is_encoded_mirrored_too_with_its_references_and_mask(world:
     both = start(True)
     assert len(world.media.items) == 2, "the image and its reference, mirrored"
     mirrored = both.mirrored
-    assert mirrored is not None and mirrored.id == both.id == "e" and mirrored.text_keys == both.text_keys
+    assert (
+        mirrored is not None
+        and mirrored.id == both.id == "e"
+        and mirrored.text_keys == both.text_keys
+    )
     assert both.keys[: len(plain.keys)] == plain.keys and len(both.keys) == 2 * len(plain.keys)
     assert not {*plain.keys} & {key for key in mirrored.keys if key not in plain.text_keys}
     flipped = torch.from_numpy(noise[:, ::-1].copy()).permute(2, 0, 1)[:, None].float() / 127.5 - 1
@@ -393,12 +442,15 @@ def test_each_sample_is_encoded_mirrored_too_with_its_references_and_mask(world:
     assert not world.media.items
 
 
-def test_a_sample_that_fails_is_left_out_once_with_both_ways(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_fails_is_left_out_once_with_both_ways(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = world.dataset().samples
     damage(world.folder / "b.mp4")
     left_out: list[str] = []
     encoded = encode(
-        samples, cache=world.cache, media_encoder=CountingEncoder("media"), text_encoder=CountingEncoder("text"),
+        samples, cache=world.cache, media_encoder=CountingEncoder("media"),
+        text_encoder=CountingEncoder("text"),
         fps=16.0, flips=True, on_bad=lambda sample, error: left_out.append(sample.id),
     )  # fmt: skip
     assert left_out == ["b"] and [sample.id for sample in encoded] == ["a", "c", "d"]

@@ -25,7 +25,10 @@ def samples(tmp_path: Path) -> list[EncodedSample]:
         cache.put("media", key(id), {"latents": torch.full((1, 1, 1, 1), float(i))}, {})
         cache.put("text", key(id), {"text": torch.ones(1, 1)}, {})
     return [
-        EncodedSample(id=id, cache=cache, media_key=key(id), text_keys=(key(id),), empty_text_key=key("")) for id in IDS
+        EncodedSample(
+            id=id, cache=cache, media_key=key(id), text_keys=(key(id),), empty_text_key=key("")
+        )
+        for id in IDS
     ]
 
 
@@ -36,25 +39,41 @@ def shaped(tmp_path: Path) -> list[EncodedSample]:
     cache.put("text", key(""), {"text": torch.zeros(2, 1)}, {})
     cache.put("media", key("reference"), {"latents": torch.full((1, 1, 1, 3), 9.0)}, {})
     for i, id in enumerate(IDS):
-        cache.put("media", key(id), {"latents": torch.full((1, 1, 1, 2 if id in WIDE else 1), float(i))}, {})
+        cache.put(
+            "media",
+            key(id),
+            {"latents": torch.full((1, 1, 1, 2 if id in WIDE else 1), float(i))},
+            {},
+        )
         for number in range(3):
-            cache.put("text", key(id, str(number)), {"text": torch.full((1 + number, 1), 1.0 + number)}, {})
+            cache.put(
+                "text",
+                key(id, str(number)),
+                {"text": torch.full((1 + number, 1), 1.0 + number)},
+                {},
+            )
     return [
         EncodedSample(
-            id=id, cache=cache, media_key=key(id), text_keys=tuple(key(id, str(number)) for number in range(3)),
-            empty_text_key=key(""), reference_keys=(key("reference"),) if id in ("clip2", "clip6") else (),
+            id=id, cache=cache, media_key=key(id), text_keys=tuple(key(id,
+            str(number)) for number in range(3)),
+            empty_text_key=key(""), reference_keys=(key("reference"),) if id in ("clip2",
+            "clip6") else (),
         )
         for id in IDS
     ]  # fmt: skip
 
 
-def drawn(samples: list[EncodedSample], batches: int, *, batch_size: int = 2, **settings: float) -> list[str]:
+def drawn(
+    samples: list[EncodedSample], batches: int, *, batch_size: int = 2, **settings: float
+) -> list[str]:
     size = BatchSize(samples=batch_size)
     data = TrainDataLoader(samples, **{"seed": 0, "batch_size": size, **settings})  # type: ignore[arg-type]
     return [id for index in range(batches) for id in data.micro_batch(index).ids]
 
 
-def test_every_sample_is_used_once_per_epoch_in_batches_of_one_size(samples: list[EncodedSample]) -> None:
+def test_every_sample_is_used_once_per_epoch_in_batches_of_one_size(
+    samples: list[EncodedSample],
+) -> None:
     for batch_size in (1, 2, 3, 7, 10):
         ids = drawn(samples, 7, batch_size=batch_size)
         assert len(ids) == 7 * batch_size
@@ -92,18 +111,32 @@ def test_an_order_depends_on_ids_alone() -> None:
     assert [turned[i] for i in Epochs(turned, 5).order(2)] == order
     more = ["new", *IDS]
     assert [more[i] for i in Epochs(more, 5).order(2) if more[i] != "new"] == order
-    assert order == ["clip2", "clip4", "clip1", "clip6", "clip0", "clip3", "clip5"]  # on every platform and version
+    assert order == [
+        "clip2",
+        "clip4",
+        "clip1",
+        "clip6",
+        "clip0",
+        "clip3",
+        "clip5",
+    ]  # on every platform and version
 
 
 def test_first_places_are_evenly_spread() -> None:
-    counts = torch.bincount(torch.tensor([Epochs(IDS, 0).order(epoch)[0] for epoch in range(2100)]), minlength=7)
+    counts = torch.bincount(
+        torch.tensor([Epochs(IDS, 0).order(epoch)[0] for epoch in range(2100)]), minlength=7
+    )
     assert counts.min() > 240 and counts.max() < 360  # 300 each, 3.7 standard deviations
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
-def test_captions_are_dropped_at_the_rate_asked_for(samples: list[EncodedSample], rate: float) -> None:
+def test_captions_are_dropped_at_the_rate_asked_for(
+    samples: list[EncodedSample], rate: float
+) -> None:
     data = TrainDataLoader(samples, seed=0, batch_size=BatchSize(samples=2), caption_dropout=rate)
-    dropped = [float(item["text"]) == 0 for index in range(150) for item in data.micro_batch(index).items]
+    dropped = [
+        float(item["text"]) == 0 for index in range(150) for item in data.micro_batch(index).items
+    ]
     assert sum(dropped) / 300 == pytest.approx(rate, abs=0.1 if 0 < rate < 1 else 0)
 
 
@@ -135,7 +168,8 @@ def test_windows_of_a_file_are_held_out_together() -> None:
             "by the name of the file, however many windows it has"
         )
     with pytest.raises(
-        UserError, match="holding out 2 of 3 clips of 1 files, whose windows stay together, leaves none"
+        UserError,
+        match="holding out 2 of 3 clips of 1 files, whose windows stay together, leaves none",
     ):
         split_held_out(windows[:3], 2, file_of)
 
@@ -155,28 +189,43 @@ def test_the_file_of_a_window_is_known_by_what_it_reads() -> None:
 
 
 def test_holding_out_everything_is_refused() -> None:
-    with pytest.raises(UserError, match="holding out 7 of 7 clips leaves none to train on; lower held_out.clips"):
+    with pytest.raises(
+        UserError, match="holding out 7 of 7 clips leaves none to train on; lower held_out.clips"
+    ):
         split_held_out(IDS, 7)
 
 
-def test_a_micro_batch_has_one_shape_and_every_sample_comes_once_per_epoch(shaped: list[EncodedSample]) -> None:
+def test_a_micro_batch_has_one_shape_and_every_sample_comes_once_per_epoch(
+    shaped: list[EncodedSample],
+) -> None:
     data = TrainDataLoader(shaped, seed=2, batch_size=BatchSize(samples=2))
     for epoch in range(4):
         batches = [data.micro_batch(5 * epoch + number) for number in range(5)]
         assert sorted(id for batch in batches for id in batch.ids) == IDS
         for batch in batches:
-            shapes = [{name: t.shape for name, t in item.items() if name != "text"} for item in batch.items]
+            shapes = [
+                {name: t.shape for name, t in item.items() if name != "text"}
+                for item in batch.items
+            ]
             assert all(shape == shapes[0] for shape in shapes)
-            assert [float(item["latents"].flatten()[0]) for item in batch.items] == [IDS.index(id) for id in batch.ids]
+            assert [float(item["latents"].flatten()[0]) for item in batch.items] == [
+                IDS.index(id) for id in batch.ids
+            ]
     assert set(data.micro_batch(0).items[0]) >= {"latents", "text"}
 
 
-def test_the_order_reads_headers_alone(shaped: list[EncodedSample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_reads_headers_alone(
+    shaped: list[EncodedSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reading(*_: object) -> None:
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(Cache, "get", reading)
-    TrainDataLoader(shaped, seed=0, batch_size=BatchSize(tokens=6, num_tokens=lambda item: item["latents"].shape[-1]))
+    TrainDataLoader(
+        shaped,
+        seed=0,
+        batch_size=BatchSize(tokens=6, num_tokens=lambda item: item["latents"].shape[-1]),
+    )
 
 
 def test_a_reference_comes_with_its_sample(shaped: list[EncodedSample]) -> None:
@@ -192,11 +241,14 @@ def test_a_reference_comes_with_its_sample(shaped: list[EncodedSample]) -> None:
 
 
 def test_small_micro_batches_count_for_the_mean_size(shaped: list[EncodedSample]) -> None:
-    """So every sample has the same weight in an epoch: its part of a step's loss is 1 / what the step counts for."""
+    """So every sample has the same weight in an epoch: its part of a step's loss is 1 / what the
+    step counts for."""
     grouped = TrainDataLoader(shaped, seed=2, batch_size=BatchSize(samples=2))
     assert {grouped.micro_batch(index).counted for index in range(10)} == {7 / 5}
     alike = TrainDataLoader(
-        [s for s in shaped if s.id in ("clip0", "clip3", "clip5")], seed=2, batch_size=BatchSize(samples=2)
+        [s for s in shaped if s.id in ("clip0", "clip3", "clip5")],
+        seed=2,
+        batch_size=BatchSize(samples=2),
     )
     assert alike.micro_batch(0).counted is None and len(alike.micro_batch(1).ids) == 2
 
@@ -209,19 +261,28 @@ def test_a_budget_of_tokens_gives_each_shape_its_size(shaped: list[EncodedSample
     batches = [data.micro_batch(index) for index in range(4)]
     assert sorted(id for batch in batches for id in batch.ids) == IDS
     found = {frozenset(tokens(item) for item in batch.items): len(batch.ids) for batch in batches}
-    # narrow ones three at once, wide ones two; with a reference they have 4 and 5 tokens, and go alone
+    # narrow ones three at once, wide ones two; with a reference they have 4 and 5 tokens, and go
+    # alone
     assert found == {frozenset({1}): 3, frozenset({2}): 2, frozenset({4}): 1, frozenset({5}): 1}
 
 
-def test_captions_take_turns_as_a_function_of_seed_index_and_id(shaped: list[EncodedSample]) -> None:
+def test_captions_take_turns_as_a_function_of_seed_index_and_id(
+    shaped: list[EncodedSample],
+) -> None:
     def chosen(seed: int) -> list[tuple[str, float]]:
         data = TrainDataLoader(shaped, seed=seed, batch_size=BatchSize(samples=2))
         batches = [data.micro_batch(index) for index in range(200)]
-        return [(id, float(item["text"][0])) for b in batches for id, item in zip(b.ids, b.items, strict=True)]
+        return [
+            (id, float(item["text"][0]))
+            for b in batches
+            for id, item in zip(b.ids, b.items, strict=True)
+        ]
 
     first = chosen(0)
     assert first == chosen(0) and first != chosen(1)
-    counts = torch.tensor([sum(caption == value for _, caption in first) for value in (1.0, 2.0, 3.0)])
+    counts = torch.tensor(
+        [sum(caption == value for _, caption in first) for value in (1.0, 2.0, 3.0)]
+    )
     assert int(counts.sum()) == 280
     assert counts.min() > 65 and counts.max() < 122  # 93 each, 3.6 standard deviations
     assert len({caption for id, caption in first if id == "clip3"}) == 3
@@ -229,21 +290,31 @@ def test_captions_take_turns_as_a_function_of_seed_index_and_id(shaped: list[Enc
 
 def test_dropout_empties_any_of_several_captions(shaped: list[EncodedSample]) -> None:
     data = TrainDataLoader(shaped, seed=0, batch_size=BatchSize(samples=2), caption_dropout=1.0)
-    assert all(item["text"].tolist() == [[0], [0]] for index in range(10) for item in data.micro_batch(index).items)
+    assert all(
+        item["text"].tolist() == [[0], [0]]
+        for index in range(10)
+        for item in data.micro_batch(index).items
+    )
     assert shaped[0].load()["text"].tolist() == [[1]]  # what is held out is measured with the first
 
 
-def test_half_of_the_uses_are_mirrored_and_a_function_of_seed_and_index(samples: list[EncodedSample]) -> None:
+def test_half_of_the_uses_are_mirrored_and_a_function_of_seed_and_index(
+    samples: list[EncodedSample],
+) -> None:
     cache = samples[0].cache
     cache.put("media", key("other way"), {"latents": torch.full((1, 1, 1, 1), 100.0)}, {})
     both = [replace(each, mirrored=replace(each, media_key=key("other way"))) for each in samples]
 
     def uses(given: list[EncodedSample], seed: int = 0, first: int = 0) -> list[float]:
         data = TrainDataLoader(given, seed=seed, batch_size=BatchSize(samples=2))
-        return [float(item["latents"]) for i in range(first, 100) for item in data.micro_batch(i).items]
+        return [
+            float(item["latents"]) for i in range(first, 100) for item in data.micro_batch(i).items
+        ]
 
     mirrored = uses(both)
     assert 70 < sum(value == 100 for value in mirrored) < 130
     plain = uses(samples)
-    assert all(value in (100, there) for value, there in zip(mirrored, plain, strict=True)), "the order stays"
+    assert all(value in (100, there) for value, there in zip(mirrored, plain, strict=True)), (
+        "the order stays"
+    )
     assert uses(both, first=50) == mirrored[100:] and uses(both, seed=1) != mirrored

@@ -1,4 +1,5 @@
-"""Loss masks in the cache: at latent size, apart from their clips, and weighed when they are read."""
+"""Loss masks in the cache: at latent size, apart from their clips, and weighed when they are
+read."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ class World:
         data = DataConfig(folder=str(self.folder), frames=5, height=32, width=32)
         samples = scan(data, frame_step=4, size_step=16, fps=16.0).samples
         media, text = CountingEncoder("media", self.log), CountingEncoder("text", self.log)
-        return encode(samples, cache=self.cache, media_encoder=media, text_encoder=text, fps=16.0, **given)
+        return encode(
+            samples, cache=self.cache, media_encoder=media, text_encoder=text, fps=16.0, **given
+        )
 
     def entries(self, kind: str) -> set[str]:
         return {path.stem for path in self.cache.entries() if path.parts[-3] == kind}
@@ -58,17 +61,23 @@ def test_masks_are_cached_at_latent_size_and_change_nothing_else(world: World) -
     world.mask("a", 12)
     masked, other = world.encode()
     assert world.log == [], "no clip and no caption is encoded again"
-    assert (world.entries("media"), world.entries("text")) == entries and len(world.entries("mask")) == 1
+    assert (world.entries("media"), world.entries("text")) == entries and len(
+        world.entries("mask")
+    ) == 1
     item = masked.load()
     # latents are 8 pixels wide: one is white, half of the second, and none of the others
     assert item.pop(LOSS_WEIGHTS).tolist() == [[[[1, 0.5, 0, 0]] * 4]]
-    assert item.keys() == plain[0].keys() and all(torch.equal(item[name], plain[0][name]) for name in item)
+    assert item.keys() == plain[0].keys() and all(
+        torch.equal(item[name], plain[0][name]) for name in item
+    )
     assert masked.keys[:-1] == before[0].keys and masked.keys[-1].startswith("mask ")
     assert other == before[1] and LOSS_WEIGHTS not in other.load()
     assert masked.outline()[LOSS_WEIGHTS].shape == (1, 1, 4, 4)
 
 
-def test_the_weight_outside_is_no_part_of_the_cache_and_a_changed_mask_is_read_again(world: World) -> None:
+def test_the_weight_outside_is_no_part_of_the_cache_and_a_changed_mask_is_read_again(
+    world: World,
+) -> None:
     world.mask("b", 8, (64, 48))
     first = world.encode()[1]
     weights = world.encode(mask_weight=0.25)[1].load()[LOSS_WEIGHTS]
@@ -108,7 +117,9 @@ def test_samples_with_and_without_a_mask_share_micro_batches(world: World) -> No
 
 
 def test_a_mask_that_cannot_be_decoded_is_left_out_or_refused_with_its_clip(world: World) -> None:
-    image = picture(world.folder / "a-mask.jpg", (320, 320), "white")  # the header of a torn JPEG is whole
+    image = picture(
+        world.folder / "a-mask.jpg", (320, 320), "white"
+    )  # the header of a torn JPEG is whole
     image.write_bytes(image.read_bytes()[:-500])
     with pytest.raises(UserError, match=r"a-mask\.jpg cannot be read as an image"):
         world.encode()

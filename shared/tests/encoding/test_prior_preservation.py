@@ -1,4 +1,5 @@
-"""Prior preservation: which class images go with which samples, what they weigh, and where missing ones come from."""
+"""Prior preservation: which class images go with which samples, what they weigh, and where missing
+ones come from."""
 
 import json
 from collections.abc import Generator
@@ -29,13 +30,21 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.flow_matching import LossMask, NoisedBatch, matching_base, sample_noise, velocity_errors
+from ditkit_core.training.flow_matching import (
+    LossMask,
+    NoisedBatch,
+    matching_base,
+    sample_noise,
+    velocity_errors,
+)
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_step import StepContext, training_step
 
 
-def stored(folder: Path, name: str, count: int, widths: tuple[int, ...] = (2,)) -> list[EncodedSample]:
+def stored(
+    folder: Path, name: str, count: int, widths: tuple[int, ...] = (2,)
+) -> list[EncodedSample]:
     """Samples in a cache, of these widths in turn."""
     cache, made = Cache(folder), []
     random = torch.Generator().manual_seed(len(name))
@@ -45,11 +54,17 @@ def stored(folder: Path, name: str, count: int, widths: tuple[int, ...] = (2,)) 
         latents = torch.randn(4, 1, 2, widths[i % len(widths)], generator=random)
         cache.put("media", key(id), {"latents": latents}, {})
         cache.put("text", key(id), {"text": torch.randn(3, 8, generator=random)}, {})
-        made.append(EncodedSample(id=id, cache=cache, media_key=key(id), text_keys=(key(id),), empty_text_key=key("")))
+        made.append(
+            EncodedSample(
+                id=id, cache=cache, media_key=key(id), text_keys=(key(id),), empty_text_key=key("")
+            )
+        )
     return made
 
 
-def paired(folder: Path, *, size: BatchSize, widths: tuple[int, ...] = (2,), **given: Any) -> PriorDataLoader:
+def paired(
+    folder: Path, *, size: BatchSize, widths: tuple[int, ...] = (2,), **given: Any
+) -> PriorDataLoader:
     data = TrainDataLoader(stored(folder, "dog", 5, widths), seed=1, batch_size=size)
     prior = stored(folder, "class", 4, given.pop("prior_widths", (2,)))
     return PriorDataLoader(data, prior, **{"seed": 1, "batch_size": size, "weight": 0.5, **given})
@@ -77,7 +92,9 @@ def test_each_micro_batch_is_followed_by_as_many_of_the_prior(
 
 def test_the_pairs_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
     def drawn(order: Any, **given: Any) -> dict[int, list[list[str]]]:
-        data = paired(tmp_path, size=BatchSize(samples=2), widths=(2, 3), prior_widths=(2, 3), **given)
+        data = paired(
+            tmp_path, size=BatchSize(samples=2), widths=(2, 3), prior_widths=(2, 3), **given
+        )
         return {index: [batch.ids for batch in data.micro_batches(index)] for index in order}
 
     forwards = drawn(range(20))
@@ -94,8 +111,11 @@ def test_a_budget_of_tokens_holds_for_the_prior_too(tmp_path: Path) -> None:
         assert [len(instance.ids), *(len(batch.ids) for batch in prior)] == [2, 1, 1]
 
 
-def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_prior(tmp_path: Path) -> None:
-    """By hand, one sample at a time, over two micro-batches of two with their prior of another shape."""
+def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_prior(
+    tmp_path: Path,
+) -> None:
+    """By hand, one sample at a time, over two micro-batches of two with their prior of another
+    shape."""
     data = paired(tmp_path, size=BatchSize(samples=2), prior_widths=(4,), weight=0.25)
     made = [batch for index in range(2) for batch in data.micro_batches(index)]
     model, trainable = toy_model()
@@ -114,7 +134,9 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
         sigma, noise = sample_noise(item["latents"], FlowConfig(), 5.0, 1, "noise", 3, place, id)
         noised = (1 - sigma) * item["latents"] + sigma * noise
         velocity = reference(ToyInputs([noised], sigma[None], [item["text"]]))[0]
-        losses[id.startswith("class")].append((velocity - (noise - item["latents"])).square().mean())
+        losses[id.startswith("class")].append(
+            (velocity - (noise - item["latents"])).square().mean()
+        )
     assert [len(losses[False]), len(losses[True])] == [4, 4]
     total = torch.stack(losses[False]).mean() + 0.25 * torch.stack(losses[True]).mean()
     total.backward()
@@ -122,7 +144,9 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
     for name, parameter in expected.items():
         scale = float(parameter.grad.abs().max())
         # fp32 sums over another order of samples
-        assert torch.allclose(trainable[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * scale), name
+        assert torch.allclose(trainable[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * scale), (
+            name
+        )
 
 
 @pytest.mark.parametrize("fields", [{"images": 0}, {"weight": 0.0}, {"weight": -1.0}])
@@ -194,7 +218,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def prior_run(world: World, name: str, steps: int, *flags: str) -> int:
     return world.train(
-        name, steps, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0", *flags
+        name,
+        steps,
+        "--prior.prompt",
+        "a class",
+        "--prior.images",
+        "3",
+        "--sample.captions",
+        "0",
+        *flags,
     )
 
 
@@ -207,13 +239,17 @@ def test_missing_class_images_are_generated_with_the_base_before_training(
 ) -> None:
     assert prior_run(world, "run", 2) == 0
     folder = world.folder / "run" / "prior"
-    assert list(contents(folder)) == [f"class-0000{i}.{suffix}" for i in range(3) for suffix in ("png", "txt")]
+    assert list(contents(folder)) == [
+        f"class-0000{i}.{suffix}" for i in range(3) for suffix in ("png", "txt")
+    ]
     assert {path.read_text() for path in folder.glob("*.txt")} == {"a class\n"}
     assert still.image_size(folder / "class-00000.png") == (16, 16)
     recorded = world.sampler  # type: ignore[attr-defined]
     assert [job.seed for job in recorded.jobs] == [0, 1, 2] and recorded.base == [True] * 3
     assert not recorded.loaded, "memory is given back before training"
-    assert {(job.frames, job.height, job.width, job.steps) for job in recorded.jobs} == {(1, 16, 16, 2)}
+    assert {(job.frames, job.height, job.width, job.steps) for job in recorded.jobs} == {
+        (1, 16, 16, 2)
+    }
     assert "generating 3 images of 'a class'" in capsys.readouterr().out
     used = json.loads((world.folder / "run" / "data.json").read_text())
     assert {"prior: class-00000", "prior: class-00001", "prior: class-00002"} < used.keys()
@@ -223,12 +259,16 @@ def test_missing_class_images_are_generated_with_the_base_before_training(
 
 
 @pytest.mark.parametrize(("defaults", "guided"), [("negative", True), ("embedding", False)])
-def test_class_images_are_generated_as_the_models_authors_do(world: World, defaults: Any, guided: bool) -> None:
+def test_class_images_are_generated_as_the_models_authors_do(
+    world: World, defaults: Any, guided: bool
+) -> None:
     own = SampleDefaults(steps=3, guidance=2.5, guided_by=defaults)
     world.spec = altered(world.spec, sample_defaults=lambda arch: own)
     assert prior_run(world, "run", 1, "--sample.steps", "0") == 0
     jobs = world.sampler.jobs  # type: ignore[attr-defined]
-    assert {(job.steps, job.guidance, job.negative is not None) for job in jobs} == {(3, 2.5, guided)}
+    assert {(job.steps, job.guidance, job.negative is not None) for job in jobs} == {
+        (3, 2.5, guided)
+    }
 
 
 def test_sampling_that_was_interrupted_goes_on_where_it_stopped(world: World) -> None:
@@ -303,19 +343,25 @@ def test_what_cannot_be_sampled_is_said_before_anything_is_encoded(
     assert "metadata.jsonl" in said and "prior.images = 1" in said
 
 
-def test_a_folder_that_is_missing_is_named_by_its_own_key(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_missing_is_named_by_its_own_key(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert world.train("run", 1, "--prior.folder", "nowhere") == 1
     assert "prior.folder nowhere does not exist" in capsys.readouterr().err
 
 
-def test_class_images_that_changed_are_noticed(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_images_that_changed_are_noticed(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert prior_run(world, "run", 1) == 0
     world.add("run/prior/class-00001.png", (16, 16), "pink", "a class")
     assert prior_run(world, "run", 2) == 1
     assert "1 changed, first 'prior: class-00001'" in capsys.readouterr().err
 
 
-def test_an_adapter_that_starts_from_a_file_generates_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_that_starts_from_a_file_generates_none(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is not the untrained model; with the images there it trains."""
     assert world.train("first", 1) == 0
     loads = world.text.loads
@@ -324,7 +370,10 @@ def test_an_adapter_that_starts_from_a_file_generates_none(world: World, capsys:
     assert prior_run(world, "run", 1, *init) == 1
     error = capsys.readouterr().err
     assert "adapter.rank = 2 has no effect" in error
-    assert "with adapter.init they are not generated; put them there" in error and error.count("\n") == 2
+    assert (
+        "with adapter.init they are not generated; put them there" in error
+        and error.count("\n") == 2
+    )
     assert world.text.loads == loads
     for i in range(3):
         world.add(f"regular/{i}.png", (16, 16), "pink", "a class")
@@ -339,7 +388,9 @@ def test_the_target_is_what_peft_computes_with_its_adapter_switched_off():
     model: Any = make_model(TOY, ToyArch(), adapter=adapter)
     items = toy_items(2)
     noise = [torch.randn(item["latents"].shape) for item in items]
-    batch = NoisedBatch(items, torch.tensor([0.3, 0.8]), noise, masks=[LossMask(None, torch.zeros(1))] * 2)
+    batch = NoisedBatch(
+        items, torch.tensor([0.3, 0.8]), noise, masks=[LossMask(None, torch.zeros(1))] * 2
+    )
     found = matching_base(Model(model, BlockEngine(), TOY), batch, 1.0)
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
     errors = velocity_errors(Model(model, BlockEngine(), TOY), found, 1.0)
@@ -361,7 +412,12 @@ def test_an_adapter_that_does_nothing_yet_has_no_loss_and_no_gradient():
     optimizer = NamedOptimizer(trained, OptimConfig())
     context = StepContext(step=0, seed=1, flow=FlowConfig())
     found = training_step(
-        Model(model, BlockEngine(policy="full"), TOY), [batch], optimizer, context, lr=1.0, clip_norm=1.0
+        Model(model, BlockEngine(policy="full"), TOY),
+        [batch],
+        optimizer,
+        context,
+        lr=1.0,
+        clip_norm=1.0,
     )
     assert found == (0, 0)
 
@@ -370,7 +426,9 @@ def test_steps_are_a_function_of_seed_and_step_whatever_is_accumulated():
     one, four = (BaseSteps(share=0.25, accumulation=count) for count in (1, 4))
     chosen = [step for step in range(4000) if one.has(7, step)]
     assert 900 < len(chosen) < 1100 and chosen != [step for step in range(4000) if one.has(8, step)]
-    assert [four.has(7, index) for index in range(400)] == [one.has(7, index // 4) for index in range(400)]
+    assert [four.has(7, index) for index in range(400)] == [
+        one.has(7, index // 4) for index in range(400)
+    ]
 
 
 def test_all_samples_of_such_a_step_have_one_caption_and_one_weight(tmp_path: Path):
@@ -388,7 +446,10 @@ def test_all_samples_of_such_a_step_have_one_caption_and_one_weight(tmp_path: Pa
                 assert all(torch.equal(item["text"], caption) for item in batch.items)
                 assert torch.equal(batch.items[1]["latents"], other.items[1]["latents"])
             else:
-                assert all(torch.equal(a["text"], b["text"]) for a, b in zip(batch.items, other.items, strict=True))
+                assert all(
+                    torch.equal(a["text"], b["text"])
+                    for a, b in zip(batch.items, other.items, strict=True)
+                )
 
 
 @pytest.mark.parametrize(
@@ -417,11 +478,19 @@ def test_a_run_reports_both_losses_apart_and_goes_on_bitwise(
     assert equal(world.adapter("whole"), world.adapter("parts"))
     assert world.train("without", 6, *flags[4:]) == 0
     assert not equal(world.adapter("whole"), world.adapter("without"))
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
     matching = [line["step"] for line in lines if "prior_loss" in line]
-    assert matching == [step + 1 for step in range(6) if BaseSteps(share=0.5, accumulation=1).has(0, step)]
-    assert 0 < len(matching) < 6 and len([line for line in lines if "loss" in line]) == 6 - len(matching)
-    assert "loss of the steps that match the base" in (tmp_path / "whole" / "report.html").read_text()
+    assert matching == [
+        step + 1 for step in range(6) if BaseSteps(share=0.5, accumulation=1).has(0, step)
+    ]
+    assert 0 < len(matching) < 6 and len([line for line in lines if "loss" in line]) == 6 - len(
+        matching
+    )
+    assert (
+        "loss of the steps that match the base" in (tmp_path / "whole" / "report.html").read_text()
+    )
     assert not (tmp_path / "whole" / "prior").exists()
     capsys.readouterr()
     assert world.train("full", 1, *flags, "--adapter.method", "full") == 1
@@ -443,8 +512,20 @@ def test_the_caption_of_such_steps_is_encoded_again_if_it_is_damaged_and_is_not_
     data[-1] ^= 1
     entry.write_bytes(data)
     assert capsys.readouterr() and world.train("run", 2, *flags) == 0
-    assert "is damaged: it is removed, and encoded again" in capsys.readouterr().err and entry.read_bytes() != data
-    other = ("--run.folder", str(tmp_path / "other"), "--sample.captions", "0", "--prune-cache", "unused")
-    assert world.run("encode", *other) == 0 and entry.exists(), "another run's pruning knows what this one needs"
+    assert (
+        "is damaged: it is removed, and encoded again" in capsys.readouterr().err
+        and entry.read_bytes() != data
+    )
+    other = (
+        "--run.folder",
+        str(tmp_path / "other"),
+        "--sample.captions",
+        "0",
+        "--prune-cache",
+        "unused",
+    )
+    assert world.run("encode", *other) == 0 and entry.exists(), (
+        "another run's pruning knows what this one needs"
+    )
     # The caption is no part of the data that stays.
     assert world.train("run", 3, "--prior.match_base", "0.5", *flags[2:]) == 0

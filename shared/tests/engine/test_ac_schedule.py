@@ -10,7 +10,12 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import TrainConfig
 
-FOUR = [torch.device("cpu", 1), torch.device("cpu", 1), torch.device("cpu", 2), torch.device("cpu", 2)]
+FOUR = [
+    torch.device("cpu", 1),
+    torch.device("cpu", 1),
+    torch.device("cpu", 2),
+    torch.device("cpu", 2),
+]
 
 
 def policies(text, devices=FOUR):
@@ -27,14 +32,19 @@ def policies(text, devices=FOUR):
         ("0=none, 1-=attn_only(self, cross)", ["none", *["attn_only(self, cross)"] * 3]),
         ("cpu:1=full, cpu:2=none+offload", ["full", "full", "none+offload", "none+offload"]),
         ("every_n(2)", ["full", "none", "full", "none"]),
-        ("attn_only, 1-3=every_n(2)+offload", ["attn_only", "full+offload", "none", "full+offload"]),
+        (
+            "attn_only, 1-3=every_n(2)+offload",
+            ["attn_only", "full+offload", "none", "full+offload"],
+        ),
     ],
 )
 def test_a_schedule_says_each_blocks_policy(text, expected):
     assert policies(text) == expected
 
 
-@pytest.mark.parametrize("text", ["full", "full, 1-2=none", "0-1=attn_only(self)+offload, 2-3=none", "every_n(3)"])
+@pytest.mark.parametrize(
+    "text", ["full", "full, 1-2=none", "0-1=attn_only(self)+offload, 2-3=none", "every_n(3)"]
+)
 def test_what_is_written_of_policies_means_the_same(text):
     chosen = parse_schedule(text).policies(FOUR)
     assert parse_schedule(str(ACSchedule.of_blocks(chosen))).policies(FOUR) == chosen
@@ -64,7 +74,10 @@ def test_a_configurations_schedule_is_the_value_that_an_engine_runs():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("atn_only", "train.checkpointing = 'atn_only': unknown policy 'atn_only'; did you mean attn_only?"),
+        (
+            "atn_only",
+            "train.checkpointing = 'atn_only': unknown policy 'atn_only'; did you mean attn_only?",
+        ),
         ("", "is not a policy; write none, full"),
         ("full(2)", "full takes nothing in parentheses"),
         ("every_n", "every_n takes a number of at least 2; write every_n(2)"),

@@ -1,4 +1,5 @@
-"""What waits on the host, when, with other levers and after failures. `OffloadChecks` and `LeverChecks` check the numbers."""
+"""What waits on the host, when, with other levers and after failures. `OffloadChecks` and
+`LeverChecks` check the numbers."""
 
 import warnings
 from functools import cache, partial
@@ -23,7 +24,13 @@ from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
-from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
+from ditkit_core.testing.pretend_devices import (
+    CountCrossings,
+    PretendDevices,
+    divide,
+    move_to,
+    on_host,
+)
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, outcome
 from ditkit_core.training.config import FlowConfig
@@ -53,7 +60,9 @@ def whole(depth=4):
 def inputs_of(model, device=ONE):
     items, sigma = toy_items(2), torch.tensor([0.3, 0.8])
     there = [{name: tensor.to(device) for name, tensor in item.items()} for item in items]
-    return TOY.training.make_inputs([item["latents"] for item in there], sigma.to(device), there, 1.0)
+    return TOY.training.make_inputs(
+        [item["latents"] for item in there], sigma.to(device), there, 1.0
+    )
 
 
 def loss_of(model, run):
@@ -74,7 +83,8 @@ def same(one, other):
 
 
 def sent_by_block(policy, *, smallest=0):
-    """Bytes that a forward sends to the host from each block, which has a device of its own; the items have one size."""
+    """Bytes that a forward sends to the host from each block, which has a device of its own; the
+    items have one size."""
     arch = ToyArch(depth=3)
     blocks = [torch.device("cpu", 1 + i) for i in range(3)]
     model = on([torch.device("cpu:7"), *blocks, torch.device("cpu:8")], arch=arch, adapter=None)
@@ -104,7 +114,9 @@ def test_a_policy_says_what_is_sent():
 def test_what_is_sent_is_what_is_planned(policy):
     # Products in bf16 are slow on a CPU without instructions for them.
     arch, fp32 = ToyArch(dim=256, depth=4), Precision(matmul=torch.float32)
-    check_sent(toy_job(arch=arch, size=(5, 128, 64), checkpointing=f"{policy}+offload", precision=fp32))
+    check_sent(
+        toy_job(arch=arch, size=(5, 128, 64), checkpointing=f"{policy}+offload", precision=fp32)
+    )
 
 
 def test_what_is_small_stays():
@@ -114,12 +126,17 @@ def test_what_is_small_stays():
 
 
 def test_weights_and_buffers_stay():
-    """Under `none` every product keeps its weight: the largest storages of the block, and no copy of one is made."""
+    """Under `none` every product keeps its weight: the largest storages of the block, and no copy
+    of one is made."""
     arch = ToyArch(depth=1, dim=256)
     model = on(whole(1), arch=arch, adapter=None)
-    weights = {parameter.nbytes for parameter in model.layers[0].parameters() if parameter.ndim == 2}
+    weights = {
+        parameter.nbytes for parameter in model.layers[0].parameters() if parameter.ndim == 2
+    }
     model.layers[0].register_buffer("table", torch.ones(()).expand(123).clone())
-    model.layers[0].register_forward_pre_hook(lambda block, given: (block.table * given[0].tokens.sum(), None)[1])
+    model.layers[0].register_forward_pre_hook(
+        lambda block, given: (block.table * given[0].tokens.sum(), None)[1]
+    )
     divide(model, whole(1))
     with PretendDevices(), Copies() as copies:
         model(inputs_of(model), engine=engine("none"))
@@ -141,7 +158,8 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
 
 @cache
 def counted(policy, depth):
-    """Bytes of fake tensors: alive on the device and on the host after a forward, and most on the device in forward and backward."""
+    """Bytes of fake tensors: alive on the device and on the host after a forward, and most on the
+    device in forward and backward."""
     with warnings.catch_warnings(), FakeTensorMode(), MemoryTracker() as ledger:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         with torch.device(ONE), ledger.purpose("weights"):
@@ -151,7 +169,10 @@ def counted(policy, depth):
         ledger.restart_peak()
         engine = BlockEngine(policy=policy, host=HostMemory(smallest=0))
         loss = sum(output.square().sum() for output in model(given, engine=engine))
-        alive, forward = [ledger.live[ONE]["activations"], ledger.total(HOST)], ledger.at_peak[ONE]["activations"]
+        alive, forward = (
+            [ledger.live[ONE]["activations"], ledger.total(HOST)],
+            ledger.at_peak[ONE]["activations"],
+        )
         ledger.restart_peak()
         loss.backward()
         return *alive, forward, ledger.at_peak[ONE]["activations"]
@@ -184,7 +205,8 @@ def test_the_device_holds_two_blocks_whatever_the_depth(policy):
     ],
 )
 def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monkeypatch):
-    """And no earlier: when the mark of a block is passed it is there, and what is on its way then is the block before it."""
+    """And no earlier: when the mark of a block is passed it is there, and what is on its way then
+    is the block before it."""
     stores, seen = [], []
 
     class Kept(HostStore):
@@ -216,7 +238,8 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
 
 
 def test_several_forwards_wait_for_one_backward():
-    """Pipelined micro-batches, on one device and on two: the first block of one is followed by the last of the one before."""
+    """Pipelined micro-batches, on one device and on two: the first block of one is followed by the
+    last of the one before."""
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for devices, run in (
         (whole(), BlockEngine(policy="attn_only")),
@@ -296,7 +319,9 @@ def test_without_a_mark_a_saved_tensor_is_fetched_when_it_is_asked_for():
     model, results = on(whole()), []
     for policy in ("none", "none+offload"):
         with PretendDevices(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_hooks, "call_before_backward", lambda before, after, callback: after)
+            patch.setattr(
+                block_hooks, "call_before_backward", lambda before, after, callback: after
+            )
             run = BlockEngine(policy=policy, host=HostMemory(smallest=0))
             model.zero_grad(set_to_none=True)
             loss_of(model, run).backward()
@@ -319,8 +344,13 @@ def test_a_saved_tensor_that_is_changed_is_refused():
     for smallest in (0, SMALLEST):
         model = on(whole())
         model.layers[1] = Careless(model.layers[1])
-        with PretendDevices(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss_of(model, BlockEngine(policy="none+offload", host=HostMemory(smallest=smallest))).backward()
+        with (
+            PretendDevices(),
+            pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        ):
+            loss_of(
+                model, BlockEngine(policy="none+offload", host=HostMemory(smallest=smallest))
+            ).backward()
 
 
 # Where nothing is moved, and where something fails
@@ -332,7 +362,10 @@ def test_on_the_host_nothing_is_done(policy, monkeypatch):
     model = make_model(TOY, ARCH, adapter=DROPOUT)
     run = BlockEngine(policy=policy, host=HostMemory(smallest=0))
     plain = BlockEngine(policy=policy.replace("+offload", "").replace("offload", "full"))
-    assert outcome(TOY, model, toy_items(2), run).differences(outcome(TOY, model, toy_items(2), plain)) == []
+    assert (
+        outcome(TOY, model, toy_items(2), run).differences(outcome(TOY, model, toy_items(2), plain))
+        == []
+    )
     assert run.host.num_bytes == 0
 
 
@@ -352,11 +385,21 @@ def test_a_policy_that_does_not_offload_costs_nothing(monkeypatch):
 def test_a_run_on_the_host_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
-    assert world.train("run", 1, "--train.checkpointing", "full, 1=attn_only+offload", "--sample.captions", "0") == 0
+    assert (
+        world.train(
+            "run", 1, "--train.checkpointing", "full, 1=attn_only+offload", "--sample.captions", "0"
+        )
+        == 0
+    )
     said = [line for line in capsys.readouterr().err.splitlines() if "offload" in line]
     assert len(said) == 1 and "nothing is moved" in said[0]
     with PretendDevices():
-        assert world.train("there", 1, "--train.checkpointing", "offload", "--train.devices", '["cpu:1"]') == 0
+        assert (
+            world.train(
+                "there", 1, "--train.checkpointing", "offload", "--train.devices", '["cpu:1"]'
+            )
+            == 0
+        )
     assert "nothing is moved" not in capsys.readouterr().err
 
 
@@ -399,18 +442,26 @@ def _fails_at_call(number, function):
 
 @pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_offloads_bitwise_and_keeps_less(policy, gpu):
-    """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
+    """Large enough that a copy takes longer than what launches it: one that is not waited for,
+    there or back, shows."""
     compute_fp32_in_fp32()
     depth, side, steps, peaks = gpu.size(8, 5), gpu.size(32, 16), [], []
     generator = torch.Generator().manual_seed(3)
     items = [
-        {"latents": torch.randn(4, 1, side, side, generator=generator), "text": torch.randn(16, 8, generator=generator)}
+        {
+            "latents": torch.randn(4, 1, side, side, generator=generator),
+            "text": torch.randn(16, 8, generator=generator),
+        }
         for _ in range(2)
     ]
     for chosen in (policy, f"{policy}+offload"):
-        before = gpu.runtime.memory_allocated(gpu.device)  # what was kept of the steps without offloading
+        before = gpu.runtime.memory_allocated(
+            gpu.device
+        )  # what was kept of the steps without offloading
         run = BlockEngine(policy=chosen, host=HostMemory(smallest=gpu.size(SMALLEST, 0)))
-        model = make_model(TOY, ToyArch(depth=depth, dim=gpu.size(512, 64), heads=8, dropout=0.1), adapter=DROPOUT)
+        model = make_model(
+            TOY, ToyArch(depth=depth, dim=gpu.size(512, 64), heads=8, dropout=0.1), adapter=DROPOUT
+        )
         place_model(model, [gpu.device] * depth)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             steps.append([outcome(TOY, model, items, run) for _ in range(gpu.size(2, 1))])
@@ -429,7 +480,9 @@ def test_a_gpu_offloads_several_forwards_before_one_backward(gpu):
     compute_fp32_in_fp32()
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for policy, smallest in (("none", SMALLEST), ("none+offload", 0)):
-        model = make_model(TOY, ToyArch(depth=4, dim=gpu.size(256, 32), heads=4, dropout=0.1), adapter=DROPOUT)
+        model = make_model(
+            TOY, ToyArch(depth=4, dim=gpu.size(256, 32), heads=4, dropout=0.1), adapter=DROPOUT
+        )
         place_model(model, [gpu.device] * 4)
         run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):

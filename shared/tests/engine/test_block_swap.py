@@ -59,7 +59,9 @@ def test_four_blocks_pass_what_every_model_passes(policy):
 
 
 def placed(*devices, streamed=()):
-    return Placement(embed=devices[0], blocks=devices, head=devices[-1], streamed=frozenset(streamed))
+    return Placement(
+        embed=devices[0], blocks=devices, head=devices[-1], streamed=frozenset(streamed)
+    )
 
 
 # Which blocks
@@ -137,7 +139,8 @@ def test_weights_that_go_too_early_are_seen(wrong, policy, monkeypatch):
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", wrong)
     swap = stream(model)
     seen = pytest.raises(
-        (AssertionError, RuntimeError), match="weights that are not there|out of bounds for storage of size 0"
+        (AssertionError, RuntimeError),
+        match="weights that are not there|out of bounds for storage of size 0",
     )
     with seen, Watched(swap):
         outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
@@ -198,10 +201,16 @@ def test_frozen_tensors_of_every_kind_are_streamed():
     trained = model.layers[0].trained
     swap = BlockSwap(model, placed(CPU, CPU, streamed=(0, 1)))
     (odd, _) = model.layers
-    assert odd.trained is trained and odd.wide is odd.same and odd.turned.stride() == before["turned"].stride()
+    assert (
+        odd.trained is trained
+        and odd.wide is odd.same
+        and odd.turned.stride() == before["turned"].stride()
+    )
     assert not odd.wide.untyped_storage().nbytes()
     assert all(
-        isinstance(p, nn.Parameter) and not p.requires_grad for name, p in odd.named_parameters() if name != "trained"
+        isinstance(p, nn.Parameter) and not p.requires_grad
+        for name, p in odd.named_parameters()
+        if name != "trained"
     )
     offsets = {
         tensor.storage_offset() * tensor.element_size() % 256
@@ -211,7 +220,9 @@ def test_frozen_tensors_of_every_kind_are_streamed():
     assert offsets == {0}
     versions = [tensor._version for tensor in odd.state_dict().values()]
     swap.pre_forward(0, odd)
-    assert [tensor._version for tensor in odd.state_dict().values()] == versions, "autograd would complain"
+    assert [tensor._version for tensor in odd.state_dict().values()] == versions, (
+        "autograd would complain"
+    )
     with swap.on_host():
         hosts = odd.state_dict()
     for name, tensor in odd.state_dict().items():
@@ -219,28 +230,45 @@ def test_frozen_tensors_of_every_kind_are_streamed():
         assert torch.equal(hosts[name].float(), before[name].float()), name
 
 
-@pytest.mark.parametrize(("kind", "policy"), list(zip(KINDS, POLICIES, strict=True)))  # other pairs: `LeverChecks`
+@pytest.mark.parametrize(
+    ("kind", "policy"), list(zip(KINDS, POLICIES, strict=True))
+)  # other pairs: `LeverChecks`
 def test_a_quantized_base_is_streamed_bitwise(kind, policy):
-    """Codes and scales are streamed, and there whenever a weight is dequantized, in the backward and in a recompute, too."""
-    make = partial(make_quantized, TOY, ToyArch(depth=4, dim=64), kind, dtype=torch.bfloat16, adapter=LORA)
+    """Codes and scales are streamed, and there whenever a weight is dequantized, in the backward
+    and in a recompute, too."""
+    make = partial(
+        make_quantized, TOY, ToyArch(depth=4, dim=64), kind, dtype=torch.bfloat16, adapter=LORA
+    )
     items, model = toy_items(2, ragged=True), make()
     plain = train_shortly(TOY, make(), items, BlockEngine(policy=policy))
     swap = stream(model)
     assert not any(
-        p.untyped_storage().nbytes() for layer in quantized_weights(model).values() for p in layer.values().values()
+        p.untyped_storage().nbytes()
+        for layer in quantized_weights(model).values()
+        for p in layer.values().values()
     )
     with Watched(swap) as watch:
-        numbers, values = train_shortly(TOY, model, items, BlockEngine(policy=policy, hooks=(swap,)))
+        numbers, values = train_shortly(
+            TOY, model, items, BlockEngine(policy=policy, hooks=(swap,))
+        )
     assert quantized_weights(model) and numbers == plain[0] and equal(values, plain[1])
     assert watch.most == 2 and watch.returned == 0
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_streamed_model_is_merged_as_another(tmp_path, use_dora):
-    model = make_model(TOY, ToyArch(depth=3), dtype=torch.bfloat16, adapter=AdapterConfig(rank=4, use_dora=use_dora))
+    model = make_model(
+        TOY,
+        ToyArch(depth=3),
+        dtype=torch.bfloat16,
+        adapter=AdapterConfig(rank=4, use_dora=use_dora),
+    )
     spec = altered(
         TOY,
-        names=replace(TOY.architecture.names, from_native={"official": TOY.architecture.names.from_native["official"]}),
+        names=replace(
+            TOY.architecture.names,
+            from_native={"official": TOY.architecture.names.from_native["official"]},
+        ),
     )
     export_merged(model, spec, tmp_path / "plain", ExportConfig(), metadata={})
     swap = stream(model)
@@ -265,7 +293,8 @@ def test_buffers_go_with_the_swap():
 
 @pytest.mark.slow
 def test_fake_weights_stream_and_are_counted():
-    """What a planner runs: another device than the host, whose peak has two blocks of weights where it had all."""
+    """What a planner runs: another device than the host, whose peak has two blocks of weights where
+    it had all."""
     peaks, streamed_bytes = [], 0
     for streamed in ((), range(6)):
         with torch.device("meta"):
@@ -279,12 +308,17 @@ def test_fake_weights_stream_and_are_counted():
                 ledger.watch(buffer)
             latents = torch.empty(4, 1, 2, 2, device=DEVICE)
             inputs = TOY.training.make_inputs(
-                [latents], torch.empty(1, device=DEVICE), [{"text": torch.empty(4, 8, device=DEVICE)}], 1.0
+                [latents],
+                torch.empty(1, device=DEVICE),
+                [{"text": torch.empty(4, 8, device=DEVICE)}],
+                1.0,
             )
             gc.collect()
             ledger.restart_peak()
             with Watched(swap) as watch:
-                model(inputs, engine=BlockEngine(policy="full", hooks=(swap,)))[0].square().mean().backward()
+                model(inputs, engine=BlockEngine(policy="full", hooks=(swap,)))[
+                    0
+                ].square().mean().backward()
             peaks.append(ledger.at_peak[DEVICE]["weights"])
             streamed_bytes = swap.num_bytes
             ledger.poll()
@@ -300,7 +334,16 @@ class Verified(World):
     """A folder with a run of two steps in it, and what its adapter's verification saw."""
 
     flags = (
-        *("--held_out.clips", "1", "--ema.decay", "0.9", "--train.accumulation", "2", "--adapter.use_dora", "true"),
+        *(
+            "--held_out.clips",
+            "1",
+            "--ema.decay",
+            "0.9",
+            "--train.accumulation",
+            "2",
+            "--adapter.use_dora",
+            "true",
+        ),
         *("--export.merged", "true", "--export.forms", '["diffusers"]'),
     )
 
@@ -316,7 +359,12 @@ class Verified(World):
         (item,) = toy_items(1)
         inputs = TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
         with torch.no_grad():
-            self.seen.append((sum(float(t.double().sum()) for t in base.values()), float(run(model, inputs)[0].sum())))
+            self.seen.append(
+                (
+                    sum(float(t.double().sum()) for t in base.values()),
+                    float(run(model, inputs)[0].sum()),
+                )
+            )
         return "seen"
 
     def exports(self, name):
@@ -341,9 +389,23 @@ def same_results(world, name):
 
 
 def test_a_streamed_run_equals_another_bitwise(world, capsys):
-    assert world.train("swapped", 2, *world.flags, "--train.swap_blocks", "[2]", "--train.checkpointing", "full") == 0
+    assert (
+        world.train(
+            "swapped",
+            2,
+            *world.flags,
+            "--train.swap_blocks",
+            "[2]",
+            "--train.checkpointing",
+            "full",
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "2 blocks are streamed: 0.00 GiB of weights stay in host memory" in said and "validation loss" in said
+    assert (
+        "2 blocks are streamed: 0.00 GiB of weights stay in host memory" in said
+        and "validation loss" in said
+    )
     same_results(world, "swapped")
     assert len(world.seen) == 2 and world.seen[0] == world.seen[1]
 
@@ -354,7 +416,10 @@ def test_a_run_goes_on_under_another_swap_and_on_two_devices(world, capsys):
     capsys.readouterr()
     division = ("--train.devices", '["cpu", "cpu:1"]', "--train.swap_blocks", "[1]")
     with PretendDevices():
-        assert world.train("changed", 2, *world.flags, *division, "--train.checkpointing", "attn_only") == 0
+        assert (
+            world.train("changed", 2, *world.flags, *division, "--train.checkpointing", "attn_only")
+            == 0
+        )
     said = capsys.readouterr().out
     assert "2 blocks are streamed" in said and "not verified" in said
     assert equal(
@@ -381,7 +446,9 @@ def test_a_swap_that_cannot_be_is_one_line(world, capsys, flags, says):
 
 def test_every_device_is_waited_for_before_its_memory_is_unlocked(monkeypatch):
     done = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=done.append))
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=done.append)
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     one, two = torch.device("cuda", 0), torch.device("cuda", 1)
     unlock({10: one, 20: two, 30: one})
@@ -389,7 +456,9 @@ def test_every_device_is_waited_for_before_its_memory_is_unlocked(monkeypatch):
 
 
 def test_nothing_is_locked_where_there_is_nothing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 1))
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 1)
+    )
     locked = {}
     assert page_lock(torch.empty(0), torch.device("cuda", 0), locked) and not locked
 
@@ -407,7 +476,8 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(gpu):
 
 @pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_streams_without_changing_a_number(policy, gpu):
-    """Large enough that a copy takes longer than what launches it: one that is not waited for shows."""
+    """Large enough that a copy takes longer than what launches it: one that is not waited for
+    shows."""
     compute_fp32_in_fp32()
     outcomes, peaks = [], []
     for streamed in ((), range(6)):
@@ -420,7 +490,9 @@ def test_a_gpu_streams_without_changing_a_number(policy, gpu):
         before = gpu.runtime.memory_allocated(gpu.device)
         engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else ())
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            outcomes += [[train_shortly(TOY, model, toy_items(2), engine) for _ in range(gpu.size(3, 1))]]
+            outcomes += [
+                [train_shortly(TOY, model, toy_items(2), engine) for _ in range(gpu.size(3, 1))]
+            ]
         peaks.append(gpu.runtime.max_memory_allocated(gpu.device) - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]
     assert equal(outcomes[0][-1][1], outcomes[1][-1][1])

@@ -1,4 +1,5 @@
-"""Streamed weights that are trained: updated in the backward, brought back once, and nobody notices."""
+"""Streamed weights that are trained: updated in the backward, brought back once, and nobody
+notices."""
 
 import gc
 from contextlib import nullcontext
@@ -28,7 +29,13 @@ from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.fused_checks import check_swap
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -64,25 +71,36 @@ def differences(one, other):
 )
 def test_steps_are_those_of_the_ordinary_loop_bitwise(optimizer, policy, one_of):
     """Losses, norms, weights, and the optimizer's state."""
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer, num_steps=3)
+    numbers, values = train_streamed(
+        TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer, num_steps=3
+    )
     model = model_of()
     swap = stream(model, one_of, trained=True)
     with Watched(swap) as watch:
         others = train_streamed(
-            TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)), optimizer=optimizer, num_steps=3
+            TOY,
+            model,
+            toy_items(2),
+            BlockEngine(policy=policy, hooks=(swap,)),
+            optimizer=optimizer,
+            num_steps=3,
         )
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("optimizer layers.3.out.weight|") for name in values)
     assert watch.returned == 3 * len(swap.buffers) and watch.most == 2
     assert (
-        not watch.there() and swap.state_buffers and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
+        not watch.there()
+        and swap.state_buffers
+        and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
     )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_on_devices_that_are_not_the_host(optimizer):
     devices = [ONE, ONE, TWO, TWO]
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer)
+    numbers, values = train_streamed(
+        TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer
+    )
     model = model_of()
     move_to(model.embed, devices[0])
     move_to(model.head, devices[-1])
@@ -90,7 +108,11 @@ def test_on_devices_that_are_not_the_host(optimizer):
         swap = stream(model, devices=devices, trained=True)
         with Watched(swap) as watch:
             others = train_streamed(
-                TOY, model, toy_items(2), BlockEngine(policy="full", hooks=(swap,)), optimizer=optimizer
+                TOY,
+                model,
+                toy_items(2),
+                BlockEngine(policy="full", hooks=(swap,)),
+                optimizer=optimizer,
             )
     assert others[0] == numbers and differences(values, others[1]) == []
     assert {buffer.device for buffer in swap.state_buffers} == set(devices)
@@ -118,7 +140,8 @@ def run(folder, steps, one_of=None, **given):
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
 def test_a_run_goes_on_under_another_swap_bitwise(first, second, tmp_path):
-    """With an average, which is exchanged for the weights where they are measured, every other step."""
+    """With an average, which is exchanged for the weights where they are measured, every other
+    step."""
     whole = run(tmp_path / "whole", 5)
     run(tmp_path / "halves", 3, first)
     halves = run(tmp_path / "halves", 5, second)
@@ -133,7 +156,8 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
         model = model_of()
         swap = stream(model, trained=True) if streams else None
         trained = TrainState(
-            model, trainable_parameters(model), OptimConfig(fused_backward=streams), EMAConfig(), swap
+            model, trainable_parameters(model), OptimConfig(fused_backward=streams), EMAConfig(),
+            swap
         )  # fmt: skip
         out = model.layers[1].out
         for step in range(3):
@@ -150,7 +174,9 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
         state = trained.state_dict().tensors
         kept.append({**state["trainable"], **state["optimizer"]})
     assert differences(*kept) == [] and "layers.1.out.bias|exp_avg" in kept[0]
-    assert len(swap.state_buffers) == 5 and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
+    assert len(swap.state_buffers) == 5 and not any(
+        b.untyped_storage().nbytes() for b in swap.state_buffers
+    )
 
 
 # A stream of its own
@@ -196,7 +222,8 @@ class Lazy(BlockQueue):
 
 @pytest.mark.parametrize("one_of", [1, 2, 4])
 def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
-    """The average reads the weights on the host after each step, a save those of the optimizer; with 2 and 4 the first block stays."""
+    """The average reads the weights on the host after each step, a save those of the optimizer;
+    with 2 and 4 the first block stays."""
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
     numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), **given)
     monkeypatch.setattr("ditkit_core.engine.block_swap.BlockQueue", Lazy)
@@ -206,7 +233,9 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     model = model_of()
     swap = stream(model, one_of, trained=True)
     lane, waited = swap._queues[CPU].lane, []
-    monkeypatch.setattr(lane._stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up()))
+    monkeypatch.setattr(
+        lane._stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up())
+    )
     others = train_streamed(TOY, model, toy_items(2), BlockEngine(hooks=(swap,)), **given)
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("ema ") for name in values) and not lane.waiting
@@ -222,12 +251,16 @@ class Live(TorchDispatchMode):
     def __init__(self, swap, optimizer):
         super().__init__()
         self.swap, self.optimizer, self.most = swap, optimizer, {}
-        self.streamed = [name for name, p in optimizer.parameters.items() if swap.host_of(p) is not p]
+        self.streamed = [
+            name for name, p in optimizer.parameters.items() if swap.host_of(p) is not p
+        ]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         state = [t for name in self.streamed for t in self.optimizer.state_of(name).values()]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in state}  # in buffers, or not yet
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage() for t in state
+        }  # in buffers, or not yet
         gradients = [self.optimizer.parameters[name].grad for name in self.streamed]
         found = {
             "weights": sum(buffer.untyped_storage().nbytes() for buffer in self.swap.buffers),
@@ -243,20 +276,26 @@ class Live(TorchDispatchMode):
 def test_no_more_than_two_blocks_are_there(policy):
     model = model_of(ToyArch(depth=4, dim=16))
     swap = stream(model, trained=True)
-    trained = TrainState(model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap)
+    trained = TrainState(
+        model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap
+    )
     block, largest = swap.num_bytes // 4, 3 * 16 * 16 * 4
     for step in range(2):
         with Live(swap, trained.optimizer) as live:
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                Model(model, BlockEngine(policy=policy, hooks=() if swap is None else (swap,)), TOY),
+                Model(
+                    model, BlockEngine(policy=policy, hooks=() if swap is None else (swap,)), TOY
+                ),
                 [batch],
                 trained.optimizer,
                 StepContext(step=step, seed=1, flow=FlowConfig()),
                 lr=0.01,
                 clip_norm=0.0,
             )
-        state = max(buffer.num_bytes for parts in swap._queues[CPU].states.values() for buffer in parts)
+        state = max(
+            buffer.num_bytes for parts in swap._queues[CPU].states.values() for buffer in parts
+        )
         assert state > 2 * block
         assert live.most["weights"] == 2 * block
         # in the first step a block's state exists next to the buffer that takes it over
@@ -279,19 +318,22 @@ def test_the_optimizer_of_another_run_holds_nothing():
 
 
 WIDE_RATE = 1e-6
-"""Learning rate of a toy of width 2048. AdamW's first step moves every weight by the rate, and a row's sum by up to the rate times the width: with
-1e-2 the ordinary loop has a gradient of norm 1e19 after a step, and none that is finite after two."""
+"""Learning rate of a toy of width 2048. AdamW's first step moves every weight by the rate, and a
+row's sum by up to the rate times the width: with 1e-2 the ordinary loop has a gradient of norm 1e19
+after a step, and none that is finite after two."""
 
 
 def assert_stable(reported):
-    """Of a loop that diverges, nothing is compared. Its noise and noise levels alone change the loss by a factor of ten."""
+    """Of a loop that diverges, nothing is compared. Its noise and noise levels alone change the
+    loss by a factor of ten."""
     losses = [step.loss for step in reported]
     assert max(losses) < 100 * losses[0], losses
 
 
 @pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
-    """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
+    """Large enough that a copy takes longer than what launches it: one that is not waited for,
+    there or back, shows."""
     compute_fp32_in_fp32()
     results, peaks = [], []
     for streamed in ((), range(6)):
@@ -301,7 +343,9 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
         gpu.runtime.reset_peak_memory_stats(gpu.device)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else ())
-            reported, values = train_streamed(TOY, model, toy_items(2), engine, num_steps=gpu.size(3, 2), lr=WIDE_RATE)
+            reported, values = train_streamed(
+                TOY, model, toy_items(2), engine, num_steps=gpu.size(3, 2), lr=WIDE_RATE
+            )
         results.append((reported, {name: value.clone() for name, value in values.items()}))
         peaks.append(gpu.runtime.max_memory_allocated(gpu.device))
         assert swap.locked
@@ -309,14 +353,17 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
         gc.collect()
     assert_stable(results[0][0])
     assert results[0][0] == results[1][0] and differences(results[0][1], results[1][1]) == []
-    # Under `none` both have the activations of all blocks, too: on the stand-in, whose weights are small, more than 3 MiB of 67.
+    # Under `none` both have the activations of all blocks, too: on the stand-in, whose weights are
+    # small, more than 3 MiB of 67.
     activations = gpu.size(0, 3 * 2**20) if policy == "none" else 0
-    # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or two
+    # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or
+    # two
     assert peaks[1] - activations < (peaks[0] - activations) * (2 * 3 + 2) / (6 * 4)
 
 
 def test_a_gpu_brings_back_what_an_average_reads(gpu):
-    """The first block stays, so that what is streamed was all sent back before the end of the backward."""
+    """The first block stays, so that what is streamed was all sent back before the end of the
+    backward."""
     compute_fp32_in_fp32()
     results = []
     for streamed in ((), (2, 5)):
@@ -326,15 +373,28 @@ def test_a_gpu_brings_back_what_an_average_reads(gpu):
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             results.append(
                 train_streamed(
-                    TOY, model, toy_items(2), engine, num_steps=steps, lr=WIDE_RATE, ema=EMAConfig(decay=0.9)
+                    TOY,
+                    model,
+                    toy_items(2),
+                    engine,
+                    num_steps=steps,
+                    lr=WIDE_RATE,
+                    ema=EMAConfig(decay=0.9),
                 )
             )
     assert_stable(results[0][0])
     assert results[0][0] == results[1][0]
-    averages = [{name: t for name, t in values.items() if name.startswith("ema ")} for _, values in results]
-    others = [{name: t for name, t in values.items() if not name.startswith("ema ")} for _, values in results]
+    averages = [
+        {name: t for name, t in values.items() if name.startswith("ema ")} for _, values in results
+    ]
+    others = [
+        {name: t for name, t in values.items() if not name.startswith("ema ")}
+        for _, values in results
+    ]
     assert averages[0] and differences(*others) == []
-    for name, value in averages[0].items():  # computed on the host for what is streamed, where it may round otherwise
+    for name, value in averages[
+        0
+    ].items():  # computed on the host for what is streamed, where it may round otherwise
         torch.testing.assert_close(averages[1][name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
@@ -382,18 +442,28 @@ def test_a_swap_that_goes_wrong_is_seen(policy, wrong, monkeypatch):
     model = model_of()
     swap = stream(model, trained=True)
     if wrong is Early:
-        with pytest.raises((AssertionError, RuntimeError), match="not there|out of bounds for storage"), Watched(swap):
+        with (
+            pytest.raises(
+                (AssertionError, RuntimeError), match="not there|out of bounds for storage"
+            ),
+            Watched(swap),
+        ):
             train_streamed(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
     else:
         others = train_streamed(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
-        assert others[0] != numbers and "trainable layers.1.out.weight" in differences(values, others[1])
+        assert others[0] != numbers and "trainable layers.1.out.weight" in differences(
+            values, others[1]
+        )
 
 
 def test_an_average_that_stays_on_the_device_is_seen(tmp_path, monkeypatch):
     whole = run(tmp_path / "whole", 3)
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", Stale)
     stale = run(tmp_path / "stale", 3, 1)
-    assert (whole.held_out, numbers(tmp_path / "whole")) != (stale.held_out, numbers(tmp_path / "stale"))
+    assert (whole.held_out, numbers(tmp_path / "whole")) != (
+        stale.held_out,
+        numbers(tmp_path / "stale"),
+    )
 
 
 # What is refused
@@ -403,7 +473,10 @@ def test_an_average_that_stays_on_the_device_is_seen(tmp_path, monkeypatch):
     ("given", "says"),
     [
         ({}, r"optim.fused_backward = true \(and train.clip_by = last_step or block\)"),
-        ({"fused_backward": True, "name": "schedulefree_adamw"}, "use adamw, adamw8bit, adafactor, muon"),
+        (
+            {"fused_backward": True, "name": "schedulefree_adamw"},
+            "use adamw, adamw8bit, adafactor, muon",
+        ),
     ],
 )
 def test_what_cannot_be_streamed_is_one_line(given, says):
@@ -425,7 +498,15 @@ def test_a_trained_weight_of_two_stages_is_refused(other):
     shared = nn.Parameter(torch.zeros(16))
     model.layers[3].shared = model.get_submodule(other).shared = shared
     blocks = (CPU,) * 4
-    BlockSwap(model, Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({1, 2})), trained=True)
+    BlockSwap(
+        model,
+        Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({1, 2})),
+        trained=True,
+    )
     assert model.layers[3].shared is shared
     with pytest.raises(UserError, match=r"trained weight shared is used elsewhere"):
-        BlockSwap(model, Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({3})), trained=True)
+        BlockSwap(
+            model,
+            Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({3})),
+            trained=True,
+        )

@@ -1,4 +1,5 @@
-"""A block of one's own that compiles a function, as docs/checkpointing.md has it, under every policy."""
+"""A block of one's own that compiles a function, as docs/checkpointing.md has it, under every
+policy."""
 
 import runpy
 from collections.abc import Iterator
@@ -51,7 +52,10 @@ class Staged(nn.Module):
 @pytest.fixture
 def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The page's block, whose function is compiled by a backend that needs no C++ compiler."""
-    section, program = PAGE.read_text(encoding="utf-8").partition(HEADING)[2], tmp_path / "program.py"
+    section, program = (
+        PAGE.read_text(encoding="utf-8").partition(HEADING)[2],
+        tmp_path / "program.py",
+    )
     program.write_text(section.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     torch._dynamo.reset()
     with monkeypatch.context() as patch:
@@ -61,7 +65,9 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler's own
 @pytest.mark.slow  # imports the compiler
 def test_policies_keep_what_they_say_around_a_compiled_function_and_change_no_bit(
     block: Any, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +90,9 @@ def test_policies_keep_what_they_say_around_a_compiled_function_and_change_no_bi
         eager, _ = step(run_plain)
     torch._dynamo.utils.counters.clear()
     plain, _ = step(run_plain)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the function was compiled, once for all blocks"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, (
+        "the function was compiled, once for all blocks"
+    )
     assert len(plain) == len(list(model.parameters())) + 1
     for one, other in zip(plain, eager, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

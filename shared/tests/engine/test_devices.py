@@ -39,15 +39,28 @@ def test_a_gpu_always_has_its_index(machine):
         assert choose_device(name, "train.device") == torch.device("cuda", 0)
     assert choose_devices(["cuda:1", "cuda"]) == (torch.device("cuda", 1), torch.device("cuda", 0))
     machine()
-    assert choose_device("auto", "train.device") == choose_device("cpu", "train.device") == torch.device("cpu")
+    assert (
+        choose_device("auto", "train.device")
+        == choose_device("cpu", "train.device")
+        == torch.device("cpu")
+    )
 
 
 def test_each_rank_of_a_machine_takes_its_own_gpu(machine, monkeypatch):
     machine(24, 24)
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert [choose_device(name, "train.device").index for name in ("auto", "cuda", "cuda:0")] == [1, 1, 0]
+    assert [choose_device(name, "train.device").index for name in ("auto", "cuda", "cuda:0")] == [
+        1,
+        1,
+        0,
+    ]
 
 
 def test_the_first_gpu_of_a_run_becomes_current(monkeypatch):
@@ -65,7 +78,9 @@ def unusable(monkeypatch):
     """Pretends a GPU that torch cannot use."""
 
     def init():
-        raise RuntimeError("The NVIDIA driver is too old (found version 12040). Please update it\nand more")
+        raise RuntimeError(
+            "The NVIDIA driver is too old (found version 12040). Please update it\nand more"
+        )
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -77,7 +92,9 @@ def unusable(monkeypatch):
 
 @pytest.mark.parametrize("names", [["auto"], ["cuda"], ["all"], ["cuda:0", "cuda:1"]], ids=str)
 def test_a_driver_that_is_too_old_is_said_and_no_cpu_taken(unusable, monkeypatch, names):
-    with pytest.raises(UserError, match="cannot use .*too old .found version 12040.*driver for CUDA 13.2") as caught:
+    with pytest.raises(
+        UserError, match="cannot use .*too old .found version 12040.*driver for CUDA 13.2"
+    ) as caught:
         choose_devices(names)
     assert "\n" not in str(caught.value) and "train.devices" in str(caught.value)
     assert choose_device("cpu", "train.device") == torch.device("cpu")
@@ -100,8 +117,14 @@ def test_a_torch_without_cuda_takes_the_cpu(unusable, monkeypatch):
         ([], "", 0, False),
     ],
 )
-def test_a_gpu_is_seen_by_its_node_or_by_the_drivers_tool(monkeypatch, nodes, listed, status, expected):
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: (Path(node) for node in nodes if Path(node).match(pattern)))
+def test_a_gpu_is_seen_by_its_node_or_by_the_drivers_tool(
+    monkeypatch, nodes, listed, status, expected
+):
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda self, pattern: (Path(node) for node in nodes if Path(node).match(pattern)),
+    )
     monkeypatch.setattr(devices.shutil, "which", lambda name: None if listed is None else name)
     answer = SimpleNamespace(stdout=listed, returncode=status)
     monkeypatch.setattr(devices.subprocess, "run", lambda *args, **options: answer)

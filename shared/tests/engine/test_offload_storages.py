@@ -1,4 +1,5 @@
-"""What waits on the host where something else moves storages, too, and where a backward asks without a mark."""
+"""What waits on the host where something else moves storages, too, and where a backward asks
+without a mark."""
 
 import pytest
 import torch
@@ -23,17 +24,22 @@ def toy(depth: int) -> nn.Module:
 
 def loss_of(model: nn.Module, policy: str) -> Tensor:
     there = [{name: tensor.to(ONE) for name, tensor in item.items()} for item in toy_items(2)]
-    given = TOY.training.make_inputs([item["latents"] for item in there], torch.tensor([0.3, 0.8]).to(ONE), there, 1.0)
+    given = TOY.training.make_inputs(
+        [item["latents"] for item in there], torch.tensor([0.3, 0.8]).to(ONE), there, 1.0
+    )
     outputs = model(given, engine=BlockEngine(policy=policy, host=HostMemory(smallest=0)))
     return sum((output.square().mean() for output in outputs), torch.zeros(()))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: on_host(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: on_host(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 class Gathered:
-    """As FSDP2: a layer computes with a copy of its weight, which is emptied behind the block and filled again before its backward."""
+    """As FSDP2: a layer computes with a copy of its weight, which is emptied behind the block and
+    filled again before its backward."""
 
     def __init__(self, block: nn.Module, layer: nn.Linear):
         self.weight, self.values = layer.weight.detach().clone(), layer.weight.detach().clone()
@@ -70,7 +76,8 @@ def test_what_is_emptied_behind_a_block_is_not_sent_and_found_again(policy):
 
 
 def test_what_was_fetched_without_a_mark_is_let_go_of_behind_the_backward(monkeypatch):
-    """Without marks each tensor is fetched when autograd asks for it; the retained graph would keep them all on the device."""
+    """Without marks each tensor is fetched when autograd asks for it; the retained graph would keep
+    them all on the device."""
     stores = []
 
     class Seen(HostStore):
@@ -86,7 +93,12 @@ def test_what_was_fetched_without_a_mark_is_let_go_of_behind_the_backward(monkey
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             loss.backward(retain_graph=True)
-            kept = [kept for group in stores[0]._groups.values() for kept in group.alive() if kept.host is not None]
+            kept = [
+                kept
+                for group in stores[0]._groups.values()
+                for kept in group.alive()
+                if kept.host is not None
+            ]
             assert kept and not [one for one in kept if one.device is not None]
             made.append(gradients(model))
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
@@ -104,4 +116,7 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
             store.pre_forward(1, second)
             store.post_forward(1, second, ())
             assert kept.host is not None and kept.device is None
-            assert torch.equal(on_host(y.grad_fn._saved_result), on_host(y)) and kept.device is not None
+            assert (
+                torch.equal(on_host(y.grad_fn._saved_result), on_host(y))
+                and kept.device is not None
+            )

@@ -1,4 +1,5 @@
-"""Weights that leave their device and come back bitwise, while the tensors stay the same objects."""
+"""Weights that leave their device and come back bitwise, while the tensors stay the same
+objects."""
 
 from typing import Any
 
@@ -22,7 +23,8 @@ from ditkit_core.training.validation import validation_loss
 
 
 def test_memory_is_given_away_and_comes_back_with_the_same_bits() -> None:
-    """Views of one storage share it afterwards, and whoever keeps a tensor sees its values again."""
+    """Views of one storage share it afterwards, and whoever keeps a tensor sees its values
+    again."""
     together = torch.randn(4, 6)
     views = [together[:2], together[2:].t()]
     layer = nn.Linear(8, 8).to(torch.bfloat16)
@@ -59,16 +61,30 @@ def test_on_a_cpu_nothing_moves() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_memory_of_streamed_weights_stays_with_their_stream(depth: int) -> None:
-    """Also where a device has so few streamed blocks that a validation leaves all of them there, until the next step updates them."""
+    """Also where a device has so few streamed blocks that a validation leaves all of them there,
+    until the next step updates them."""
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=depth, dim=8))
         swap = place_model(model, [ONE] * depth, range(depth), trained=True)
         loaded = Model(model, BlockEngine(), TOY, streamer=swap)
         there = Model(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
-        optim, flow, (batch,) = OptimConfig(fused_backward=True), FlowConfig(), micro_batches(toy_items(1), 1)
-        optimizer = TrainState(model, trainable_parameters(model), optim, EMAConfig(), swap).optimizer
+        optim, flow, (batch,) = (
+            OptimConfig(fused_backward=True),
+            FlowConfig(),
+            micro_batches(toy_items(1), 1),
+        )
+        optimizer = TrainState(
+            model, trainable_parameters(model), optim, EMAConfig(), swap
+        ).optimizer
         for step in range(2):
-            training_step(there, [batch], optimizer, StepContext(step=step, seed=1, flow=flow), lr=1e-2, clip_norm=0.0)
+            training_step(
+                there,
+                [batch],
+                optimizer,
+                StepContext(step=step, seed=1, flow=flow),
+                lr=1e-2,
+                clip_norm=0.0,
+            )
             validation_loss(there, batch.ids, batch.items, (0.5,))
             assert all(buffer.untyped_storage().nbytes() for buffer in swap.buffers)
             with parked_tensors([weight for weight in loaded.weights() if weight.device == ONE]):

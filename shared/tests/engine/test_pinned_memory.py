@@ -16,11 +16,16 @@ HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
 
 def test_memory_for_a_gpu_shares_no_page():
     """Small blocks of the allocator are next to each other."""
-    there = [host_memory(size, torch.device("cuda", 0)) for size in (1, 100, PAGE, PAGE + 1, 3 * PAGE - 1) * 4]
+    there = [
+        host_memory(size, torch.device("cuda", 0))
+        for size in (1, 100, PAGE, PAGE + 1, 3 * PAGE - 1) * 4
+    ]
     pages = [range(x.data_ptr(), x.data_ptr() + x.nbytes, PAGE) for x in there]
     assert all(x.data_ptr() % PAGE == x.nbytes % PAGE == 0 for x in there)
     assert len(set().union(*pages)) == sum(map(len, pages)) == 4 * (1 + 1 + 1 + 2 + 3)
-    assert host_memory(100, HOST).nbytes == 100 and host_memory(0, torch.device("cuda", 0)).nbytes == 0
+    assert (
+        host_memory(100, HOST).nbytes == 100 and host_memory(0, torch.device("cuda", 0)).nbytes == 0
+    )
 
 
 def test_streamed_tensors_are_in_such_memory(monkeypatch):
@@ -64,7 +69,9 @@ def test_memory_for_a_gpu_is_page_locked_once_and_by_whole_pages(monkeypatch, ca
 
     monkeypatch.setattr(pinned_memory, "page_lock", lock)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=unlocked.append))
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=unlocked.append)
+    )
     buffers = HostBuffers(torch.device("cuda:0"))
     for _ in range(3):
         buffers.give(buffers.take(PAGE + 1))
@@ -75,7 +82,9 @@ def test_memory_for_a_gpu_is_page_locked_once_and_by_whole_pages(monkeypatch, ca
         buffers.give(buffer)
     assert len(locked) == 3 and len(waits) == 1
     buffers.give(buffers.take(5 * PAGE))
-    assert unlocked == [address for address, _ in locked[:3]] and len(waits) == 2, "one wait for all that make room"
+    assert unlocked == [address for address, _ in locked[:3]] and len(waits) == 2, (
+        "one wait for all that make room"
+    )
     allowed = False
     held = [buffers.take(5 * PAGE), buffers.take(5 * PAGE), buffers.take(5 * PAGE)]
     assert capsys.readouterr().err.count("could not be page-locked") == 1

@@ -28,9 +28,13 @@ def world(tmp_path, monkeypatch):
 
 
 def loads(block_bytes, before=0, after=0, passes=None, arriving=None):
-    """Stages with what stays on their device, what passes while they run, and what arrives with the carry that enters them."""
+    """Stages with what stays on their device, what passes while they run, and what arrives with the
+    carry that enters them."""
     passing = passes or [0] * len(block_bytes)
-    blocks = tuple(StageCost(weights=w, forward_extra=most) for w, most in zip(block_bytes, passing, strict=True))
+    blocks = tuple(
+        StageCost(weights=w, forward_extra=most)
+        for w, most in zip(block_bytes, passing, strict=True)
+    )
     nothing = (0,) * len(blocks)
     return Profile(
         embed=StageCost(weights=before), blocks=blocks, head=StageCost(weights=after),
@@ -39,7 +43,9 @@ def loads(block_bytes, before=0, after=0, passes=None, arriving=None):
 
 
 def budgets(capacities):
-    return [Budget(name=str(index), total=size, workspace=0) for index, size in enumerate(capacities)]
+    return [
+        Budget(name=str(index), total=size, workspace=0) for index, size in enumerate(capacities)
+    ]
 
 
 def balanced_cuts(given, capacities):
@@ -68,7 +74,8 @@ def fullest(given, cuts, capacities):
 
 
 def test_blocks_that_weigh_twice_as_much_move_the_cut():
-    """FLUX.2 dev: eight double blocks weigh what sixteen single ones do; upstream's midpoint of the single blocks is 24."""
+    """FLUX.2 dev: eight double blocks weigh what sixteen single ones do; upstream's midpoint of the
+    single blocks is 24."""
     double, single = 2, 1
     (cut,) = balanced_cuts(loads([double] * 8 + [0] + [single] * 48), EVEN)
     assert cut - 9 == 16
@@ -97,17 +104,27 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(num_devices):
         return [int(n) for n in torch.randint(low, high, (count,), generator=random)]
 
     for _ in range(20):
-        given = loads(draw(1, 50, 9), before=20, after=7, passes=draw(0, 60, 9), arriving=tuple(draw(0, 20, 9)))
+        given = loads(
+            draw(1, 50, 9),
+            before=20,
+            after=7,
+            passes=draw(0, 60, 9),
+            arriving=tuple(draw(0, 20, 9)),
+        )
         capacities = draw(1, 8, num_devices)
         cuts = balanced_cuts(given, capacities)
         assert len(cuts) == num_devices - 1
         every = itertools.combinations(range(1, 9), num_devices - 1)
-        assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in every)
+        assert fullest(given, cuts, capacities) == min(
+            fullest(given, other, capacities) for other in every
+        )
         starts = [0, 1, 3, 4, 6, 8]
         some = itertools.combinations(starts[1:], num_devices - 1)
         cuts = least_full(9, num_devices, starts, partial(fullness, given, budgets(capacities)))
         assert set(cuts) <= set(starts)
-        assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in some)
+        assert fullest(given, cuts, capacities) == min(
+            fullest(given, other, capacities) for other in some
+        )
 
 
 def test_a_device_too_small_for_anything_holds_one_block():
@@ -121,7 +138,9 @@ class Joined(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(2, 2), nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2), nn.Linear(2, 2)]
+        )
 
     def blocks(self):
         return list(self.layers)
@@ -156,7 +175,8 @@ def test_a_parameter_goes_where_its_stage_is():
     model = make_model(TOY, ToyArch(depth=3))
     device_of = place_blocks(model, (CPU, OTHER), (2,)).device_of(model)
     found = {
-        name: device_of(name) for name in ("embed.patch.weight", "layers.1.out", "layers.2.out", "head.out.weight")
+        name: device_of(name)
+        for name in ("embed.patch.weight", "layers.1.out", "layers.2.out", "head.out.weight")
     }
     assert list(found.values()) == [CPU, CPU, OTHER, OTHER]
 
@@ -180,7 +200,8 @@ def test_cuts_that_divide_nothing_are_refused(devices, cuts, says):
 
 
 @pytest.mark.parametrize(
-    "policy", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "full")), "attn_only"]
+    "policy",
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "full")), "attn_only"],
 )
 def test_a_run_over_two_devices_equals_one_on_one_bitwise(world, capsys, policy):
     flags = (
@@ -212,7 +233,9 @@ def test_a_run_is_continued_under_another_division_bitwise(world):
     with PretendDevices():
         assert world.train("parts", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     assert world.train("parts", 4, *flags) == 0
-    exports = [world.folder / name / "exports" / "transformer_official" for name in ("whole", "parts")]
+    exports = [
+        world.folder / name / "exports" / "transformer_official" for name in ("whole", "parts")
+    ]
     files = [next(export.rglob("*.safetensors")) for export in exports]
     from safetensors.torch import load_file
 

@@ -1,4 +1,5 @@
-"""What dividing a model over devices trips over elsewhere: each has a test here, and each naive way fails in it."""
+"""What dividing a model over devices trips over elsewhere: each has a test here, and each naive way
+fails in it."""
 
 import itertools
 
@@ -25,7 +26,13 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import load_state
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_state import TrainState
@@ -41,13 +48,16 @@ def divided(spec, arch, devices, adapter=None):
     return model
 
 
-# Optional modules of variants, blocks between blocks, tables that are bare parameters, a second head
+# Optional modules of variants, blocks between blocks, tables that are bare parameters, a second
+# head
 
 
 def test_the_variant_hands_on_what_it_says():
     model = make_model(VARIANT, VARIANT_ARCH)
     carry = model.embed(
-        VARIANT.training.make_inputs([i["latents"] for i in ITEMS], torch.tensor([0.3, 0.8]), ITEMS, 1.0)
+        VARIANT.training.make_inputs(
+            [i["latents"] for i in ITEMS], torch.tensor([0.3, 0.8]), ITEMS, 1.0
+        )
     )
     for block in model.blocks():
         carry = block(carry)
@@ -58,21 +68,33 @@ def test_the_variant_hands_on_what_it_says():
 @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, ("full", "lora")))
 def test_no_cut_of_a_variant_changes_a_bit(policy, adapter):
     adapter = {"full": None, "lora": LORA}[adapter]
-    expected = outcome(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=adapter), ITEMS, BlockEngine(policy=policy))
+    expected = outcome(
+        VARIANT,
+        make_model(VARIANT, VARIANT_ARCH, adapter=adapter),
+        ITEMS,
+        BlockEngine(policy=policy),
+    )
     num = len(make_model(VARIANT, VARIANT_ARCH).blocks())
     assert num == 7
     for cut in range(1, num):
         model = divided(VARIANT, VARIANT_ARCH, [ONE] * (1 + cut) + [TWO] * (num - cut + 1), adapter)
         with PretendDevices():
-            assert outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy)).differences(expected) == [], cut
+            assert (
+                outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy)).differences(expected)
+                == []
+            ), cut
 
 
 @pytest.mark.slow
 def test_a_variant_trains_over_three_devices_as_on_one():
-    numbers, values = train_shortly(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=LORA), ITEMS, BlockEngine())
+    numbers, values = train_shortly(
+        VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=LORA), ITEMS, BlockEngine()
+    )
     for devices in layouts(7).values():
         with PretendDevices():
-            found, others = train_shortly(VARIANT, divided(VARIANT, VARIANT_ARCH, devices, LORA), ITEMS, BlockEngine())
+            found, others = train_shortly(
+                VARIANT, divided(VARIANT, VARIANT_ARCH, devices, LORA), ITEMS, BlockEngine()
+            )
         assert found == numbers
         assert all(torch.equal(values[name], others[name]) for name in values)
 
@@ -111,7 +133,9 @@ def test_a_table_left_behind_is_found(where, place_of_table):
     with PretendDevices():
         table = torch.ones(32) if place_of_table == "host" else torch.ones(32, device=ONE)
         stage = model.blocks()[3] if where == "block" else model.head
-        handle = stage.register_forward_pre_hook(lambda _, given: (given[0]._replace(tokens=given[0].tokens + table),))
+        handle = stage.register_forward_pre_hook(
+            lambda _, given: (given[0]._replace(tokens=given[0].tokens + table),)
+        )
         with pytest.raises(RuntimeError, match="mixes tensors of"):
             outcome(TOY, model, ITEMS, BlockEngine())
         handle.remove()
@@ -158,7 +182,9 @@ def test_adapters_are_made_where_their_layer_is():
     for name, layer in layers.items():
         own = {parameter.device for parameter in layer.parameters()}
         assert own == {layer.weight.device}, name
-        assert isinstance(layer.scaling["default"], float), "a multiplier that is a tensor would have a device"
+        assert isinstance(layer.scaling["default"], float), (
+            "a multiplier that is a tensor would have a device"
+        )
 
 
 def test_adapters_left_on_the_first_device_are_found():
@@ -170,7 +196,9 @@ def test_adapters_left_on_the_first_device_are_found():
 
 
 def test_average_and_optimizer_are_on_the_device_of_their_parameters():
-    model = divided(TOY, ToyArch(depth=4), [ONE, ONE, TWO, TWO, THREE, THREE], AdapterConfig(rank=2))
+    model = divided(
+        TOY, ToyArch(depth=4), [ONE, ONE, TWO, TWO, THREE, THREE], AdapterConfig(rank=2)
+    )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with PretendDevices():
         trained = TrainState(model, trainable, OptimConfig(), EMAConfig(decay=0.9))
@@ -180,7 +208,9 @@ def test_average_and_optimizer_are_on_the_device_of_their_parameters():
     state = trained.optimizer.state()[0]
     for name, parameter in trainable.items():
         assert trained.average.values[name].device == parameter.device, name
-        assert all(state[f"{name}|{kind}"].device == parameter.device for kind in ("exp_avg", "exp_avg_sq")), name
+        assert all(
+            state[f"{name}|{kind}"].device == parameter.device for kind in ("exp_avg", "exp_avg_sq")
+        ), name
     assert {parameter.device for parameter in trainable.values()} == {ONE, TWO, THREE}
 
 
@@ -188,24 +218,31 @@ def test_average_and_optimizer_are_on_the_device_of_their_parameters():
 
 
 def test_nothing_moves_a_model_after_it_was_loaded(tmp_path, monkeypatch):
-    """Training, measuring, previews, saves, exports, verifying and drawing: a `.to(device)` would put the halves back together."""
+    """Training, measuring, previews, saves, exports, verifying and drawing: a `.to(device)` would
+    put the halves back together."""
     monkeypatch.chdir(tmp_path)
     world, applied, verified = World(tmp_path), [], []
     world.spec = altered(world.spec, verify=lambda *given: verified.append(given) or "yes")
     apply = nn.Module._apply
 
     def recorded(module, *given, **options):
-        if any(not parameter.is_meta for parameter in module.parameters()):  # adapters are put in on meta
+        if any(
+            not parameter.is_meta for parameter in module.parameters()
+        ):  # adapters are put in on meta
             applied.append(type(module).__name__)
         return apply(module, *given, **options)
 
-    monkeypatch.setattr(nn.Module, "_apply", recorded)  # what to(), cuda(), cpu(), float() and half() all go through
+    monkeypatch.setattr(
+        nn.Module, "_apply", recorded
+    )  # what to(), cuda(), cpu(), float() and half() all go through
     flags = ["--train.devices", '["cpu:1", "cpu:2"]', "--held_out.clips", "1", "--ema.decay", "0.9"]
     flags += ["--sample.every_steps", "1", "--save.every_steps", "1", "--export.merged", "true"]
     run = ["--run", str(tmp_path / "run")]
     with PretendDevices():
         assert world.train("run", 2, *flags) == 0
-        assert cli.run(world.spec, "export", [*run, "--merge", "--out", str(tmp_path / "merged")]) == 0
+        assert (
+            cli.run(world.spec, "export", [*run, "--merge", "--out", str(tmp_path / "merged")]) == 0
+        )
         assert cli.run(world.spec, "sample", [*run, "--prompt", "teal"]) == 0
     assert applied == []
     assert len(list((tmp_path / "run" / "samples").iterdir())) > 2
@@ -223,19 +260,25 @@ WAYS = [
 
 
 def train_toy(folder, steps, way, method, name):
-    """Up to this step, by one of the ways to lay the model out and to recompute; returns the state that is saved."""
+    """Up to this step, by one of the ways to lay the model out and to recompute; returns the state
+    that is saved."""
     devices, policy = WAYS[way]
-    model = make_model(TOY, ToyArch(dim=16, depth=4, dropout=0.1), adapter=LORA if method == "lora" else None)
+    model = make_model(
+        TOY, ToyArch(dim=16, depth=4, dropout=0.1), adapter=LORA if method == "lora" else None
+    )
     if devices:
         divide(model, devices)
     averages_itself = name == "schedulefree_adamw"
     with PretendDevices():
         result = train(
-            Model(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
+            Model(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)),
+            ToyData(ragged=True), folder=folder,
             config=TrainConfig(steps=steps, batch_size=2, accumulation=2, clip_norm=0.1),
-            flow=FlowConfig(weighting="bell"), save=SaveConfig(), held_out=HeldOutConfig(sigmas=(0.5,)),
+            flow=FlowConfig(weighting="bell"), save=SaveConfig(),
+            held_out=HeldOutConfig(sigmas=(0.5,)),
             optim=OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=2),
-            ema=EMAConfig() if averages_itself else EMAConfig(decay=0.9), log=LogConfig(tensorboard=False),
+            ema=EMAConfig() if averages_itself else EMAConfig(decay=0.9),
+            log=LogConfig(tensorboard=False),
             held_out_clips=Batch(ids=["held"], items=toy_items(1, seed=9)),
         )  # fmt: skip
     return load_state(result.save)
@@ -249,14 +292,18 @@ def how_often(name):
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        pytest.param(method, name, marks=how_often(name) if method == daily else pytest.mark.exhaustive)
+        pytest.param(
+            method, name, marks=how_often(name) if method == daily else pytest.mark.exhaustive
+        )
         for name, daily in zip(OPTIMIZERS, itertools.cycle(("lora", "full")))
         for method in ("lora", "full")
         if (method, name) != ("lora", "muon")
     ],
 )
 def test_a_save_of_one_division_continues_under_any_other_bitwise(method, name, tmp_path):
-    pytest.importorskip({"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch"))
+    pytest.importorskip(
+        {"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch")
+    )
     whole = train_toy(tmp_path / "whole", 4, 0, method, name)
     for steps, way in enumerate((0, 1, 2, 0), start=1):  # on more devices, on others, on one
         parts = train_toy(tmp_path / "parts", steps, way, method, name)
@@ -264,5 +311,9 @@ def test_a_save_of_one_division_continues_under_any_other_bitwise(method, name, 
     assert whole.tensors.keys() == parts.tensors.keys()
     for group, tensors in whole.tensors.items():
         assert tensors.keys() == parts.tensors[group].keys()
-        assert [key for key in tensors if not torch.equal(tensors[key], parts.tensors[group][key])] == [], group
-    assert whole.tensors["optimizer"] and bool(whole.tensors.get("ema")) == (name != "schedulefree_adamw")
+        assert [
+            key for key in tensors if not torch.equal(tensors[key], parts.tensors[group][key])
+        ] == [], group
+    assert whole.tensors["optimizer"] and bool(whole.tensors.get("ema")) == (
+        name != "schedulefree_adamw"
+    )

@@ -1,4 +1,5 @@
-"""Faults in the order of streams are found in the core's own model; and what only a part of a backward fetches is waited for."""
+"""Faults in the order of streams are found in the core's own model; and what only a part of a
+backward fetches is waited for."""
 
 from typing import Any
 
@@ -29,8 +30,11 @@ class TestToy(StreamFaultChecks):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_tensor_that_no_hook_asked_for_is_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward without the marks of blocks: each operation fetches what it saved, and waits for it."""
+def test_a_tensor_that_no_hook_asked_for_is_waited_for(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward without the marks of blocks: each operation fetches what it saved, and waits for
+    it."""
     if not waits:
         monkeypatch.setattr(_DeviceStore, "wait_for", nothing)
     monkeypatch.setattr(HostStore, "pre_backward", nothing)
@@ -39,13 +43,18 @@ def test_a_tensor_that_no_hook_asked_for_is_waited_for(waits: bool, monkeypatch:
 
 
 def test_weights_are_exchanged_for_their_average_when_no_copy_reads_them() -> None:
-    """A validation of the average ends with a copy of the first block under way, for a forward that does not come."""
+    """A validation of the average ends with a copy of the first block under way, for a forward that
+    does not come."""
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=3, dim=8))
         swap = place_model(model, [ONE] * 3, range(3), trained=True)
         there = Model(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
         state = TrainState(
-            model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(decay=0.9), swap
+            model,
+            trainable_parameters(model),
+            OptimConfig(fused_backward=True),
+            EMAConfig(decay=0.9),
+            swap,
         )
         (batch,) = micro_batches(toy_items(1), 1)
         for step in range(2):

@@ -1,6 +1,8 @@
-"""Tokens that skip blocks: how a range is written, which tokens are chosen, and that a run is the same however it is interrupted.
+"""Tokens that skip blocks: how a range is written, which tokens are chosen, and that a run is the
+same however it is interrupted.
 
-`RoutingChecks` compares predictions and gradients of each model with an explicit construction, `LeverChecks` has the other levers.
+`RoutingChecks` compares predictions and gradients of each model with an explicit construction,
+`LeverChecks` has the other levers.
 """
 
 from pathlib import Path
@@ -33,7 +35,9 @@ def test_a_range_is_read_and_written() -> None:
 
 @pytest.mark.parametrize("text", ["0.5", "2-1=0.5", "2-3=0", "2-3=1", "2-3=1.5", "2-=0.5", "2-3=0.5, 5-6=0.5", "-2-3=0.5", "2-3=nan"])  # fmt: skip
 def test_other_texts_are_refused_in_a_line(text: str) -> None:
-    with pytest.raises(UserError, match="train.token_routing = .* must be blocks and the share of tokens") as caught:
+    with pytest.raises(
+        UserError, match="train.token_routing = .* must be blocks and the share of tokens"
+    ) as caught:
         TokenRouting.parse(text)
     assert "\n" not in str(caught.value)
 
@@ -41,9 +45,15 @@ def test_other_texts_are_refused_in_a_line(text: str) -> None:
 @pytest.mark.parametrize(
     ("streams", "message"),
     [
-        (STREAMS, "the model has the blocks 0 to 3; end the range at one of them, such as '2-2=0.5'"),
+        (
+            STREAMS,
+            "the model has the blocks 0 to 3; end the range at one of them, such as '2-2=0.5'",
+        ),
         (None, "this architecture has no tokens that may skip blocks"),
-        (TokenStreams(fields=lambda carry: {}), "this architecture has no tokens that may skip blocks"),
+        (
+            TokenStreams(fields=lambda carry: {}),
+            "this architecture has no tokens that may skip blocks",
+        ),
     ],
 )
 def test_models_without_such_blocks_are_refused(streams: TokenStreams | None, message: str) -> None:
@@ -54,8 +64,13 @@ def test_models_without_such_blocks_are_refused(streams: TokenStreams | None, me
 
 def test_ranks_that_share_tokens_are_refused() -> None:
     assert STREAMS is not None
-    with pytest.raises(UserError, match="train.token_routing and ranks.context both divide a sample's tokens"):
-        BlockEngine(router=TokenRouter(TokenRouting(0, 1, 0.5), STREAMS), context=ContextParallel(Ranks(), STREAMS))
+    with pytest.raises(
+        UserError, match="train.token_routing and ranks.context both divide a sample's tokens"
+    ):
+        BlockEngine(
+            router=TokenRouter(TokenRouting(0, 1, 0.5), STREAMS),
+            context=ContextParallel(Ranks(), STREAMS),
+        )
 
 
 def routed(share: float, first: int = 1, last: int = 2) -> BlockEngine:
@@ -64,7 +79,8 @@ def routed(share: float, first: int = 1, last: int = 2) -> BlockEngine:
 
 
 def test_a_share_of_each_samples_tokens_skips_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded to whole tokens of each sample; those of a shorter sample are padded, and other tokens each time."""
+    """Rounded to whole tokens of each sample; those of a shorter sample are padded, and other
+    tokens each time."""
     model: Any = make_model(TOY, ARCH)
     sizes, values, forward = [], [], ToyBlock.forward
 
@@ -76,7 +92,9 @@ def test_a_share_of_each_samples_tokens_skips_the_blocks(monkeypatch: pytest.Mon
     items = toy_items(2, ragged=True)
     lengths = [TOY.training.num_tokens(item) for item in items]
     assert lengths[0] != lengths[1]
-    inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.6]), items, 1.0)
+    inputs = TOY.training.make_inputs(
+        [item["latents"] for item in items], torch.tensor([0.3, 0.6]), items, 1.0
+    )
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         values.append(model(inputs, routed(0.25))[0])
@@ -85,7 +103,9 @@ def test_a_share_of_each_samples_tokens_skips_the_blocks(monkeypatch: pytest.Mon
         most, kept = max(lengths), [round(0.75 * length) for length in lengths]
         assert shapes == ((2, most), (2, max(kept)), (2, max(kept)), (2, most))
         for mask, counts in zip(masks, (lengths, kept, kept, lengths), strict=True):
-            assert mask.sum(1).tolist() == counts and all(row[:n].all() for row, n in zip(mask, counts, strict=True))
+            assert mask.sum(1).tolist() == counts and all(
+                row[:n].all() for row, n in zip(mask, counts, strict=True)
+            )
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 
@@ -98,10 +118,14 @@ def test_the_blocks_have_less_arithmetic() -> None:
         with FlopCounterMode(display=False) as counter:
             engine(model, inputs)
         counts.append(counter.get_total_flops())
-    assert 0.4 < counts[1] / counts[0] < 0.6, counts  # of the blocks half or less, of text and ends all
+    assert 0.4 < counts[1] / counts[0] < 0.6, (
+        counts
+    )  # of the blocks half or less, of text and ends all
 
 
-def test_an_interrupted_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_is_the_uninterrupted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = World(tmp_path)
     flags = ("--train.token_routing", "0-1=0.5", "--held_out.clips", "1", "--sample.captions", "0")
     assert world.train("whole", 3, *flags) == 0

@@ -40,17 +40,25 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch has no such segments")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere torch has no such segments"
+)
 @pytest.mark.parametrize("given", [None, "backend:cudaMallocAsync"])
 def test_a_command_sets_it_before_torch_is_imported(given):
-    environment = {name: value for name, value in os.environ.items() if name not in allocator._NAMES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in allocator._NAMES
+    }
     if given is not None:
         environment["PYTORCH_ALLOC_CONF"] = given
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout.splitlines()[-1]) == [[False, given or SET["PYTORCH_ALLOC_CONF"]]]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch has no such segments")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere torch has no such segments"
+)
 def test_the_process_of_previews_gets_it_too(monkeypatch):
     import torch
 

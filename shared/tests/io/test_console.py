@@ -17,7 +17,8 @@ from ditkit_core.io.tables import Table
 from ditkit_core.training.trainer import ProgressBar
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\rforged \x9b31m \u202egpj"
-"""Sets the title, clears the screen, overwrites the line, colours it, and reverses the order of what follows."""
+"""Sets the title, clears the screen, overwrites the line, colours it, and reverses the order of
+what follows."""
 ESCAPED = "\\x1b]0;title\\x07\\x1b[2J\\rforged \\x9b31m \\u202egpj"
 
 
@@ -63,7 +64,9 @@ Path(sys.argv[1]).write_text("done")
     assert done.returncode == 0 and (tmp_path / "end").read_text() == "done"
     warned = [line for line in (done.stderr or "").splitlines() if not line.startswith("yyy")]
     if name == "stdout" and what == "full disk":
-        assert warned == ["stdout cannot be written (No space left on device); nothing more is printed there"]
+        assert warned == [
+            "stdout cannot be written (No space left on device); nothing more is printed there"
+        ]
     else:
         assert warned == []
     if name == "stderr":
@@ -79,20 +82,26 @@ def test_control_characters_never_reach_the_terminal(
     table.show()
     out, err = capsys.readouterr()
     assert err == f"first {ESCAPED}\n"
-    assert out.splitlines()[:2] == ["first", ESCAPED] and "two\\nlines" in out and len(out.splitlines()) == 5
+    assert (
+        out.splitlines()[:2] == ["first", ESCAPED]
+        and "two\\nlines" in out
+        and len(out.splitlines()) == 5
+    )
 
     shown = io.StringIO()
-    monkeypatch.setattr(console, "CONSOLE", Console(file=shown, force_terminal=True, color_system=None, width=200))
+    monkeypatch.setattr(
+        console, "CONSOLE", Console(file=shown, force_terminal=True, color_system=None, width=200)
+    )
     console.say(HOSTILE)
     table.show()
-    assert shown.getvalue().count(ESCAPED) == 2 and not set("\x07\x9b\r\u202e") & set(shown.getvalue())
+    assert shown.getvalue().count(ESCAPED) == 2 and not set("\x07\x9b\r\u202e") & set(
+        shown.getvalue()
+    )
     assert "\x1b]" not in shown.getvalue() and "\x1b[2J" not in shown.getvalue()
 
 
 def test_a_process_without_streams_runs_to_its_end(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.stdout = sys.stderr = None\nfrom ditkit_core.io.console import say, warn\nsay('a'); warn('b')"
-    )
+    program = "import sys; sys.stdout = sys.stderr = None\nfrom ditkit_core.io.console import say, warn\nsay('a'); warn('b')"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -105,7 +114,9 @@ say("runs/:cat:/a")
 Table(head=["name"], rows=[["b:cat:"]]).show()
 """
     environment = os.environ | {"TTY_COMPATIBLE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     assert "runs/:cat:/a" in done.stdout and "b:cat:" in done.stdout
 
 
@@ -115,8 +126,13 @@ def test_the_remaining_time_counts_neither_what_precedes_training_nor_earlier_st
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(console, "CONSOLE", Console(force_terminal=terminal, width=80, get_time=lambda: now[0]))
-    for start in (0, 20):  # a new run, and one that continues; both have 16 steps of a minute left at the end
+    monkeypatch.setattr(
+        console, "CONSOLE", Console(force_terminal=terminal, width=80, get_time=lambda: now[0])
+    )
+    for start in (
+        0,
+        20,
+    ):  # a new run, and one that continues; both have 16 steps of a minute left at the end
         with console.progress("train", start + 20) as bar:
             shown = ProgressBar(bar)
             shown.started(start)
@@ -124,7 +140,9 @@ def test_the_remaining_time_counts_neither_what_precedes_training_nor_earlier_st
             for step in range(1, 5):
                 now[0] += 60.0
                 shown.after_step(start + step, {"loss": 0.5})
-        assert left in [line for line in capsys.readouterr().out.splitlines() if "train" in line][-1]
+        assert (
+            left in [line for line in capsys.readouterr().out.splitlines() if "train" in line][-1]
+        )
 
 
 @pytest.fixture
@@ -137,7 +155,8 @@ def log(tmp_path: Path) -> Iterator[Path]:
 def logged(log: Path) -> list[str]:
     """The lines of a log without their times."""
     return [
-        re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", "", line) for line in log.read_text().splitlines()
+        re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", "", line)
+        for line in log.read_text().splitlines()
     ]
 
 
@@ -152,8 +171,12 @@ def test_a_log_gets_each_printed_line_and_goes_on_where_it_ended(log: Path) -> N
     assert log.read_text().startswith("20")
 
 
-def test_a_log_has_plain_progress_where_a_terminal_has_a_bar(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "CONSOLE", Console(file=io.StringIO(), force_terminal=True, width=200))
+def test_a_log_has_plain_progress_where_a_terminal_has_a_bar(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        console, "CONSOLE", Console(file=io.StringIO(), force_terminal=True, width=200)
+    )
     with console.progress("train", 20) as bar:
         for _ in range(20):
             bar.update(loss=0.25)
@@ -161,7 +184,9 @@ def test_a_log_has_plain_progress_where_a_terminal_has_a_bar(log: Path, monkeypa
     assert logged(log) == [f"train {step}/20  loss 0.2500" for step in range(2, 21, 2)]
 
 
-def test_a_log_is_begun_again_before_it_grows_large(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_begun_again_before_it_grows_large(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(console, "LOG_BYTES", 1000)
     for number in range(100):
         console.say(f"line {number}")
@@ -172,7 +197,9 @@ def test_a_log_is_begun_again_before_it_grows_large(log: Path, monkeypatch: pyte
     assert older.stat().st_size < 1100
 
 
-def test_a_log_that_cannot_be_written_is_one_warning(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_is_one_warning(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log.mkdir()
     console.say("one")
     console.say("two")

@@ -32,10 +32,14 @@ from ditkit_core.testing.denied import denied
     ],
     ids=lambda value: str(value[:12]),
 )
-def test_any_other_json_than_an_object_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_any_other_json_than_an_object_is_one_line(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"config.json.*{said}.*(fetch it again|get the same model)") as error:
+    with pytest.raises(
+        UserError, match=f"config.json.*{said}.*(fetch it again|get the same model)"
+    ) as error:
         read_json_object(path)
     assert len(str(error.value)) < 1000
     with pytest.raises(UserError, match=f"the header .*{said}.*; write it again"):
@@ -44,18 +48,24 @@ def test_any_other_json_than_an_object_is_one_line(tmp_path: Path, content: byte
 
 def test_what_cannot_be_read_is_said_as_such(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    with pytest.raises(UserError, match="config.json cannot be read .No such file or directory.; check the path"):
+    with pytest.raises(
+        UserError, match="config.json cannot be read .No such file or directory.; check the path"
+    ):
         read_json_object(path)
     path.write_text("{}")
     with (
         denied(path),
-        pytest.raises(UserError, match="config.json cannot be read .Permission denied.; correct its perm"),
+        pytest.raises(
+            UserError, match="config.json cannot be read .Permission denied.; correct its perm"
+        ),
     ):
         read_json_object(path)
     assert read_json_object(path) == {}
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="config.json is not a file of at most 256 MiB; fetch it again"):
+    with pytest.raises(
+        UserError, match="config.json is not a file of at most 256 MiB; fetch it again"
+    ):
         read_json_object(path)
 
 

@@ -17,13 +17,16 @@ assert {name!r} in vars({package}) and dir({package}) == sorted(["__version__", 
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "torch"), [("ditkit_core", "LoraConfig", False), ("ditkit_core", "load", True)]
+    ("package", "name", "torch"),
+    [("ditkit_core", "LoraConfig", False), ("ditkit_core", "load", True)],
 )
 def test_a_package_is_imported_without_torch_and_a_name_with_what_it_needs(
     package: str, name: str, torch: bool
 ) -> None:
     code = CODE.format(package=package, name=name, torch=torch)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

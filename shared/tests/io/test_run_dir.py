@@ -140,12 +140,15 @@ def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) ->
 
 
 def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
-    """Held in another process that is then killed; not even its exit status is asked for before the folder is free."""
+    """Held in another process that is then killed; not even its exit status is asked for before the
+    folder is free."""
     program = (
         "import sys, time; from pathlib import Path; from ditkit_core.io.run_dir import locked\n"
         "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         refused(tmp_path, Tree(), match=f"process {other.pid} on")
         other.kill()
@@ -158,7 +161,8 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
 def test_where_the_file_system_has_no_locks_a_run_goes_on_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torchrun starts it again: at the first attempt. A process that still runs keeps the folder."""
+    """As torchrun starts it again: at the first attempt. A process that still runs keeps the
+    folder."""
     import fcntl
 
     def flock(descriptor: int, operation: int) -> None:
@@ -209,11 +213,14 @@ def test_sampling_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) ->
     with reserve_sample_number(tmp_path) as one, reserve_sample_number(tmp_path) as other:
         assert (one, other) == ("sampled-001", "sampled-002")
     program = (
-        "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import reserve_sample_number\n"
+        "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import "
+        "reserve_sample_number\n"
         "with reserve_sample_number(Path(sys.argv[1])): os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".sampled-001"] and not any(tmp_path.glob("sampled-*"))
+    assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".sampled-001"] and not any(
+        tmp_path.glob("sampled-*")
+    )
     with reserve_sample_number(tmp_path) as name:
         assert name == "sampled-002"
     (tmp_path / "drawn-006-of-an-earlier-version.png").touch()
@@ -221,7 +228,9 @@ def test_sampling_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) ->
         assert name == "sampled-007"
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match="cannot write in .*file: .*; name another folder with --out"),
+        pytest.raises(
+            UserError, match="cannot write in .*file: .*; name another folder with --out"
+        ),
         reserve_sample_number(tmp_path / "file"),
     ):
         pass
@@ -231,8 +240,12 @@ def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: P
     left = [
         unfinished(saved / "report.html"),
         unfinished(saved / "exports" / "cat-step-000010.safetensors"),
-        unfinished(saved / "exports" / "cat.safetensors", os.getpid()),  # of an earlier process with the same id
-        unfinished(saved / "exports" / "transformer_official" / "diffusion_pytorch_model.safetensors"),
+        unfinished(
+            saved / "exports" / "cat.safetensors", os.getpid()
+        ),  # of an earlier process with the same id
+        unfinished(
+            saved / "exports" / "transformer_official" / "diffusion_pytorch_model.safetensors"
+        ),
         unfinished(saved / "samples" / "step-000010.json"),
         unfinished(saved / "samples" / "sampled-001-step-000010.json"),
         unfinished(saved / "samples" / "pending" / "step-000010.safetensors"),
@@ -255,7 +268,9 @@ def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: P
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     with open_run(saved, Tree()):
-        assert [path for path in left if path.exists()] == [] and all(path.exists() for path in stays)
+        assert [path for path in left if path.exists()] == [] and all(
+            path.exists() for path in stays
+        )
     assert not list((saved / "exports").glob(".step-000010*"))
     for path in stays:
         os.utime(path, (0, 0))

@@ -1,4 +1,5 @@
-"""Headers of safetensors files of unknown origin: what the format forbids is refused in one line, before anything is allocated."""
+"""Headers of safetensors files of unknown origin: what the format forbids is refused in one line,
+before anything is allocated."""
 
 import json
 import os
@@ -37,8 +38,10 @@ BAD: dict[str, dict[str, Any] | bytes] = {
     "a shape of floats": {"a": tensor(0, 16, [4.0])},
     "a shape of a truth": {"a": tensor(0, 16, [True, 4])},
     "a shape that is a text": {"a": tensor(0, 16, "4")},
-    "a shape that overflows to nothing": {"a": tensor(0, 16, [4]), "b": tensor(16, 16, [2**40, 2**40])},
-    "a shape of nothing that overflows": {"a": tensor(0, 16, [4]), "b": tensor(16, 16, [0, 2**62, 2**62])},
+    "a shape that overflows to nothing": {"a": tensor(0, 16, [4]), "b": tensor(16, 16, [2**40,
+    2**40])},
+    "a shape of nothing that overflows": {"a": tensor(0, 16, [4]), "b": tensor(16, 16, [0, 2**62,
+    2**62])},
     "a shape of 65 dimensions": {"a": tensor(0, 16, [4] + [1] * 64)},
     "a negative shape": {"a": tensor(0, 16, [-2, -2])},
     "overlapping": {"a": tensor(0, 16, [4]), "b": tensor(8, 16, [2])},
@@ -50,7 +53,8 @@ BAD: dict[str, dict[str, Any] | bytes] = {
     "a dtype that is a list": {"a": tensor(0, 16, [4], ["F32"])},
     "no tensor": {"a": 3},
     "half of a character in a name": {"\ud800": tensor(0, 16, [4])},
-    "half of a character in the metadata": {"a": tensor(0, 16, [4]), "__metadata__": {"x": "\udfff"}},
+    "half of a character in the metadata": {"a": tensor(0, 16, [4]),
+    "__metadata__": {"x": "\udfff"}},
     "metadata of numbers": {"a": tensor(0, 16, [4]), "__metadata__": {"x": 3}},
     "metadata that is a list": {"a": tensor(0, 16, [4]), "__metadata__": ["x"]},
     "a name twice": b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}',
@@ -59,8 +63,13 @@ BAD: dict[str, dict[str, Any] | bytes] = {
     "a list": b"[1]",
     "in UTF-16": json.dumps({"a": tensor(0, 16, [4])}).encode("utf-16"),
 }  # fmt: skip
-ACCEPTED_ELSEWHERE = {"a name twice", "a shape of 65 dimensions", "a shape of nothing that overflows"}
-"""What the library takes: of two entries it keeps the last, and shapes are only looked at when torch is asked."""
+ACCEPTED_ELSEWHERE = {
+    "a name twice",
+    "a shape of 65 dimensions",
+    "a shape of nothing that overflows",
+}
+"""What the library takes: of two entries it keeps the last, and shapes are only looked at when
+torch is asked."""
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -70,7 +79,10 @@ def test_what_the_format_forbids_is_refused_in_one_line(tmp_path: Path, name: st
         SafetensorsSource.open(path)
     assert printable(str(error.value)) == str(error.value)
     if name not in ACCEPTED_ELSEWHERE:
-        with pytest.raises((SafetensorError, RuntimeError, ValueError)), safe_open(path, "pt") as file:
+        with (
+            pytest.raises((SafetensorError, RuntimeError, ValueError)),
+            safe_open(path, "pt") as file,
+        ):
             file.keys()
 
 
@@ -78,15 +90,25 @@ def test_a_dtype_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
     header = {"a": tensor(0, 16, [4]), "scale": tensor(16, 20, [4], "F6_E2M3")}
     path = write(tmp_path / "x.safetensors", header, 20)
     with pytest.raises(
-        UserError, match="has tensors of dtype F6_E2M3, which ditkit does not read; get the weights in bf16"
+        UserError,
+        match="has tensors of dtype F6_E2M3, which ditkit does not read; get the weights in bf16",
     ):
         SafetensorsSource.open(path)
 
 
 def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
-    header = {"b": tensor(8, 16, [2]), "none": tensor(8, 8, [0, 5]), "a": tensor(0, 8, [1, 2]), "__metadata__": None}
+    header = {
+        "b": tensor(8, 16, [2]),
+        "none": tensor(8, 8, [0, 5]),
+        "a": tensor(0, 8, [1, 2]),
+        "__metadata__": None,
+    }
     source = SafetensorsSource.open(write(tmp_path / "x.safetensors", header))
-    assert {name: source.read(name).shape for name in source.tensors} == {"b": (2,), "none": (0, 5), "a": (1, 2)}
+    assert {name: source.read(name).shape for name in source.tensors} == {
+        "b": (2,),
+        "none": (0, 5),
+        "a": (1, 2),
+    }
     assert source.metadata == {} and source.fingerprint()
 
 
@@ -138,14 +160,25 @@ def test_a_file_that_is_something_else_is_called_by_its_name(
     if name != "v.safetensors":
         with pytest.raises(UserError) as error:
             SafetensorsSource.open(tmp_path)
-        assert str(error.value).startswith(f"{tmp_path} contains no .safetensors file; {name} {answer}")
+        assert str(error.value).startswith(
+            f"{tmp_path} contains no .safetensors file; {name} {answer}"
+        )
 
 
 def test_a_header_of_a_million_tensors_ends_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    path = write(tmp_path / "many.safetensors", b"{" + b",".join(entry % i for i in range(1_200_000)) + b"}", 0)
-    monkeypatch.setattr("ditkit_core.io.safetensors.parse_json_object", lambda *given: pytest.fail("parsed"))
-    with pytest.raises(UserError, match="has 1200000 tensors in its header, and files of models have at most 100000"):
+    path = write(
+        tmp_path / "many.safetensors",
+        b"{" + b",".join(entry % i for i in range(1_200_000)) + b"}",
+        0,
+    )
+    monkeypatch.setattr(
+        "ditkit_core.io.safetensors.parse_json_object", lambda *given: pytest.fail("parsed")
+    )
+    with pytest.raises(
+        UserError,
+        match="has 1200000 tensors in its header, and files of models have at most 100000",
+    ):
         SafetensorsSource.open(path)

@@ -10,11 +10,15 @@ from ditkit_core.io.signals import Interrupts, terminated_like_interrupted
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.toy import TOY
 
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if name in dir(signal)]
+ENDING = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if name in dir(signal)
+]
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_that_ends_a_process_is_an_interrupt_and_is_put_back(number: signal.Signals) -> None:
+def test_a_signal_that_ends_a_process_is_an_interrupt_and_is_put_back(
+    number: signal.Signals,
+) -> None:
     before = signal.signal(number, signal.SIG_DFL)
     try:
         with pytest.raises(KeyboardInterrupt), terminated_like_interrupted():
@@ -55,7 +59,8 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", ENDING)
 @pytest.mark.parametrize(
-    ("command", "flags"), [("encode", []), ("encode", ["--verify-cache"]), ("sample", []), ("export", [])]
+    ("command", "flags"),
+    [("encode", []), ("encode", ["--verify-cache"]), ("sample", []), ("export", [])],
 )
 def test_every_command_says_that_a_signal_ended_it(
     number: signal.Signals,

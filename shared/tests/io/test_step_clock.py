@@ -1,4 +1,5 @@
-"""The account of a step's time: every moment of a device belongs to one part, on the device's own clock."""
+"""The account of a step's time: every moment of a device belongs to one part, on the device's own
+clock."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,7 +37,8 @@ class Times:
 
 @dataclass
 class Event:
-    """Of a GPU: times are in milliseconds between two events that are over, and those before an event that is waited for are."""
+    """Of a GPU: times are in milliseconds between two events that are over, and those before an
+    event that is waited for are."""
 
     at: float
     over: ClassVar[float] = -1.0
@@ -45,7 +47,9 @@ class Event:
         Event.over = max(Event.over, self.at)
 
     def elapsed_time(self, end: "Event") -> float:
-        assert max(self.at, end.at) <= Event.over, "Both events must be completed before calculating elapsed time."
+        assert max(self.at, end.at) <= Event.over, (
+            "Both events must be completed before calculating elapsed time."
+        )
         return 1000 * (end.at - self.at)
 
 
@@ -73,7 +77,14 @@ def test_all_time_between_begin_and_end_is_accounted_for_once(times: Times) -> N
         clock.mark_all("optimizer")
         times.after(64)
         clock.end()
-        expected = {"waiting": 1, "copies": 2, "forward": 4, "backward": 40, "recompute": 16, "optimizer": 64}
+        expected = {
+            "waiting": 1,
+            "copies": 2,
+            "forward": 4,
+            "backward": 40,
+            "recompute": 16,
+            "optimizer": 64,
+        }
         assert clock.read() == {CPU: expected}
         assert clock.numbers() == {f"seconds/{part}": seconds for part, seconds in expected.items()}
         times.after(1000)  # a validation, a save
@@ -141,8 +152,11 @@ class Copying(BlockHooks):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
-def test_what_a_block_waits_for_is_copies_and_its_recompute_is_not_its_backward(times: Times, policy: str) -> None:
-    """By a clock that only hooks and blocks move on: a block's forward takes 1, in a recompute too."""
+def test_what_a_block_waits_for_is_copies_and_its_recompute_is_not_its_backward(
+    times: Times, policy: str
+) -> None:
+    """By a clock that only hooks and blocks move on: a block's forward takes 1, in a recompute
+    too."""
     depth = 3
     model = make_model(TOY, ToyArch(depth=depth))
     for block in model.blocks():
@@ -160,9 +174,11 @@ def test_what_a_block_waits_for_is_copies_and_its_recompute_is_not_its_backward(
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_device_waits_while_another_one_works(times: Times, pipelined: bool) -> None:
-    """From where it sends the carry until the gradient comes back, and until the next micro-batch reaches it. The head's backward takes 16.
+    """From where it sends the carry until the gradient comes back, and until the next micro-batch
+    reaches it. The head's backward takes 16.
 
-    Where micro-batches are pipelined, nothing says that the first device has done its part of a backward: it is in it until its next part.
+    Where micro-batches are pipelined, nothing says that the first device has done its part of a
+    backward: it is in it until its next part.
     """
     first, last = (torch.device("cpu", index) for index in (1, 2))
     model = make_model(TOY, ToyArch(depth=3))
@@ -185,5 +201,8 @@ def test_a_device_waits_while_another_one_works(times: Times, pipelined: bool) -
     alone = {"forward": 2 * 1, "recompute": 2 * 1, "copies": 2 * (4 + 8)}
     others = {"forward": 2 * 2, "recompute": 2 * 2, "copies": 2 * 2 * (4 + 8), "backward": 2 * 16}
     missed = 2 * (1 + 8) + 16 if pipelined else 0
-    assert found[first] == none | alone | {"waiting": sum(others.values()) - missed, "backward": missed}
+    assert found[first] == none | alone | {
+        "waiting": sum(others.values()) - missed,
+        "backward": missed,
+    }
     assert found[last] == none | others | {"waiting": sum(alone.values())}

@@ -1,4 +1,5 @@
-"""Trackers get what the run's folder has, continue their run, and never end a training; the real libraries, without a network."""
+"""Trackers get what the run's folder has, continue their run, and never end a training; the real
+libraries, without a network."""
 
 import json
 import os
@@ -27,7 +28,8 @@ RUN = TrackedRun(name="fox", settings={"adapter.rank": 4, "data.folder": "clips"
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the libraries keep files of their own; trackio asks for it when it is imported, wandb when it is first used."""
+    """Where the libraries keep files of their own; trackio asks for it when it is imported, wandb
+    when it is first used."""
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "TRACKIO_DIR"):
@@ -44,7 +46,8 @@ def library(request: pytest.FixtureRequest, local: Path) -> str:
     name: str = request.param
     module = pytest.importorskip(name, reason=f"the extra {name} is not installed")
     if name == "wandb":
-        module.teardown()  # it keeps what it read of the environment when some test before this one used it
+        # it keeps what it read of the environment when some test before this one used it
+        module.teardown()
     return name
 
 
@@ -54,11 +57,16 @@ def config(library: Any) -> LogConfig:
 
 def add_samples(folder: Path, step: int) -> None:
     stem = f"step-{step:06d}"
-    image, video = (folder / "samples" / f"{stem}-{name}" for name in ("0-a-fox.png", "1-a-run.mp4"))
+    image, video = (
+        folder / "samples" / f"{stem}-{name}" for name in ("0-a-fox.png", "1-a-run.mp4")
+    )
     image.parent.mkdir(exist_ok=True)
     write_image(image, torch.zeros(3, 16, 16))
     write_video(video, torch.zeros(3, 4, 16, 16), 8.0)
-    listed = [{"file": file.name, "prompt": f"prompt of {file.name}", "seed": 0} for file in (image, video)]
+    listed = [
+        {"file": file.name, "prompt": f"prompt of {file.name}", "seed": 0}
+        for file in (image, video)
+    ]
     (image.parent / f"{stem}.json").write_text(json.dumps({"samples": listed, "shown": image.name}))
 
 
@@ -67,10 +75,15 @@ def id_of(folder: Path, library: str) -> str:
 
 
 def rows_of(library: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows that the library has stored for a run, in order: numbers by name, media by name with their caption."""
+    """The rows that the library has stored for a run, in order: numbers by name, media by name with
+    their caption."""
     rows = wandb_rows(folder) if library == "wandb" else trackio_rows(id_of(folder, library))
     return [
-        {name: value["caption"] if isinstance(value, dict) else value for name, value in row.items() if name[0] != "_"}
+        {
+            name: value["caption"] if isinstance(value, dict) else value
+            for name, value in row.items()
+            if name[0] != "_"
+        }
         for row in rows
     ]
 
@@ -88,7 +101,9 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
             record.ParseFromString(content)
             if record.HasField("run"):
                 assert (record.run.display_name, record.run.project) == ("fox", "tests")
-                settings = {each.key: json.loads(each.value_json) for each in record.run.config.update}
+                settings = {
+                    each.key: json.loads(each.value_json) for each in record.run.config.update
+                }
                 assert settings.items() >= RUN.settings.items()
             row: dict[str, Any] = {}
             for item in record.history.item:
@@ -100,7 +115,8 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of wandb's file: blocks of 32 KiB after a header of 7 bytes, with checksum, length and kind before each piece."""
+    """The records of wandb's file: blocks of 32 KiB after a header of 7 bytes, with checksum,
+    length and kind before each piece."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -116,18 +132,22 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 
 def trackio_rows(id: str) -> list[dict[str, Any]]:
     with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "tests.db") as database:
-        found = database.execute("select step, run_name, metrics from metrics where run_id = ? order by id", (id,))
+        found = database.execute(
+            "select step, run_name, metrics from metrics where run_id = ? order by id", (id,)
+        )
         rows = [({"step": step, **json.loads(metrics)}, name) for step, name, metrics in found]
         ((settings,),) = database.execute("select config from configs where run_id = ?", (id,))
-    assert json.loads(settings).items() >= RUN.settings.items() and {name for _, name in rows} == {"fox"}
+    assert json.loads(settings).items() >= RUN.settings.items() and {name for _, name in rows} == {
+        "fox"
+    }
     return [row for row, _ in rows]
 
 
 def samples_row(step: int) -> dict[str, Any]:
     names = {"0-a-fox": "png", "1-a-run": "mp4"}
-    return {f"samples/{name}": f"prompt of step-{step:06d}-{name}.{end}" for name, end in names.items()} | {
-        "step": step
-    }
+    return {
+        f"samples/{name}": f"prompt of step-{step:06d}-{name}.{end}" for name, end in names.items()
+    } | {"step": step}
 
 
 def test_numbers_samples_and_settings_are_logged_and_a_resumed_run_is_the_same_run(
@@ -140,11 +160,15 @@ def test_numbers_samples_and_settings_are_logged_and_a_resumed_run_is_the_same_r
         add_samples(tmp_path, 1)
         log.write(2, {"loss": 0.25})
     first = id_of(tmp_path, library)
-    with MetricsLog(tmp_path, config(library), tracked=RUN, start_step=1, warn=warnings.append) as log:
+    with MetricsLog(
+        tmp_path, config(library), tracked=RUN, start_step=1, warn=warnings.append
+    ) as log:
         log.write(2, {"loss": 0.25})
         add_samples(tmp_path, 2)
     add_samples(tmp_path, 3)
-    time.sleep(1.1 if library == "wandb" else 0)  # its folders bear the second that they were made in
+    time.sleep(
+        1.1 if library == "wandb" else 0
+    )  # its folders bear the second that they were made in
     for _ in range(2):
         log_left_samples(tmp_path, config(library), RUN, warnings.append)
     assert warnings == [] and id_of(tmp_path, library) == first
@@ -159,18 +183,31 @@ def test_numbers_samples_and_settings_are_logged_and_a_resumed_run_is_the_same_r
     )
     assert capsys.readouterr().out.count("\n") == 3, "a line for each time that it is opened"
 
-    # One that starts anew, without a save, is another run; what an earlier start has generated is not new.
+    # One that starts anew, without a save, is another run; what an earlier start has generated is
+    # not new.
     with MetricsLog(tmp_path, config(library), tracked=RUN, warn=warnings.append) as log:
         log.write(0, {"loss": 0.75})
     assert id_of(tmp_path, library) != first and warnings == []
 
 
 def test_a_training_is_bitwise_identical_with_a_tracker(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
-    flags = ("--sample.every_steps", "1", "--log.every_steps", "1", "--save.every_steps", "1", "--ema.decay", "0.9")
+    flags = (
+        "--sample.every_steps",
+        "1",
+        "--log.every_steps",
+        "1",
+        "--save.every_steps",
+        "1",
+        "--ema.decay",
+        "0.9",
+    )
     assert world.train("plain", 2, *flags) == 0
     capsys.readouterr()
     assert world.train("fox", 2, *flags, "--log.tracker", library, "--log.project", "whole") == 0
@@ -204,9 +241,13 @@ def test_a_library_that_fails_is_one_line_and_the_run_goes_on(
 
         return act
 
-    run = SimpleNamespace(log=acts("log"), finish=acts("finish"), define_metric=acts(""), id="", url="https://there")
+    run = SimpleNamespace(
+        log=acts("log"), finish=acts("finish"), define_metric=acts(""), id="", url="https://there"
+    )
     run.settings = SimpleNamespace(mode="online", sync_dir="")
-    library = SimpleNamespace(init=acts("init"), finish=acts("finish"), setup=lambda: run, login=lambda prompt: True)
+    library = SimpleNamespace(
+        init=acts("init"), finish=acts("finish"), setup=lambda: run, login=lambda prompt: True
+    )
     library.Settings = lambda **_: None
     monkeypatch.setitem(sys.modules, name, library)
     warnings: list[str] = []
@@ -215,7 +256,9 @@ def test_a_library_that_fails_is_one_line_and_the_run_goes_on(
             log.write(step, {"loss": 0.5})
     assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
     failed = "it failed (Odd: no network or so); it gets no more numbers"
-    assert warnings == [f'log.tracker = "{name}": {failed}; the run goes on, and its numbers are in metrics.jsonl']
+    assert warnings == [
+        f'log.tracker = "{name}": {failed}; the run goes on, and its numbers are in metrics.jsonl'
+    ]
 
 
 def test_nobody_is_asked_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +268,10 @@ def test_nobody_is_asked_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     warnings: list[str] = []
     with MetricsLog(tmp_path, config("wandb"), warn=warnings.append) as log:
         log.write(1, {"loss": 0.5})
-    assert "nobody is logged in (wandb login); WANDB_MODE=offline needs no login and no network; the run" in warnings[0]
+    assert (
+        "nobody is logged in (wandb login); WANDB_MODE=offline needs no login and no network; the "
+        "run" in warnings[0]
+    )
 
 
 def test_a_folder_in_place_of_the_memory_is_one_line(local: Path, tmp_path: Path) -> None:
@@ -238,19 +284,30 @@ def test_a_folder_in_place_of_the_memory_is_one_line(local: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"trackio": 1}', '{"trackio": {"id": 1}}', '{"trackio": {"samples": {}}}']
+    "content",
+    ["{", "[]", '{"trackio": 1}', '{"trackio": {"id": 1}}', '{"trackio": {"samples": {}}}'],
 )
-def test_a_damaged_memory_begins_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_damaged_memory_begins_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
     run = SimpleNamespace(log=lambda *_, **__: None, id="")
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **_: run, finish=lambda: None))
+    monkeypatch.setitem(
+        sys.modules, "trackio", SimpleNamespace(init=lambda **_: run, finish=lambda: None)
+    )
     RunFolder(tmp_path).tracker.write_text(content)
     warnings: list[str] = []
     with MetricsLog(tmp_path, config("trackio"), start_step=1, warn=warnings.append):
         pass
-    assert warnings == [] and len(id_of(tmp_path, "trackio")) == 12 and run.id == id_of(tmp_path, "trackio")
+    assert (
+        warnings == []
+        and len(id_of(tmp_path, "trackio")) == 12
+        and run.id == id_of(tmp_path, "trackio")
+    )
 
 
-def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_installed("none", "ditkit-wan")
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingDependency) as error:
@@ -261,7 +318,9 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: py
     )
 
 
-def test_the_file_of_metrics_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_metrics_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     warnings: list[str] = []
     with MetricsLog(tmp_path, LogConfig(), warn=warnings.append) as log:
@@ -293,5 +352,7 @@ def test_where_the_trackers_run_is_is_said_once(
     assert capsys.readouterr().out.count("trackio show --project tests") == 1
     for is_said in (True, False):  # after training, or by a command that found the run complete
         add_samples(tmp_path, 10 + is_said)
-        log_left_samples(tmp_path, config("trackio"), RUN, lambda line: pytest.fail(line), is_said=is_said)
+        log_left_samples(
+            tmp_path, config("trackio"), RUN, lambda line: pytest.fail(line), is_said=is_said
+        )
         assert capsys.readouterr().out.count("trackio show --project tests") == (not is_said)

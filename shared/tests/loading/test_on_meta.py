@@ -27,7 +27,9 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
 FP32 = Precision(matmul=torch.float32)
-SPEC = altered(TOY, infer_arch=lambda config, index: ToyArch(depth=config["depth"], heads=config["heads"]))
+SPEC = altered(
+    TOY, infer_arch=lambda config, index: ToyArch(depth=config["depth"], heads=config["heads"])
+)
 ONE = altered(SPEC, presets={"tiny": ToyArch()})  # the toy's own two differ in no shape
 
 
@@ -62,20 +64,27 @@ def lora(path: Path, *modules: str, alpha: float = 4.0, rank: int = 2) -> dict[s
     return tensors
 
 
-def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> Model:
+def built(
+    base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset=""
+) -> Model:
     return model_on_meta(
-        spec, ModelPaths(base=str(base), preset=preset), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)),
+        spec, ModelPaths(base=str(base), preset=preset), adapter or AdapterConfig(rank=4),
+        BaseConfig(merge=tuple(merge)),
         precision=precision, say=say or (lambda line: None),
     )  # fmt: skip
 
 
 def prepared(base: Path, *, seed: int = 0, **how) -> Model:
     unloaded = built(base, **how)
-    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=seed)
+    return load_weights(
+        unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=seed
+    )
 
 
 def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {canonical_name(name): t for name, t in model.state_dict().items() if ".lora_" not in name}
+    return {
+        canonical_name(name): t for name, t in model.state_dict().items() if ".lora_" not in name
+    }
 
 
 def toy_inputs() -> ToyInputs:
@@ -109,11 +118,15 @@ def test_parameters_take_the_dtype_of_the_matmuls_except_those_kept_in_fp32_and_
 
 
 def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base):
-    result = prepared(base, adapter=AdapterConfig(method="full"), precision=Precision(matmul=torch.bfloat16))
+    result = prepared(
+        base, adapter=AdapterConfig(method="full"), precision=Precision(matmul=torch.bfloat16)
+    )
     assert result.trainable.keys() == native(result.module).keys()
     for name, parameter in result.trainable.items():
         assert parameter.requires_grad
-        assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
+        assert parameter.dtype == (
+            torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16
+        ), name
 
 
 def test_two_preparations_are_bitwise_identical_and_another_seed_changes_the_adapters_alone(base):
@@ -128,13 +141,18 @@ def test_files_are_merged_in_fp32_before_the_base_is_rounded(base, tmp_path, mat
     tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
     said = []
     result = prepared(
-        base, merge=[f"{tmp_path / 'a.safetensors'}@0.5"], precision=Precision(matmul=matmul), say=said.append
+        base,
+        merge=[f"{tmp_path / 'a.safetensors'}@0.5"],
+        precision=Precision(matmul=matmul),
+        say=said.append,
     )
     loaded = native(result.module)
     for module, flat in (("layers.0.qkv", "blocks_0_qkv"), ("layers.1.out", "blocks_1_out")):
         down, up = (tensors[f"lora_unet_{flat}.lora_{part}.weight"] for part in ("down", "up"))
         weight = weights()[module.replace("layers", "blocks") + ".weight"]
-        assert torch.equal(loaded[f"{module}.weight"], torch.addmm(weight, up, down, alpha=0.5 * 2).to(matmul))
+        assert torch.equal(
+            loaded[f"{module}.weight"], torch.addmm(weight, up, down, alpha=0.5 * 2).to(matmul)
+        )
     assert torch.equal(loaded["layers.0.out.weight"], weights()["blocks.0.out.weight"].to(matmul))
     assert said == [f"base.merge: 2 modules of {tmp_path / 'a.safetensors'} at strength 0.5"]
 
@@ -151,7 +169,10 @@ def test_merging_a_file_and_starting_from_it_give_the_same_model(base, tmp_path)
 
 def test_what_ranks_compare_has_every_file_of_the_model(base, tmp_path):
     """Two files of one name, too; each is known by its content."""
-    paths = [tmp_path / name for name in ("a/cats.safetensors", "b/cats.safetensors", "start.safetensors")]
+    paths = [
+        tmp_path / name
+        for name in ("a/cats.safetensors", "b/cats.safetensors", "start.safetensors")
+    ]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         lora(path, "blocks.0.qkv")
@@ -173,19 +194,26 @@ def test_what_ranks_compare_has_every_file_of_the_model(base, tmp_path):
 def test_a_start_decides_rank_alpha_and_modules_and_says_so(base, tmp_path):
     tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
     said = []
-    result = prepared(base, adapter=AdapterConfig(rank=9, init=str(tmp_path / "a.safetensors")), say=said.append)
+    result = prepared(
+        base, adapter=AdapterConfig(rank=9, init=str(tmp_path / "a.safetensors")), say=said.append
+    )
     assert (result.origin.adapter.rank, result.origin.adapter.alpha) == (2, 4.0)
     assert set(result.trainable) == {
         f"layers.{name}.lora_{part}.weight" for name in ("0.qkv", "1.out") for part in "AB"
     }
-    assert torch.equal(result.trainable["layers.0.qkv.lora_B.weight"], tensors["lora_unet_blocks_0_qkv.lora_up.weight"])
+    assert torch.equal(
+        result.trainable["layers.0.qkv.lora_B.weight"],
+        tensors["lora_unet_blocks_0_qkv.lora_up.weight"],
+    )
     assert len(said) == 1
     assert "rank 2, alpha 4" in said[0]
 
 
 def test_modules_beyond_those_of_the_start_begin_as_new_ones(base, tmp_path):
     lora(tmp_path / "a.safetensors", "blocks.0.qkv")
-    result = prepared(base, adapter=AdapterConfig(targets=("attention",), init=str(tmp_path / "a.safetensors")))
+    result = prepared(
+        base, adapter=AdapterConfig(targets=("attention",), init=str(tmp_path / "a.safetensors"))
+    )
     assert len(result.trainable) == 8
     assert result.trainable["layers.0.qkv.lora_B.weight"].any()
     assert not result.trainable["layers.1.qkv.lora_B.weight"].any()
@@ -207,7 +235,9 @@ def test_a_file_that_is_not_there_is_named(base, tmp_path, where):
 def test_the_preset_is_taken_by_its_name(base):
     result = prepared(base, spec=TOY, preset="dropout")
     assert (result.origin.preset, result.origin.arch) == ("dropout", ToyArch(dropout=0.2))
-    with pytest.raises(UserError, match="model.preset = 'huge' is unknown; choose one of tiny, dropout"):
+    with pytest.raises(
+        UserError, match="model.preset = 'huge' is unknown; choose one of tiny, dropout"
+    ):
         prepared(base, spec=TOY, preset="huge")
 
 
@@ -216,30 +246,44 @@ def test_the_architecture_is_read_from_config_json(base):
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
     result = prepared(base)
-    assert (result.origin.preset, result.origin.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
+    assert (result.origin.preset, result.origin.arch, result.config_json) == (
+        "",
+        ToyArch(depth=3, heads=4),
+        config,
+    )
     config.write_text(json.dumps(asdict(ToyArch())))
     save_file(weights(), base / "transformer" / "model.safetensors")
     assert prepared(base).origin.preset == "tiny"
 
 
-@pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": ', '{"depth": "two"}', '{"heads": 0}'])
+@pytest.mark.parametrize(
+    "content", ["{}", "", "[1]", '{"depth": 2, "heads": ', '{"depth": "two"}', '{"heads": 0}']
+)
 def test_a_config_json_of_something_else_is_an_error(base, content):
     (base / "transformer" / "config.json").write_text(content)
-    with pytest.raises(UserError, match="does not describe this model .* set model.preset to one of tiny"):
+    with pytest.raises(
+        UserError, match="does not describe this model .* set model.preset to one of tiny"
+    ):
         prepared(base)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"depth": 1000000000}', '{"depth": 2, "depth": 3}'])
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"depth": 1000000000}', '{"depth": 2, "depth": 3}']
+)
 def test_a_config_json_that_would_take_all_time_or_memory_is_one_line(base, content):
     (base / "transformer" / "config.json").write_text(content)
-    with pytest.raises(UserError, match="config.json does not describe this model .* set model.preset to one of tiny"):
+    with pytest.raises(
+        UserError,
+        match="config.json does not describe this model .* set model.preset to one of tiny",
+    ):
         prepared(base)
 
 
 def test_the_config_json_of_another_family_is_named_by_its_class(base):
     (base / "transformer" / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
     with pytest.raises(
-        UserError, match=r"does not describe this model of toy \(WanTransformer3DModel: it has no depth\)"
+        UserError,
+        match=r"does not describe this model of toy \(WanTransformer3DModel: it has no depth\)",
     ):
         prepared(base)
 
@@ -249,43 +293,67 @@ def test_a_single_file_may_have_the_architecture_of_its_bases_config_json(base, 
     config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
     save_file(weights(depth=3), tmp_path / "merged.safetensors")
     paths = ModelPaths(base=str(base), transformer=str(tmp_path / "merged.safetensors"))
-    for spec in (SPEC, altered(SPEC, presets={"one": ToyArch(depth=3), "two": ToyArch(depth=3, dropout=0.5)})):
+    for spec in (
+        SPEC,
+        altered(SPEC, presets={"one": ToyArch(depth=3), "two": ToyArch(depth=3, dropout=0.5)}),
+    ):
         assert arch_here(spec, paths) == ("", ToyArch(depth=3, heads=4))
     config.write_text(json.dumps(asdict(ToyArch(depth=4))))
-    with pytest.raises(UserError, match="no preset fits the weights in .*merged.safetensors; set model.preset"):
+    with pytest.raises(
+        UserError, match="no preset fits the weights in .*merged.safetensors; set model.preset"
+    ):
         arch_here(SPEC, paths)
 
 
-@pytest.mark.parametrize("part", ["transformer", "transformer/config.json", "transformer/model.safetensors"])
+@pytest.mark.parametrize(
+    "part", ["transformer", "transformer/config.json", "transformer/model.safetensors"]
+)
 def test_a_base_without_permission_is_said_as_such(base, part):
     (base / "transformer" / "config.json").write_text(json.dumps(asdict(ToyArch())))
-    with denied(base / part), pytest.raises(UserError, match=r"transformer.*cannot be read .Permission denied"):
+    with (
+        denied(base / part),
+        pytest.raises(UserError, match=r"transformer.*cannot be read .Permission denied"),
+    ):
         prepared(base)
 
 
 def test_a_config_json_in_its_authors_own_form_leaves_the_choice_to_the_shapes(base):
     (base / "transformer" / "config.json").write_text('{"num_layers": 2}')
-    spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
+    spec = altered(
+        SPEC,
+        presets={"deep": ToyArch(depth=3), "fits": ToyArch()},
+        infer_arch=lambda config, index: None,
+    )
     assert prepared(base, spec=spec).origin.preset == "fits"
 
 
 def test_a_config_json_of_other_weights_is_blamed_itself(base):
     (base / "transformer" / "config.json").write_text(json.dumps(asdict(ToyArch(depth=3))))
     with pytest.raises(
-        UserError, match=r"config\.json does not fit the weights, which have 2 layers where it has 3; take both"
+        UserError,
+        match=r"config\.json does not fit the weights, which have 2 layers where it has 3; take both",
     ):
         prepared(base)
 
 
 def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
-    spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
+    spec = altered(
+        SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)}
+    )
     result = prepared(base, spec=spec)
-    assert (result.origin.preset, result.origin.arch, result.config_json) == ("fits", ToyArch(), None)
+    assert (result.origin.preset, result.origin.arch, result.config_json) == (
+        "fits",
+        ToyArch(),
+        None,
+    )
     with pytest.raises(
-        UserError, match="tiny and dropout fit the weights in .*; set model.preset to one of tiny, dropout"
+        UserError,
+        match="tiny and dropout fit the weights in .*; set model.preset to one of tiny, dropout",
     ):
         prepared(base, spec=TOY)
-    with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
+    with pytest.raises(
+        UserError, match="no preset fits the weights in .*; set model.preset to one of deep"
+    ):
         prepared(base, spec=altered(SPEC, presets={"deep": ToyArch(depth=3)}))
     save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
     assert prepared(base, spec=spec).origin.preset == "fits"
@@ -301,5 +369,7 @@ def test_every_form_of_the_base_is_the_same_model(base):
 
 def test_a_preset_that_does_not_fit_the_weights_is_an_error(base):
     spec = altered(SPEC, presets={"deep": ToyArch(depth=3)})
-    with pytest.raises(UserError, match="the preset does not fit the weights, which have 2 layers where it has 3"):
+    with pytest.raises(
+        UserError, match="the preset does not fit the weights, which have 2 layers where it has 3"
+    ):
         prepared(base, spec=spec, preset="deep")

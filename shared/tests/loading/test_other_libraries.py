@@ -1,4 +1,5 @@
-"""A model in the hands of libraries that know torch's modules: pickle, copies, states, peft, and torch's default collate."""
+"""A model in the hands of libraries that know torch's modules: pickle, copies, states, peft, and
+torch's default collate."""
 
 import copy
 import inspect
@@ -57,7 +58,9 @@ def prediction(model: Model) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_module_with_an_adapter_is_pickled_and_read_back(base: Path, method: str, quantize: Any) -> None:
+def test_a_module_with_an_adapter_is_pickled_and_read_back(
+    base: Path, method: str, quantize: Any
+) -> None:
     model = with_values(load(SPEC, base, METHODS[method], devices=("cpu",), quantize=quantize))
     file = io.BytesIO()
     torch.save(model.module, file)
@@ -98,7 +101,9 @@ def test_a_state_is_read_in_place_or_not_at_all(base: Path) -> None:
 
 def test_what_modules_have_is_said_to_be_in_the_module(base: Path) -> None:
     model: Any = load(SPEC, base, devices=("cpu",))
-    with pytest.raises(AttributeError, match="'modules' \\(it is one of model.module\\).*LoraConfig"):
+    with pytest.raises(
+        AttributeError, match="'modules' \\(it is one of model.module\\).*LoraConfig"
+    ):
         model.modules()
     with pytest.raises(AttributeError, match="no attribute 'odd': it is no torch.nn.Module"):
         _ = model.odd
@@ -108,14 +113,21 @@ def test_what_modules_have_is_said_to_be_in_the_module(base: Path) -> None:
 def test_a_batch_of_the_default_collate_is_named(base: Path) -> None:
     model = load(SPEC, base, LoraConfig(r=4), devices=("cpu",))
     with pytest.raises(UserError, match="default collate.*collate_fn=list"):
-        inspect.unwrap(flow_loss)(model, default_collate(toy_items(1)))  # without the types that tests check
+        inspect.unwrap(flow_loss)(
+            model, default_collate(toy_items(1))
+        )  # without the types that tests check
 
 
 def test_the_door_prints_no_warnings_of_libraries(base: Path) -> None:
     code = (
-        "import sys; from ditkit_core import LoraConfig, load; from ditkit_core.testing.specs import altered; "
-        "from ditkit_core.testing.toy import TOY, ToyArch; import diffusers; from diffusers import AutoencoderKL; "
-        "load(altered(TOY, presets={'tiny': ToyArch()}), sys.argv[1], LoraConfig(r=4), devices=('cpu',))"
+        "import sys; from ditkit_core import LoraConfig, load; from ditkit_core.testing.specs "
+        "import altered; "
+        "from ditkit_core.testing.toy import TOY, ToyArch; import diffusers; from diffusers import "
+        "AutoencoderKL; "
+        "load(altered(TOY, presets={'tiny': ToyArch()}), sys.argv[1], LoraConfig(r=4), "
+        "devices=('cpu',))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(base)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(base)], capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("", "")

@@ -1,4 +1,5 @@
-"""What a model is conditioned on besides text: encoded once, kept apart by all that it depends on, left out where it is optional."""
+"""What a model is conditioned on besides text: encoded once, kept apart by all that it depends on,
+left out where it is optional."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,7 +43,8 @@ COLUMNS = (
 
 
 class StartPicture:
-    """The mean of the image in `start`, or of the clip's first frame, and a number for `direction`."""
+    """The mean of the image in `start`, or of the clip's first frame, and a number for
+    `direction`."""
 
     kind, optional, items_at_once, identity = "start", False, 1, "v1"
 
@@ -73,7 +75,9 @@ class StartPicture:
         assert path is not None
         frames = item.frames if path.suffix == ".mp4" else 1
         rate, begin = (item.fps, item.start_seconds) if path.suffix == ".mp4" else (0.0, 0.0)
-        clip = read_clip(path, frames=frames, fps=rate, height=item.height, width=item.width, start_seconds=begin)
+        clip = read_clip(
+            path, frames=frames, fps=rate, height=item.height, width=item.width, start_seconds=begin
+        )
         advance(1.0)
         direction = float(len(item.files.get("direction", "")))
         return [{"start": torch.tensor([float(clip[:, 0].mean()), direction])}]
@@ -87,20 +91,30 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root, self.cache = root, Cache(root / "cache")
-        self.clips = [numbered_video(root / f"{name}.mp4", frames=frames) for name, frames in (("a", 24), ("b", 30))]
+        self.clips = [
+            numbered_video(root / f"{name}.mp4", frames=frames)
+            for name, frames in (("a", 24), ("b", 30))
+        ]
         self.picture = picture(root / "start.png", (32, 32), "red")
         self.log: list[str] = []
 
     def sample(self, index: int, **given: Any) -> Sample:
         clip = self.clips[index]
-        return Sample(id=clip.stem, media=clip, captions=("x",), frames=5, height=32, width=32, **given)
+        return Sample(
+            id=clip.stem, media=clip, captions=("x",), frames=5, height=32, width=32, **given
+        )
 
-    def encode(self, *samples: Sample, sounds: Sequence[str] = (), **given: Any) -> list[EncodedSample]:
+    def encode(
+        self, *samples: Sample, sounds: Sequence[str] = (), **given: Any
+    ) -> list[EncodedSample]:
         self.log.clear()
         self.conditioner = StartPicture(self.log)
-        conditioning = Conditioning(conditioners=[self.conditioner], texts=["direction"], sounds=sounds)
+        conditioning = Conditioning(
+            conditioners=[self.conditioner], texts=["direction"], sounds=sounds
+        )
         return encode(
-            samples, cache=self.cache, media_encoder=CountingEncoder("media"), text_encoder=CountingEncoder("text"),
+            samples, cache=self.cache, media_encoder=CountingEncoder("media"),
+            text_encoder=CountingEncoder("text"),
             fps=16.0, conditioning=conditioning, **given,
         )  # fmt: skip
 
@@ -124,7 +138,8 @@ def test_a_condition_is_encoded_once_and_becomes_part_of_the_item(world: World) 
 def test_sound_that_earlier_versions_read_otherwise_is_another_condition(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The image in `start` is not read for its sound, so only a sample that starts from its own clip is encoded again."""
+    """The image in `start` is not read for its sound, so only a sample that starts from its own
+    clip is encoded again."""
     own, named = world.sample(0), world.sample(1, controls={"start": str(world.picture)})
     monkeypatch.setattr(cache, "sound_changes_since_first", lambda path: "")
     before = world.encode(own, named, sounds=[""])
@@ -150,20 +165,26 @@ def test_another_window_file_text_or_identity_is_another_condition(
         assert world.log == ENCODED_ONCE, given
         keys.append(sample.conditions[0].key)
     picture(world.picture, (32, 32), "navy")
-    keys.append(world.encode(world.sample(0, controls={"start": str(world.picture)}))[0].conditions[0].key)
+    keys.append(
+        world.encode(world.sample(0, controls={"start": str(world.picture)}))[0].conditions[0].key
+    )
     monkeypatch.setattr(StartPicture, "identity", "v2")
     keys.append(world.encode(world.sample(0))[0].conditions[0].key)
     assert len(set(keys)) == 7
 
 
 def test_a_condition_that_reads_an_image_alone_is_shared_by_clips(world: World) -> None:
-    one, other = world.encode(*(world.sample(i, controls={"start": str(world.picture)}) for i in range(2)))
+    one, other = world.encode(
+        *(world.sample(i, controls={"start": str(world.picture)}) for i in range(2))
+    )
     assert world.log == ENCODED_ONCE
     assert one.conditions == other.conditions and one.media_key != other.media_key
 
 
 def test_a_window_begins_where_it_begins(world: World) -> None:
-    first, later = (world.encode(world.sample(0, start_seconds=start))[0].load() for start in (0.0, 0.25))
+    first, later = (
+        world.encode(world.sample(0, start_seconds=start))[0].load() for start in (0.0, 0.25)
+    )
     frames = read_clip(world.clips[0], frames=9, fps=16.0, height=32, width=32)
     assert first["start"][0] == frames[:, 0].mean() != frames[:, 4].mean()
     assert later["start"][0] == frames[:, 4].mean()
@@ -177,8 +198,12 @@ def test_what_cannot_be_encoded_is_left_out_if_asked(world: World) -> None:
     with pytest.raises(UserError, match="broken.png"):
         world.encode(*samples)
     told: list[str] = []
-    (kept,) = world.encode(*samples, on_bad=lambda sample, error: told.append(f"{sample.id} {error}"))
-    assert kept.id == "b" and len(told) == 1 and told[0].startswith("a ") and "broken.png" in told[0]
+    (kept,) = world.encode(
+        *samples, on_bad=lambda sample, error: told.append(f"{sample.id} {error}")
+    )
+    assert (
+        kept.id == "b" and len(told) == 1 and told[0].startswith("a ") and "broken.png" in told[0]
+    )
 
 
 def test_optional_conditions_are_dropped_by_sample_and_step_alone(
@@ -186,7 +211,9 @@ def test_optional_conditions_are_dropped_by_sample_and_step_alone(
 ) -> None:
     def given(dropout: float) -> list[bool]:
         encoded = world.encode(world.sample(0), world.sample(1))
-        data = TrainDataLoader(encoded, seed=0, batch_size=BatchSize(samples=2), control_dropout=dropout)
+        data = TrainDataLoader(
+            encoded, seed=0, batch_size=BatchSize(samples=2), control_dropout=dropout
+        )
         return ["start" in item for index in range(20) for item in data.micro_batch(index).items]
 
     assert all(given(1.0))  # it is not optional
@@ -216,7 +243,10 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
         mask[part] = 1
         masked = replace(toy, spec=altered(TOY, loss_mask=lambda item, mask=mask: mask))
         halves.append(velocity_errors(masked, batch, 1.0))
-    shares = [len(range(items[0]["latents"].shape[-1])[part]) for part in (slice(None, None, 2), slice(1, None, 2))]
+    shares = [
+        len(range(items[0]["latents"].shape[-1])[part])
+        for part in (slice(None, None, 2), slice(1, None, 2))
+    ]
     mean = sum(half * share for half, share in zip(halves, shares, strict=True)) / sum(shares)
     torch.testing.assert_close(mean, plain)  # summed in another order
     assert not torch.equal(halves[0], plain)
@@ -240,10 +270,15 @@ def test_files_of_a_sample_are_checked(tmp_path: Path) -> None:
 
 
 def test_captions_are_sampled_with_what_goes_with_their_clips(world: World) -> None:
-    samples = [world.sample(0), world.sample(1, controls={"start": str(world.picture)}, start_seconds=0.25)]
+    samples = [
+        world.sample(0),
+        world.sample(1, controls={"start": str(world.picture)}, start_seconds=0.25),
+    ]
     without = choose_prompts(SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16)
     assert len(without) == 1 and without[0].clip is None  # they have one caption
-    scenes = choose_prompts(SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16, columns=COLUMNS)
+    scenes = choose_prompts(
+        SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16, columns=COLUMNS
+    )
     assert [scene.clip for scene in scenes] == world.clips
     assert scenes[1].files == {"start": str(world.picture)} and scenes[1].start_seconds == 0.25
 

@@ -94,13 +94,17 @@ def test_a_listing_without_sizes_says_that_the_size_is_unknown(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_nothing_is_announced_where_the_hub_refuses(hub: Hub, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_announced_where_the_hub_refuses(
+    hub: Hub, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.refuses["/api/models/"] = status
     ModelPaths(base=ID).locate("vae")
     assert not capsys.readouterr().err
 
 
-def test_nothing_is_announced_where_nothing_may_be_fetched(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_announced_where_nothing_may_be_fetched(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
     with nothing_fetched(), pytest.raises(UserError):
         ModelPaths(base=ID).locate("vae")
     assert not capsys.readouterr().err and not hub.asked
@@ -109,7 +113,10 @@ def test_nothing_is_announced_where_nothing_may_be_fetched(hub: Hub, capsys: pyt
 def test_a_part_without_a_key_names_the_base(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.models[ID]["scheduler/scheduler_config.json"] = 500
     ModelPaths(base=ID).locate("scheduler")
-    assert "a folder with all parts of the model, set as model.base, does instead" in capsys.readouterr().err
+    assert (
+        "a folder with all parts of the model, set as model.base, does instead"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

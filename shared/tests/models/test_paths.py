@@ -40,7 +40,9 @@ def test_a_part_without_a_key_of_its_own_comes_from_the_base(tmp_path):
     assert ModelPaths(base=str(tmp_path), vae="x").locate("scheduler") == tmp_path / "scheduler"
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"])
+@pytest.mark.parametrize(
+    "part", ["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
+)
 def test_a_part_that_nothing_names_is_an_error_that_names_the_key(part):
     with pytest.raises(UserError, match=f"set model.{part} ") as error:
         ModelPaths().locate(part)
@@ -63,7 +65,9 @@ def test_a_path_that_is_not_there_is_named(value, monkeypatch):
     assert "model.vae" in one_line(error)
 
 
-def test_a_typing_error_in_a_local_path_is_answered_with_the_path_and_the_hub_is_not_asked(tmp_path, monkeypatch):
+def test_a_typing_error_in_a_local_path_is_answered_with_the_path_and_the_hub_is_not_asked(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(HUB, lambda *args, **kwargs: pytest.fail("asked the hub"))
     (tmp_path / "runs/demo/inputs/checkpoint").mkdir(parents=True)
@@ -75,15 +79,25 @@ def test_a_typing_error_in_a_local_path_is_answered_with_the_path_and_the_hub_is
         ("model/wan.safetensors", "models/wan.safetensors"),
     ):
         assert not is_hub_id(value)
-        for paths, part in ((ModelPaths(base=value), "transformer"), (ModelPaths(transformer=value), "transformer")):
+        for paths, part in (
+            (ModelPaths(base=value), "transformer"),
+            (ModelPaths(transformer=value), "transformer"),
+        ):
             with pytest.raises(UserError) as error:
                 paths.locate(part)
-            assert one_line(error).endswith(f"it is not a hub id (owner/name); did you mean {meant}?")
+            assert one_line(error).endswith(
+                f"it is not a hub id (owner/name); did you mean {meant}?"
+            )
             assert f"did you mean {meant}? Or set " in paths.not_described() + " "
 
 
 @pytest.mark.parametrize(
-    "value", ["owner/model", "owner/model/split_files/vae/vae.safetensors", "black-forest-labs/FLUX.2-klein-4B"]
+    "value",
+    [
+        "owner/model",
+        "owner/model/split_files/vae/vae.safetensors",
+        "black-forest-labs/FLUX.2-klein-4B",
+    ],
 )
 def test_a_hub_id_stays_one_next_to_a_folder_with_its_owners_name(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
@@ -94,8 +108,13 @@ def test_a_hub_id_stays_one_next_to_a_folder_with_its_owners_name(tmp_path, monk
 def test_what_is_on_no_hub_says_which_local_path_is_near(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models/wan-1.3b").mkdir(parents=True)
-    for raised in (errors.LocalEntryNotFoundError("x"), errors.RepositoryNotFoundError("x", response=response(404))):
-        monkeypatch.setattr(HUB, lambda *args, raised=raised, **kwargs: (_ for _ in ()).throw(raised))
+    for raised in (
+        errors.LocalEntryNotFoundError("x"),
+        errors.RepositoryNotFoundError("x", response=response(404)),
+    ):
+        monkeypatch.setattr(
+            HUB, lambda *args, raised=raised, **kwargs: (_ for _ in ()).throw(raised)
+        )
         with pytest.raises(
             UserError,
             match=r"'models/wan-1.3': no such folder here \(did you mean models/wan-1.3b\?\), and no such model",
@@ -122,29 +141,47 @@ def test_an_address_is_answered_with_the_hub_id(value, answer):
 
 @pytest.mark.parametrize(
     ("preset", "near"),
-    [("wan_t2v_14B", "t2v-14b"), ("t2v1.3b", "t2v-1.3b"), ("flux2-klein-4b", "klein-4b"), ("hunyuan", "")],
+    [
+        ("wan_t2v_14B", "t2v-14b"),
+        ("t2v1.3b", "t2v-1.3b"),
+        ("flux2-klein-4b", "klein-4b"),
+        ("hunyuan", ""),
+    ],
 )
 def test_an_unknown_preset_is_answered_with_the_nearest(preset, near):
     with pytest.raises(UserError) as error:
         check_preset(preset, ["t2v-1.3b", "t2v-14b", "klein-4b"])
     wanted = f"did you mean {near}? Choose one of" if near else "choose one of"
-    assert one_line(error) == f"model.preset = {preset!r} is unknown; {wanted} t2v-1.3b, t2v-14b, klein-4b"
+    assert (
+        one_line(error)
+        == f"model.preset = {preset!r} is unknown; {wanted} t2v-1.3b, t2v-14b, klein-4b"
+    )
 
 
 def test_an_unknown_hub_id_is_answered_with_the_nearest_published_one(monkeypatch):
     spec = replace(
-        TOY, architecture=replace(TOY.architecture, hub_presets={"Some-Owner/Toy2.1-T2V-1B-Diffusers": "tiny"})
+        TOY,
+        architecture=replace(
+            TOY.architecture, hub_presets={"Some-Owner/Toy2.1-T2V-1B-Diffusers": "tiny"}
+        ),
     )
-    monkeypatch.setattr(HUB, lambda *args, **kwargs: (_ for _ in ()).throw(errors.LocalEntryNotFoundError("x")))
+    monkeypatch.setattr(
+        HUB, lambda *args, **kwargs: (_ for _ in ()).throw(errors.LocalEntryNotFoundError("x"))
+    )
     for base in ("Some-Owner/Toy2.1-T2V-1B", "some-owner/toy2.1-t2v-1b-diffusers"):
         for fetch in (False, True):
-            with pytest.raises(UserError, match=r"; did you mean Some-Owner/Toy2.1-T2V-1B-Diffusers\?$"):
+            with pytest.raises(
+                UserError, match=r"; did you mean Some-Owner/Toy2.1-T2V-1B-Diffusers\?$"
+            ):
                 arch_here(spec, ModelPaths(base=base), fetch=fetch)
     with pytest.raises(UserError) as error:
         arch_here(spec, ModelPaths(base="other/thing"))
     assert "did you mean" not in one_line(error)
     for inner in ("", "/transformer", "/high_noise_model/weights.safetensors"):
-        assert arch_here(spec, ModelPaths(transformer=f"Some-Owner/Toy2.1-T2V-1B-Diffusers{inner}"))[0] == "tiny"
+        assert (
+            arch_here(spec, ModelPaths(transformer=f"Some-Owner/Toy2.1-T2V-1B-Diffusers{inner}"))[0]
+            == "tiny"
+        )
     assert arch_here(spec, ModelPaths(base="Some-Owner/Toy2.1-T2V-1B-Diffusers"))[0] == "tiny"
 
 
@@ -152,10 +189,14 @@ def test_an_unknown_hub_id_is_answered_with_the_nearest_published_one(monkeypatc
 def test_a_pickle_is_refused_with_the_reason_and_what_to_get_instead(tmp_path, suffix):
     file = tmp_path / f"their_vae{suffix}"
     file.touch()
-    with pytest.raises(UserError, match="runs the code in it; get vae.safetensors instead") as error:
+    with pytest.raises(
+        UserError, match="runs the code in it; get vae.safetensors instead"
+    ) as error:
         ModelPaths(vae=str(file)).locate("vae", safe_names={file.name: "vae.safetensors"})
     one_line(error)
-    with pytest.raises(UserError, match=r"get the same weights as .safetensors instead of their_vae"):
+    with pytest.raises(
+        UserError, match=r"get the same weights as .safetensors instead of their_vae"
+    ):
         ModelPaths(vae=str(file)).locate("vae")
 
 
@@ -169,7 +210,9 @@ def test_a_folder_of_pickles_alone_is_refused_and_one_with_safe_weights_is_not(t
 
 
 def test_the_commands_that_fetch_are_named_repository_by_repository():
-    elsewhere = ModelPaths(base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5")
+    elsewhere = ModelPaths(
+        base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5"
+    )
     assert elsewhere.fetch_commands(["transformer", "tokenizer", "vae", "text_encoder"]) == (
         'hf download owner/model --include "wan/model_index.json" --include "wan/transformer/*" --include "wan/tokenizer/*" && '
         'hf download owner/vae --include "wan/vae.safetensors" && hf download other/texts --include "umt5/*"'
@@ -188,18 +231,26 @@ class Hub:
         from huggingface_hub.utils import filter_repo_objects
 
         self.calls.append(repository)
-        for name in filter_repo_objects(self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+        for name in filter_repo_objects(
+            self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).touch()
         return str(self.folder)
 
     def fetched(self):
-        return {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+        return {
+            path.relative_to(self.folder).as_posix()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
 
 
 FILES = [
-    "model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors", "vae/pytorch_model.bin", "vae/run.py",
-    "transformer/config.json", "transformer/a-00001-of-00002.safetensors", "tokenizer/spiece.model", "tokenizer/deep/x.json",
+    "model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors",
+    "vae/pytorch_model.bin", "vae/run.py",
+    "transformer/config.json", "transformer/a-00001-of-00002.safetensors", "tokenizer/spiece.model",
+    "tokenizer/deep/x.json",
 ]  # fmt: skip
 
 
@@ -207,7 +258,11 @@ def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypat
     hub = Hub(tmp_path, FILES)
     monkeypatch.setattr(HUB, hub)
     assert ModelPaths(base="owner/model").locate("vae") == tmp_path / "vae"
-    assert hub.fetched() == {"model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
+    assert hub.fetched() == {
+        "model_index.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    }
     assert hub.calls == ["owner/model"]
     ModelPaths(base="owner/model").locate("tokenizer")
     assert "tokenizer/spiece.model" in hub.fetched()
@@ -218,7 +273,12 @@ def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypat
     [
         ("owner/model", ["vae/a.safetensors", "b.safetensors"], "vae", {"vae/a.safetensors"}),
         ("owner/model", ["b.safetensors", "c.pth", "other/a.safetensors"], "", {"b.safetensors"}),
-        ("owner/model/inner", ["inner/a.safetensors", "b.safetensors"], "inner", {"inner/a.safetensors"}),
+        (
+            "owner/model/inner",
+            ["inner/a.safetensors", "b.safetensors"],
+            "inner",
+            {"inner/a.safetensors"},
+        ),
         (
             "owner/m/in/f.safetensors",
             ["in/f.safetensors", "in/g.safetensors"],
@@ -227,7 +287,9 @@ def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypat
         ),
     ],
 )
-def test_a_hub_id_of_a_part_may_name_a_folder_or_file_inside(tmp_path, monkeypatch, value, files, expected, fetched):
+def test_a_hub_id_of_a_part_may_name_a_folder_or_file_inside(
+    tmp_path, monkeypatch, value, files, expected, fetched
+):
     hub = Hub(tmp_path, files)
     monkeypatch.setattr(HUB, hub)
     assert ModelPaths(vae=value).locate("vae") == tmp_path / expected
@@ -235,22 +297,32 @@ def test_a_hub_id_of_a_part_may_name_a_folder_or_file_inside(tmp_path, monkeypat
 
 
 def test_a_base_inside_a_repository_brings_its_own_index(tmp_path, monkeypatch):
-    files = ["model_index.json", "inner/model_index.json", "inner/transformer/config.json", "inner/vae/config.json"]
+    files = [
+        "model_index.json",
+        "inner/model_index.json",
+        "inner/transformer/config.json",
+        "inner/vae/config.json",
+    ]
     hub = Hub(tmp_path, files)
     monkeypatch.setattr(HUB, hub)
-    assert ModelPaths(base="owner/model/inner").locate("transformer") == tmp_path / "inner" / "transformer"
+    assert (
+        ModelPaths(base="owner/model/inner").locate("transformer")
+        == tmp_path / "inner" / "transformer"
+    )
     assert hub.fetched() == {"inner/model_index.json", "inner/transformer/config.json"}
 
 
 def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypatch):
-    """Its path, two names with a slash, is one that a hub could have: a base with the parts of a model, whose transformer lies elsewhere."""
+    """Its path, two names with a slash, is one that a hub could have: a base with the parts of a
+    model, whose transformer lies elsewhere."""
     asked = []
     monkeypatch.setattr(HUB, lambda *args, **kwargs: asked.append(args))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "wan" / "vae").mkdir(parents=True)
     assert ModelPaths(base="mine/wan").fetched_description("transformer") is None
     with pytest.raises(
-        UserError, match="'mine/wan' contains no transformer to say .*; set model.transformer to its file"
+        UserError,
+        match="'mine/wan' contains no transformer to say .*; set model.transformer to its file",
     ):
         arch_here(TOY, ModelPaths(base="mine/wan"), fetch=True)
     assert not asked
@@ -276,18 +348,30 @@ def response(status: int) -> SimpleNamespace:
         ),
         (
             errors.RepositoryNotFoundError("x\ny", response=response(404)),
-            f"no such model on the hub or no right to read it; check the path, or open {PAGE} and log in with `hf auth login`",
+            (
+                f"no such model on the hub or no right to read it; check the path, or open {PAGE} and "
+                f"log in with `hf auth login`"
+            ),
         ),
         (
             errors.LocalEntryNotFoundError("x\ny"),
             "the hub, which cannot be reached; correct the path, or go online once",
         ),
-        (errors.OfflineModeIsEnabled("x\ny"), "the hub, which cannot be reached; correct the path, or go online once"),
+        (
+            errors.OfflineModeIsEnabled("x\ny"),
+            "the hub, which cannot be reached; correct the path, or go online once",
+        ),
         (
             errors.HfHubHTTPError("x\ny", response=response(401)),
-            f"the hub answered 401; accept its licence on {PAGE} if it has one, then log in with `hf auth login`",
+            (
+                f"the hub answered 401; accept its licence on {PAGE} if it has one, then log in with "
+                f"`hf auth login`"
+            ),
         ),
-        (errors.HfHubHTTPError("x\ny", response=response(503)), "the hub answered 503; try again later"),
+        (
+            errors.HfHubHTTPError("x\ny", response=response(503)),
+            "the hub answered 503; try again later",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -332,7 +416,10 @@ def test_a_repository_in_the_hub_s_cache_is_its_snapshot(tmp_path: Path, inner: 
 
 
 def test_what_is_no_base_is_said_with_what_to_name(tmp_path: Path) -> None:
-    several, (file, folder) = cached(tmp_path, "a", "b"), (tmp_path / "wan.safetensors", tmp_path / "wan")
+    several, (file, folder) = (
+        cached(tmp_path, "a", "b"),
+        (tmp_path / "wan.safetensors", tmp_path / "wan"),
+    )
     file.write_bytes(b"x")
     folder.mkdir()
     (folder / "wan.safetensors").write_bytes(b"x")

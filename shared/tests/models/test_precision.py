@@ -1,4 +1,5 @@
-"""The dtypes of a run: how they are configured, refused and shown, and what they change besides the model."""
+"""The dtypes of a run: how they are configured, refused and shown, and what they change besides the
+model."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,11 @@ def chosen(matmul: torch.dtype = BF16, **fields: Any) -> Precision:
 @pytest.mark.parametrize("matmul", [BF16, FP32, FP64, torch.float16])
 def test_by_default_all_but_matmuls_and_attention_is_fp32_or_wider(matmul: torch.dtype) -> None:
     island = FP64 if matmul == FP64 else FP32
-    expected = dict.fromkeys(PLACES, island) | {"matmul": matmul, "attention": matmul, "timestep": FP64}
+    expected = dict.fromkeys(PLACES, island) | {
+        "matmul": matmul,
+        "attention": matmul,
+        "timestep": FP64,
+    }
     assert dtypes(Precision(matmul=matmul)) == expected == dtypes(chosen(matmul))
 
 
@@ -70,7 +75,9 @@ def test_reference_is_the_familys_and_never_narrower_than_an_fp64_model() -> Non
 
 
 def test_a_place_that_is_set_goes_before_the_preset() -> None:
-    assert chosen(preset="fast", residual="fp32") == replace(chosen(preset="fast"), residual=FP32, entry=FP32)
+    assert chosen(preset="fast", residual="fp32") == replace(
+        chosen(preset="fast"), residual=FP32, entry=FP32
+    )
     assert chosen(FP64, head="bf16").head == BF16
 
 
@@ -85,30 +92,43 @@ def test_fp16_is_refused_where_it_overflows_or_underflows(place: str) -> None:
     if place in ("timestep", "rotary_tables"):
         assert getattr(chosen(**{place: "fp16"}), place) == torch.float16
         return
-    with pytest.raises(UserError, match=f"precision.{place} = fp16: .*(65504|loss scaler).*; set bf16 or fp32"):
+    with pytest.raises(
+        UserError, match=f"precision.{place} = fp16: .*(65504|loss scaler).*; set bf16 or fp32"
+    ):
         chosen(**{place: "fp16"})
 
 
 def test_a_preset_that_would_put_the_stream_into_fp16_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"preset = fast with model.dtype = fp16: values exceed 65504.* in norms; set precision.norms"
+        UserError,
+        match=r"preset = fast with model.dtype = fp16: values exceed 65504.* in norms; set precision.norms",
     ):
         chosen(torch.float16, preset="fast")
-    assert chosen(torch.float16, preset="fast", norms="bf16", modulation="fp32", residual="bf16").residual == BF16
+    assert (
+        chosen(
+            torch.float16, preset="fast", norms="bf16", modulation="fp32", residual="bf16"
+        ).residual
+        == BF16
+    )
 
 
 def test_the_line_names_every_place_and_what_it_runs_in() -> None:
     line = chosen(residual="bf16").described()
     assert line.startswith(
-        "timestep fp64, rotary tables fp32, rotary fp32, qk norms fp32, norms fp32, modulation fp32, residual bf16"
+        "timestep fp64, rotary tables fp32, rotary fp32, qk norms fp32, norms fp32, modulation "
+        "fp32, residual bf16"
     )
     assert line.endswith("reduction fp32, matmul bf16") and line.count(", ") == len(PLACES) - 1
     assert dtype_name(torch.int8) == "int8"
 
 
 def test_the_line_says_what_the_optimizer_holds_and_no_sum_that_is_not_made() -> None:
-    assert "optimizer 8 bits" in chosen().described(averages_in_8_bits=OPTIMIZERS["adamw8bit"].averages_in_8_bits)
-    assert "optimizer fp32" in chosen().described(averages_in_8_bits=OPTIMIZERS["adafactor"].averages_in_8_bits)
+    assert "optimizer 8 bits" in chosen().described(
+        averages_in_8_bits=OPTIMIZERS["adamw8bit"].averages_in_8_bits
+    )
+    assert "optimizer fp32" in chosen().described(
+        averages_in_8_bits=OPTIMIZERS["adafactor"].averages_in_8_bits
+    )
     assert "accumulation fp32" in chosen().described()
     assert "accumulation" not in chosen().described(fused_backward=True)
 
@@ -122,9 +142,17 @@ def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> RunContext:
     ("fields", "optim", "message"),
     [
         ({"optimizer": "bf16"}, OptimConfig(), "moments and updates are fp32.*adamw8bit"),
-        ({"optimizer": "fp32"}, OptimConfig(name="adamw8bit"), "fp32: .*adamw8bit stores its moments in 8 bits"),
+        (
+            {"optimizer": "fp32"},
+            OptimConfig(name="adamw8bit"),
+            "fp32: .*adamw8bit stores its moments in 8 bits",
+        ),
         ({"reduction": "bf16"}, OptimConfig(), "and here each rank has all weights"),
-        ({"accumulation": "bf16"}, OptimConfig(fused_backward=True), "applies each gradient at once"),
+        (
+            {"accumulation": "bf16"},
+            OptimConfig(fused_backward=True),
+            "applies each gradient at once",
+        ),
     ],
 )
 def test_a_place_that_the_run_would_not_honour_is_refused(
@@ -143,7 +171,9 @@ def test_a_command_refuses_an_impossible_dtype_before_anything() -> None:
 
 
 def test_dtypes_may_change_between_parts_of_a_run_but_for_what_a_save_holds() -> None:
-    changes = compare({}, RunConfig(precision=PrecisionConfig(preset="fast", head="bf16", optimizer="fp32")))
+    changes = compare(
+        {}, RunConfig(precision=PrecisionConfig(preset="fast", head="bf16", optimizer="fp32"))
+    )
     assert [change.key for change in changes.stated] == ["precision.preset", "precision.head"]
     assert [change.key for change in changes.refused] == ["precision.optimizer"]
 
@@ -181,11 +211,15 @@ def test_an_adapter_on_a_layer_of_another_place_stays_fp32() -> None:
     inject(model, AdapterConfig(rank=2, targets=("embed.time", "head.out")), {})
     initialise(model, 0, device_of=lambda name: torch.device("cpu"))
     items = toy_items(1)
-    outputs = model(TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.7]), items, 1.0))
+    outputs = model(
+        TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.7]), items, 1.0)
+    )
     assert outputs[0].dtype == BF16
     outputs[0].float().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert len(gradients) == 4 and all(g is not None and g.dtype == FP32 for g in gradients.values())
+    assert len(gradients) == 4 and all(
+        g is not None and g.dtype == FP32 for g in gradients.values()
+    )
 
 
 def micro_batches() -> list[ToyBatch]:
@@ -198,7 +232,9 @@ def accumulated(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     model, trainable = toy_model()
     optimizer = NamedOptimizer(trainable, OptimConfig(), accumulation=dtype)
     accumulate_gradients(
-        Model(model, BlockEngine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
+        Model(model, BlockEngine(), TOY),
+        micro_batches(),
+        StepContext(step=0, seed=1, flow=FlowConfig()),
     )
     return dict(optimizer.gradients())
 
@@ -208,8 +244,12 @@ def test_gradients_are_summed_in_the_dtype_of_accumulation() -> None:
     assert all(torch.equal(plain[name], same[name]) for name in plain)
     assert {gradient.dtype for gradient in narrow.values()} == {BF16}
     off = {name: float((narrow[name] - plain[name]).norm() / plain[name].norm()) for name in plain}
-    # each sum is rounded, 2^-9 at most and three times: more than one rounding of the whole sum alone
-    once = {name: float((plain[name].bfloat16() - plain[name]).norm() / plain[name].norm()) for name in plain}
+    # each sum is rounded, 2^-9 at most and three times: more than one rounding of the whole sum
+    # alone
+    once = {
+        name: float((plain[name].bfloat16() - plain[name]).norm() / plain[name].norm())
+        for name in plain
+    }
     assert sum(off.values()) > 1.2 * sum(once.values()) and max(off.values()) < 2e-2
     assert {gradient.dtype for gradient in wide.values()} == {FP64}
 
@@ -229,7 +269,9 @@ def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_agai
         model.get_submodule("embed.patch").to(BF16)
         model.get_submodule("embed.text").to(BF16)
         kept = {FP32, BF16}
-    optimizer = NamedOptimizer(trainable, OptimConfig(name=name, rounding=rounding), accumulation=dtype)
+    optimizer = NamedOptimizer(
+        trainable, OptimConfig(name=name, rounding=rounding), accumulation=dtype
+    )
     before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     for step in range(2):
         training_step(
@@ -250,7 +292,11 @@ def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_agai
 def test_a_model_says_what_its_gradients_are_summed_in(matmul: torch.dtype) -> None:
     """fp32, for trained bf16 weights too, unless set."""
     for accumulation, expected in ((None, FP32), (BF16, BF16)):
-        precision = Precision(matmul=matmul) if accumulation is None else Precision(matmul=matmul, accumulation=BF16)
+        precision = (
+            Precision(matmul=matmul)
+            if accumulation is None
+            else Precision(matmul=matmul, accumulation=BF16)
+        )
         model = ToyModel(ToyArch(), precision).to(matmul)
         optim = OptimConfig(rounding="stochastic" if matmul == BF16 else "nearest")
         TrainState(model, dict(model.named_parameters()), optim, EMAConfig())
@@ -259,35 +305,54 @@ def test_a_model_says_what_its_gradients_are_summed_in(matmul: torch.dtype) -> N
 
 @pytest.mark.slow
 def test_a_plan_sees_half_the_stream_under_full() -> None:
-    """What `full` keeps of a block is the stream that enters it; modulation and text are handed to all blocks, and kept once."""
+    """What `full` keeps of a block is the stream that enters it; modulation and text are handed to
+    all blocks, and kept once."""
     wide, narrow = (
-        profile(toy_job(policy="full", precision=precision)) for precision in (Precision(), Precision(residual=BF16))
+        profile(toy_job(policy="full", precision=precision))
+        for precision in (Precision(), Precision(residual=BF16))
     )
-    assert [block.kept for block in narrow.blocks] == [block.kept / 2 for block in wide.blocks] != []
-    assert all(0.4 < small / large < 0.75 for small, large in zip(narrow.crossing, wide.crossing, strict=True))
+    assert (
+        [block.kept for block in narrow.blocks] == [block.kept / 2 for block in wide.blocks] != []
+    )
+    assert all(
+        0.4 < small / large < 0.75
+        for small, large in zip(narrow.crossing, wide.crossing, strict=True)
+    )
 
 
 def test_an_engine_has_matmuls_sum_in_fp32() -> None:
     """Of a process that calls no command, such as a benchmark or another's training loop, too."""
     matmul = torch.backends.cuda.matmul
     torch.backends.cudnn.allow_tf32 = True
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    matmul.allow_bf16_reduced_precision_reduction = (
+        matmul.allow_fp16_reduced_precision_reduction
+    ) = True
     matmul.allow_fp16_accumulation = True
     outcome(TOY, make_model(TOY, ToyArch(depth=1)), toy_items(1), BlockEngine())
-    assert not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
-    assert not (matmul.allow_fp16_accumulation or matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+    assert not (
+        matmul.allow_bf16_reduced_precision_reduction
+        or matmul.allow_fp16_reduced_precision_reduction
+    )
+    assert not (
+        matmul.allow_fp16_accumulation or matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    )
 
 
 @pytest.mark.parametrize("module", [torch.backends, torch.backends.cudnn])
-def test_convolutions_have_no_tf32_whatever_is_set_for_all_of_torch(module: Any, monkeypatch: Any) -> None:
-    """torch's newer switch for several kinds of operation at once holds for those that have no setting of their own."""
+def test_convolutions_have_no_tf32_whatever_is_set_for_all_of_torch(
+    module: Any, monkeypatch: Any
+) -> None:
+    """torch's newer switch for several kinds of operation at once holds for those that have no
+    setting of their own."""
     cudnn = torch.backends.cudnn
     compute_fp32_in_fp32()
     with monkeypatch.context() as m:
         m.setattr(module, "fp32_precision", "tf32")
         cudnn.allow_tf32 = True
         compute_fp32_in_fp32()
-        assert {cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, torch.backends.cuda.matmul.fp32_precision} == {
-            "ieee"
-        }
+        assert {
+            cudnn.conv.fp32_precision,
+            cudnn.rnn.fp32_precision,
+            torch.backends.cuda.matmul.fp32_precision,
+        } == {"ieee"}
         assert not cudnn.allow_tf32  # reads that go by the older switches do not raise

@@ -1,4 +1,5 @@
-"""Tiles: what is local is put together exactly, only one is at work at a time, and one tile is the whole."""
+"""Tiles: what is local is put together exactly, only one is at work at a time, and one tile is the
+whole."""
 
 from fractions import Fraction
 
@@ -26,7 +27,9 @@ def test_what_looks_at_no_neighbour_is_the_same_in_tiles(height: int, width: int
         return part.repeat_interleave(2, -1).repeat_interleave(2, -2)
 
     down = in_tiles(shrink, whole, TILES, pixels=1, scale=Fraction(1, 4))
-    torch.testing.assert_close(down, shrink(whole), atol=1e-6, rtol=1e-6)  # weights are divided by their sum
+    torch.testing.assert_close(
+        down, shrink(whole), atol=1e-6, rtol=1e-6
+    )  # weights are divided by their sum
     up = in_tiles(grow, whole, TILES, pixels=2, scale=Fraction(2))
     torch.testing.assert_close(up, grow(whole), atol=1e-6, rtol=1e-6)
 
@@ -46,10 +49,15 @@ def test_tiles_are_of_one_size_overlap_and_cover_the_whole() -> None:
 
 
 def test_neighbours_are_blended_without_a_step() -> None:
-    """Two tiles that are wrong by a constant each: the result goes from one to the other, and is in between in the overlap."""
+    """Two tiles that are wrong by a constant each: the result goes from one to the other, and is in
+    between in the overlap."""
     constants = iter([0.0, 1.0])
     whole = in_tiles(
-        lambda part: torch.full_like(part, next(constants)), clip(32, 56), TILES, pixels=1, scale=Fraction(1)
+        lambda part: torch.full_like(part, next(constants)),
+        clip(32, 56),
+        TILES,
+        pixels=1,
+        scale=Fraction(1),
     )
     row = whole[0, 0, 0]
     assert (row[:24] == 0).all() and (row[32:] == 1).all()

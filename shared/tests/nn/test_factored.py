@@ -38,9 +38,16 @@ def adapted(config: AdapterConfig) -> nn.Module:
 
 def of_peft(config: AdapterConfig, ours: nn.Module) -> nn.Module:
     """The same model with peft's own layers and our values."""
-    common: dict[str, Any] = {"r": config.rank, "alpha": config.alpha or config.rank, "target_modules": ["q", "out"]}
+    common: dict[str, Any] = {
+        "r": config.rank,
+        "alpha": config.alpha or config.rank,
+        "target_modules": ["q", "out"],
+    }
     if config.method == "lokr":
-        settings = {"decompose_factor": config.decompose_factor, "decompose_both": config.decompose_both}
+        settings = {
+            "decompose_factor": config.decompose_factor,
+            "decompose_both": config.decompose_both,
+        }
         chosen: Any = peft.LoKrConfig(**common, **settings)
     else:
         chosen = peft.LoHaConfig(**common)
@@ -68,7 +75,8 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def test_outputs_and_every_gradient_are_those_of_peft(
     name: str, rows: int, rows_at_once: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp64, where only the order of sums differs; the scale is a power of two, which peft's LoHa rounds to fp32."""
+    """In fp64, where only the order of sums differs; the scale is a power of two, which peft's LoHa
+    rounds to fp32."""
     if rows_at_once is not None:
         monkeypatch.setitem(factored.AT_ONCE, "cpu", 36 * rows_at_once)
     ours = adapted(CONFIGS[name])
@@ -87,7 +95,9 @@ def test_the_change_of_a_weight_is_that_of_peft(name: str) -> None:
     config = CONFIGS[name]
     for layer in adapter_layers(adapted(config)).values():
         change = weight_change(parts_of(layer, config.method), layer.scaling["default"])
-        torch.testing.assert_close(change, layer.get_delta_weight("default"), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            change, layer.get_delta_weight("default"), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", CONFIGS)

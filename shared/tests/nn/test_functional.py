@@ -9,7 +9,14 @@ from torch import nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.context import BlockSettings, block_settings
-from ditkit_core.nn.functional import affine_norm, gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
+from ditkit_core.nn.functional import (
+    affine_norm,
+    gated_sum,
+    gated_unit,
+    modulated_norm,
+    normalised_heads,
+    per_token,
+)
 from ditkit_core.nn.rope import axis_angles, rotary_table, rotate
 from ditkit_core.planner.memory_tracker import fake_tensors
 
@@ -33,13 +40,19 @@ def test_norm_and_rotation_equal_the_composition_in_fp64(layouts, width):
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
     norm, rotary = norm_of(width), tables(5, 12, layouts) if layouts else None
     ours = normalised_heads(x, norm, 2, Precision(matmul=torch.float64), rotary)
-    plain = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6).flatten(-2).unflatten(-1, (2, -1))
+    plain = (
+        F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6)
+        .flatten(-2)
+        .unflatten(-1, (2, -1))
+    )
     plain = plain if rotary is None else rotate(plain, *rotary.unbind(-1))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     upstream = torch.randn_like(plain)
     inputs = (x, norm.weight)
     for mine, theirs in zip(
-        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(plain, inputs, upstream), strict=True
+        torch.autograd.grad(ours, inputs, upstream),
+        torch.autograd.grad(plain, inputs, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -67,7 +80,9 @@ def test_norm_and_rotation_round_once_and_leave_their_inputs_alone(width):
     before = x.detach().clone()
     out = normalised_heads(x, norm, 2, Precision(), rotary.float())
     groups = x.double().unflatten(-1, (-1, width))
-    exact = F.rms_norm(groups, (width,), norm.weight.double(), 1e-6).flatten(-2).unflatten(-1, (2, -1))
+    exact = (
+        F.rms_norm(groups, (width,), norm.weight.double(), 1e-6).flatten(-2).unflatten(-1, (2, -1))
+    )
     exact = rotate(exact, *rotary.unbind(-1))
     assert out.dtype == torch.bfloat16 and torch.equal(x, before)
     assert torch.equal(out, exact.bfloat16())
@@ -102,7 +117,9 @@ def test_the_gated_sum_with_two_gates_equals_that_with_one_for_each_token(traine
 def test_two_gates_leave_nothing_but_themselves_to_be_saved():
     x, y = (torch.randn(2, 5, 8, requires_grad=True) for _ in range(2))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda none: none):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor), lambda none: none
+    ):
         gated_sum(y, x, torch.randn(2, 2, 8), torch.ones(2, 5, dtype=torch.bool))
     assert saved == []
 
@@ -111,12 +128,16 @@ def test_two_gates_leave_nothing_but_themselves_to_be_saved():
 def test_the_modulated_norm_equals_the_composition(batch, times):
     torch.manual_seed(0)
     x = torch.randn(batch, 5, 8, dtype=torch.float64, requires_grad=True)
-    scale, shift = (torch.randn(batch, times, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scale, shift = (
+        torch.randn(batch, times, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     expected = F.layer_norm(x, (8,), eps=1e-6) * (1 + scale) + shift
     torch.testing.assert_close(
         modulated_norm(x, scale, shift, 1e-6, x.dtype, x.dtype), expected, rtol=1e-12, atol=1e-12
     )
-    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6, x.dtype, x.dtype), (x, scale, shift))
+    assert torch.autograd.gradcheck(
+        lambda *t: modulated_norm(*t, 1e-6, x.dtype, x.dtype), (x, scale, shift)
+    )
 
 
 def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
@@ -129,7 +150,10 @@ def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
     own = wide.detach()[..., 24:48].contiguous().requires_grad_()
     alone = normalised_heads(own, norm, 2, fp32, rotary)
     assert torch.equal(sliced, alone)
-    (d_wide,), (d_own,) = torch.autograd.grad(sliced, wide, upstream), torch.autograd.grad(alone, own, upstream)
+    (d_wide,), (d_own,) = (
+        torch.autograd.grad(sliced, wide, upstream),
+        torch.autograd.grad(alone, own, upstream),
+    )
     assert torch.equal(d_wide[..., 24:48], d_own)
 
 
@@ -159,14 +183,18 @@ def test_the_gated_unit_keeps_its_input_and_nothing_else():
 
 
 def calls(tokens, dim):
-    """Each function as a block of bf16 matmuls with an fp32 residual stream calls it, and the dtype of its first argument."""
+    """Each function as a block of bf16 matmuls with an fp32 residual stream calls it, and the dtype
+    of its first argument."""
     bf16, fp32 = torch.bfloat16, torch.float32
     norm = nn.RMSNorm(dim, eps=1e-6).requires_grad_(False)
     layer = nn.LayerNorm(dim).requires_grad_(False)
     scale, shift, gate = torch.empty(3, 1, 1, dim)
     table, stream = torch.empty(1, tokens, 1, 16, 2), torch.empty(1, tokens, dim)
     return {
-        "norm and rotation": (bf16, lambda x: normalised_heads(x, norm, dim // 32, Precision(), table)),
+        "norm and rotation": (
+            bf16,
+            lambda x: normalised_heads(x, norm, dim // 32, Precision(), table),
+        ),
         "norm": (bf16, lambda x: normalised_heads(x, norm, dim // 32, Precision())),
         "modulated norm": (fp32, lambda x: modulated_norm(x, scale, shift, 1e-6, fp32, bf16)),
         "affine norm": (fp32, lambda x: affine_norm(layer, x, fp32, bf16)),
@@ -193,8 +221,9 @@ COUNTED = {
         "gated sum": (4.0, (1, 10.0, 4.0), (1, 6.0, 2.0)),
     },
 }
-"""On a GPU, bytes for each element of the argument that its result and the backward keep. Of forward and backward: launches, and for each
-element bytes that pass, and that are allocated at the peak."""
+"""On a GPU, bytes for each element of the argument that its result and the backward keep. Of
+forward and backward: launches, and for each element bytes that pass, and that are allocated at the
+peak."""
 
 
 @pytest.mark.parametrize("kernels", COUNTED)
@@ -212,7 +241,9 @@ def test_a_gpu_passes_over_memory_as_rarely_as_counted(kernels):
                 before = meter.total(x.device)
                 run()
                 moved = sum(kernel.bytes * count for kernel, count in meter.kernels.items())
-                sizes = (round(size / x.numel(), 1) for size in (moved, meter.peak[x.device] - before))
+                sizes = (
+                    round(size / x.numel(), 1) for size in (moved, meter.peak[x.device] - before)
+                )
                 numbers.append((meter.kernels.total(), *sizes))
             found[name] = (round(kept / x.numel(), 1), *numbers)
     assert found == COUNTED[kernels]

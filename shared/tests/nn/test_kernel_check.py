@@ -1,4 +1,5 @@
-"""The check of the Triton kernels against torch on a run's own GPU: it finds a fault in each of them, and says which failed and how."""
+"""The check of the Triton kernels against torch on a run's own GPU: it finds a fault in each of
+them, and says which failed and how."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,13 @@ from ditkit_core.testing.tensor_cores import TensorCores
 CPU = torch.device("cpu")
 SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = {
-    "norm_rotation": "RMS norm over 320 and rotation", "affine_norm": "layer norm", "gated_unit": "gated unit", "gated_sum": "gated sum",
-    **dict.fromkeys(("factor_parts", "product_parts", "term_sums"), "LoRA"), "add_product": "sum with a product",
+    "norm_rotation": "RMS norm over 320 and rotation", "affine_norm": "layer norm",
+    "gated_unit": "gated unit", "gated_sum": "gated sum",
+    **dict.fromkeys(("factor_parts", "product_parts", "term_sums"), "LoRA"),
+    "add_product": "sum with a product",
     "dequantize_rows": "int8 weights", "dequantize_nf4": "nf4 weights",
-    "round_rows": "rounding to int8", "transpose_codes": "transposed codes", "apply_scales": "scales of products in 8 bits",
+    "round_rows": "rounding to int8", "transpose_codes": "transposed codes",
+    "apply_scales": "scales of products in 8 bits",
     "multiply_codes": "products of int8 codes",
     **dict.fromkeys(("round_stochastic", "round_split", "join_split"), "rounding of bf16 weights"),
 }  # fmt: skip
@@ -35,7 +39,8 @@ def test_a_fault_in_any_kernel_is_found_and_its_name_said():
     pytest.importorskip("triton")
     found = printed(SUPPORT / "faulty_kernels.py", TRITON_INTERPRET="1")
     assert found.pop("none 0") == ""
-    # Tensor cores do not round sums as fp32's own units do: no reason to refuse the kernels, on GPUs that truncate more than known ones too.
+    # Tensor cores do not round sums as fp32's own units do: no reason to refuse the kernels, on
+    # GPUs that truncate more than known ones too.
     assert 0 < 4 * found.pop("truncated sums") < kernel_check.LIMIT
     # Nor does cuBLAS, which rounds a product before it adds it.
     fault, error, twice = found.pop("rounded products")
@@ -76,15 +81,22 @@ def test_a_step_of_bf16_is_no_fault_and_more_is_one_also_in_a_gradient_alone(cas
     cases(lambda x: 2 * (x * 1.001))  # less than the rounding to bf16
     assert compare_kernels(CPU).fault == ""
     cases(lambda x: 2.04 * x)
-    assert compare_kernels(CPU).fault == "computes twice x wrongly on cpu (off by 0.02 of the largest value)"
+    assert (
+        compare_kernels(CPU).fault
+        == "computes twice x wrongly on cpu (off by 0.02 of the largest value)"
+    )
     cases(lambda x: 2 * x.detach() + 1.5 * (x - x.detach()))
     assert compare_kernels(CPU).fault.startswith("computes twice x wrongly on cpu")
     cases(lambda x: 2 * x * torch.nan)
-    assert compare_kernels(CPU).fault == "computes twice x wrongly on cpu (off by nan of the largest value)"
+    assert (
+        compare_kernels(CPU).fault
+        == "computes twice x wrongly on cpu (off by nan of the largest value)"
+    )
 
 
 def test_kernels_that_are_wrong_only_when_they_are_launched_again_are_found(cases):
-    """Triton makes the first launch, and the launcher that keeps compiled kernels those after it."""
+    """Triton makes the first launch, and the launcher that keeps compiled kernels those after
+    it."""
     for wrong in (0, 1):
         launches = iter([wrong != 0, wrong != 1, True])
         cases(lambda x, launches=launches: (2.0 if next(launches) else 2.04) * x)
@@ -99,7 +111,8 @@ def test_the_check_says_what_it_measured(cases):
     check = compare_kernels(CPU)
     assert 1e-6 < check.error < kernel_check.LIMIT, check
     assert str(KernelCheck(error=3e-7, rounds_products=True)) == (
-        "off by 3e-07 of the largest value at most, and cuBLAS rounds products of LoRAs before it adds them"
+        "off by 3e-07 of the largest value at most, and cuBLAS rounds products of LoRAs before it "
+        "adds them"
     )
 
 
@@ -122,12 +135,14 @@ def test_whatever_triton_raises_is_said_in_a_line(cases):
 
     cases(fails)
     assert compare_kernels(CPU).fault.startswith(
-        "fails in twice x on cpu (OSError: [Errno 30] Read-only file system: '/cache' with more lines); "
+        "fails in twice x on cpu (OSError: [Errno 30] Read-only file system: '/cache' with more "
+        "lines); "
     )
 
 
 def test_a_gpu_that_a_kernel_leaves_unusable_is_an_error_with_the_remedy(cases, monkeypatch):
-    """An illegal access stays with the process, so that going on with torch would fail in the first step."""
+    """An illegal access stays with the process, so that going on with torch would fail in the first
+    step."""
 
     def broken(*_: object, **__: object) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -139,5 +154,10 @@ def test_a_gpu_that_a_kernel_leaves_unusable_is_an_error_with_the_remedy(cases, 
 
 
 def test_gpus_that_triton_does_not_support_are_named_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setitem(RUNTIMES, "cuda", SimpleNamespace(get_device_capability=lambda device: (7, 5)))
-    assert compare_kernels(torch.device("cuda", 1)).fault == "needs compute capability 8.0, and cuda:1 has 7.5"
+    monkeypatch.setitem(
+        RUNTIMES, "cuda", SimpleNamespace(get_device_capability=lambda device: (7, 5))
+    )
+    assert (
+        compare_kernels(torch.device("cuda", 1)).fault
+        == "needs compute capability 8.0, and cuda:1 has 7.5"
+    )

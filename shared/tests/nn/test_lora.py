@@ -29,7 +29,10 @@ from ditkit_core.testing.world import ADAPTERS, make_model, outcome
 
 def layer_of(dtype: torch.dtype, **config: object) -> nn.Module:
     model = make_model(
-        TOY, TOY.architecture.presets["tiny"], dtype=dtype, adapter=AdapterConfig(rank=4, alpha=6.0, **config)
+        TOY,
+        TOY.architecture.presets["tiny"],
+        dtype=dtype,
+        adapter=AdapterConfig(rank=4, alpha=6.0, **config),
     )
     return adapter_layers(model)["layers.0.out"]
 
@@ -51,10 +54,13 @@ def gradients(layer: nn.Module, x: Tensor, *, peft: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_it_equals_peft(dtype, tolerance):
-    """fp32: order of summation. bf16: peft scales after the product and we before, which can round to the neighbour."""
+    """fp32: order of summation. bf16: peft scales after the product and we before, which can round
+    to the neighbour."""
     layer = layer_of(dtype)
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for ours, theirs in zip(gradients(layer, x, peft=False), gradients(layer, x, peft=True), strict=True):
+    for ours, theirs in zip(
+        gradients(layer, x, peft=False), gradients(layer, x, peft=True), strict=True
+    ):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
@@ -62,8 +68,12 @@ def test_it_equals_peft(dtype, tolerance):
 def test_gradcheck():
     torch.manual_seed(0)
     sizes = ((2, 3, 5), (2, 5), (4, 2), (4, 5))
-    x, down, up, weight = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
-    assert torch.autograd.gradcheck(lambda *t: low_rank_sum(*t[:3], 1.5, lambda x: x @ t[3].T), (x, down, up, weight))
+    x, down, up, weight = (
+        torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes
+    )
+    assert torch.autograd.gradcheck(
+        lambda *t: low_rank_sum(*t[:3], 1.5, lambda x: x @ t[3].T), (x, down, up, weight)
+    )
 
 
 def test_a_sum_over_a_half_base_rounds_once():
@@ -75,21 +85,27 @@ def test_a_sum_over_a_half_base_rounds_once():
         torch.randn(4, 2),
     )
     delta = (x.float() @ down.T * 1.5) @ up.T
-    assert torch.equal(low_rank_sum(x, down, up, 1.5, lambda _: result), (result.float() + delta).bfloat16())
+    assert torch.equal(
+        low_rank_sum(x, down, up, 1.5, lambda _: result), (result.float() + delta).bfloat16()
+    )
 
 
 def rows_are_apart() -> bool:
-    """Whether this CPU gives a row the same bits among fewer rows, in the three products that are made in parts below."""
+    """Whether this CPU gives a row the same bits among fewer rows, in the three products that are
+    made in parts below."""
     torch.manual_seed(0)
     low, up, gradient = torch.randn(23, 4), torch.randn(13, 4), torch.randn(23, 13)
     products = ((low, up.T), (gradient, up), (gradient.T.contiguous(), low))
-    return all(torch.equal(torch.cat([part @ b for part in a.split(5)]), a @ b) for a, b in products)
+    return all(
+        torch.equal(torch.cat([part @ b for part in a.split(5)]), a @ b) for a, b in products
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_change_no_bit(dtype, exact, monkeypatch):
-    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter. Sums of small integers are exact in any order."""
+    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter. Sums of
+    small integers are exact in any order."""
     if not (exact or rows_are_apart()):
         pytest.skip("this CPU adds up fewer rows in another order")
 
@@ -110,7 +126,8 @@ def test_parts_change_no_bit(dtype, exact, monkeypatch):
 
 
 def test_a_fused_projection_is_never_held_wide():
-    """fp32 next to bf16: no tensor of the size of the output in a wider dtype, forward or backward."""
+    """fp32 next to bf16: no tensor of the size of the output in a wider dtype, forward or
+    backward."""
     x, down, up = torch.randn(1024, 8).bfloat16(), torch.randn(4, 8), torch.randn(8192, 4)
     x, down, up = (tensor.requires_grad_() for tensor in (x, down, up))
     weight = torch.randn(8192, 8).bfloat16()
@@ -129,18 +146,30 @@ class WidestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.bytes = max(
-            self.bytes, *(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)), 0
+            self.bytes,
+            *(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)),
+            0,
         )
         return out
 
 
 def products(
-    result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float, weight: Tensor | None = None
+    result: Tensor,
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    weight: Tensor | None = None,
 ) -> list[Tensor]:
-    """The sum, and the gradients of x, down and up; with a weight, x goes through a frozen layer too."""
+    """The sum, and the gradients of x, down and up; with a weight, x goes through a frozen layer
+    too."""
     x, down, up = (tensor.clone().requires_grad_() for tensor in (x, down, up))
-    out = low_rank_sum(x, down, up, scaling, lambda x: result.clone() if weight is None else F.linear(x, weight))
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
+    out = low_rank_sum(
+        x, down, up, scaling, lambda x: result.clone() if weight is None else F.linear(x, weight)
+    )
+    weights = (
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
+    )
     return [out.detach(), *torch.autograd.grad(out, (x, down, up), weights)]
 
 
@@ -153,7 +182,9 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> ExitStack:
 
 
 def test_an_fp32_number_is_three_of_bf16():
-    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-25, 25, 1000)
+    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(
+        -25, 25, 1000
+    )
     parts = bf16_parts_of(wide)
     assert {part.dtype for part in parts} == {torch.bfloat16}
     assert torch.equal(sum(part.double() for part in parts), wide.double())
@@ -179,15 +210,22 @@ def test_tensor_cores_are_as_exact_as_fp32_products(scaling, monkeypatch):
         torch.randn(2, rows, width, generator=generator).bfloat16(),
         torch.randn(2, rows, 80, generator=generator),
     )
-    down, up = torch.randn(rank, width, generator=generator), torch.randn(80, rank, generator=generator)
+    down, up = (
+        torch.randn(rank, width, generator=generator),
+        torch.randn(80, rank, generator=generator),
+    )
     given = x, down, up, scaling
     today = products(result.bfloat16(), *given)
     with as_on_a_gpu(monkeypatch):
         split = products(result.bfloat16(), *given)
     exact = products(result.bfloat16().double(), *(each.double() for each in given[:3]), scaling)
-    for name, ours, before, wanted in zip(("out", "x", "down", "up"), split, today, exact, strict=True):
+    for name, ours, before, wanted in zip(
+        ("out", "x", "down", "up"), split, today, exact, strict=True
+    ):
         assert (ours.dtype, ours.shape) == (before.dtype, before.shape), name
-        near, far = (((each.double() - wanted).norm() / wanted.norm()).item() for each in (ours, before))
+        near, far = (
+            ((each.double() - wanted).norm() / wanted.norm()).item() for each in (ours, before)
+        )
         if ours.dtype == torch.float32:
             assert near <= min(far, 2**-22), name
         else:  # one rounding to bf16 hides the rest: few values fall to the other side
@@ -201,7 +239,10 @@ def test_on_a_gpu_no_input_output_or_gradient_is_ever_wide(monkeypatch):
     with FakeTensorMode(), as_on("cuda"), DtypesOfLarge(tokens * inside) as seen:
         x = torch.empty(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(outside, inside, dtype=torch.bfloat16)
-        down, up = torch.empty(rank, inside, requires_grad=True), torch.empty(outside, rank, requires_grad=True)
+        down, up = (
+            torch.empty(rank, inside, requires_grad=True),
+            torch.empty(outside, rank, requires_grad=True),
+        )
         low_rank_sum(x, down, up, 1.0, lambda x: F.linear(x, weight)).sum().backward()
     assert seen.dtypes == {torch.bfloat16}
 
@@ -215,20 +256,32 @@ class DtypesOfLarge(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.dtypes |= {x.dtype for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel() >= self.size}
+        self.dtypes |= {
+            x.dtype for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel() >= self.size
+        }
         return out
 
 
 def test_the_gradient_of_the_input_is_rounded_once_with_that_of_the_frozen_layer(monkeypatch):
-    """As the output is: its distance to fp64 is that of one rounding, where fp32 products round either gradient and their sum."""
+    """As the output is: its distance to fp64 is that of one rounding, where fp32 products round
+    either gradient and their sum."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*size, generator=generator).bfloat16() for size in ((96, 64), (80, 64)))
-    given = x, torch.randn(4, 64, generator=generator), torch.randn(80, 4, generator=generator), 0.75
+    x, weight = (
+        torch.randn(*size, generator=generator).bfloat16() for size in ((96, 64), (80, 64))
+    )
+    given = (
+        x,
+        torch.randn(4, 64, generator=generator),
+        torch.randn(80, 4, generator=generator),
+        0.75,
+    )
     today = products(x, *given, weight)
     with as_on_a_gpu(monkeypatch):
         split = products(x, *given, weight)
     exact = products(x.double(), *(each.double() for each in given[:3]), 0.75, weight.double())
-    near, far = (((each[1].double() - exact[1]).norm() / exact[1].norm()).item() for each in (split, today))
+    near, far = (
+        ((each[1].double() - exact[1]).norm() / exact[1].norm()).item() for each in (split, today)
+    )
     assert near < far
 
 
@@ -264,10 +317,17 @@ def through(base: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16), (2, 3, 5, 16)], ids=str)
 def test_one_function_for_a_frozen_layer_has_the_bits_of_three(shape, bias, monkeypatch):
     """Of the result and of all gradients, in one node; also where the input has none."""
-    layer, factors = frozen_linear(16, 24, bias=bias), (torch.ones(4, 16).requires_grad_(), torch.ones(24, 4))
+    layer, factors = (
+        frozen_linear(16, 24, bias=bias),
+        (torch.ones(4, 16).requires_grad_(), torch.ones(24, 4)),
+    )
     with as_on_a_gpu(monkeypatch):
         for trained in (True, False):
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_(trained)
+            x = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(2))
+                .bfloat16()
+                .requires_grad_(trained)
+            )
             assert low_rank_sum(x, *factors, 1.0, layer).grad_fn.name() == "_SplitLinearBackward"
             assert all(map(torch.equal, through(layer, x), through(lambda x: layer(x), x)))
 
@@ -288,11 +348,16 @@ def test_a_kernel_that_adds_products_adds_those_of_one_function_too(monkeypatch)
 
 
 def test_a_layer_with_something_attached_or_a_scattered_input_keeps_three_functions(monkeypatch):
-    """A hook is called, a weight that is trained gets its gradient, and torch multiplies each sample by itself where they have memory between them."""
+    """A hook is called, a weight that is trained gets its gradient, and torch multiplies each
+    sample by itself where they have memory between them."""
     x = torch.randn(2, 3, 16).bfloat16()
     apart = torch.randn(2, 4, 16).bfloat16()[:, :3]
     with as_on_a_gpu(monkeypatch):
-        for hook in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        for hook in (
+            "register_forward_hook",
+            "register_forward_pre_hook",
+            "register_full_backward_hook",
+        ):
             layer, calls = frozen_linear(16, 24, bias=False), []
             getattr(layer, hook)(lambda *arguments, calls=calls: calls.append(arguments))
             through(layer, x.requires_grad_())
@@ -310,11 +375,18 @@ def test_a_layer_with_something_attached_or_a_scattered_input_keeps_three_functi
     "policy", ["none", "full", "attn_only", "attn_only(self)", "full+offload", "attn_only+offload"]
 )
 @pytest.mark.parametrize("adapter", ["lora", "lora with dropout"])
-def test_a_model_whose_layers_are_one_function_trains_bitwise_the_same(adapter, policy, monkeypatch):
-    model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+def test_a_model_whose_layers_are_one_function_trains_bitwise_the_same(
+    adapter, policy, monkeypatch
+):
+    model = make_model(
+        TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS[adapter]
+    )
     outcomes = []
     with as_on_a_gpu(monkeypatch):
-        for policies, is_frozen in (("none", lambda base: False), (policy, lora_linear._is_frozen_linear)):
+        for policies, is_frozen in (
+            ("none", lambda base: False),
+            (policy, lora_linear._is_frozen_linear),
+        ):
             monkeypatch.setattr(lora_linear, "_is_frozen_linear", is_frozen)
             outcomes.append(outcome(TOY, model, toy_items(2), BlockEngine(policy=policies)))
     assert outcomes[1].differences(outcomes[0]) == []
@@ -322,7 +394,9 @@ def test_a_model_whose_layers_are_one_function_trains_bitwise_the_same(adapter, 
 
 def test_a_recompute_of_such_a_model_leaves_out_the_last_frozen_product(monkeypatch):
     """Under `full`: every other frozen product of its blocks is computed again, once."""
-    model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+    model = make_model(
+        TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS["lora"]
+    )
     counts = []
     with as_on_a_gpu(monkeypatch):
         for policy in ("none", "full"):
@@ -332,13 +406,26 @@ def test_a_recompute_of_such_a_model_leaves_out_the_last_frozen_product(monkeypa
                 outcome(TOY, model, toy_items(2), BlockEngine(policy=policy))
             counts.append(Counter(calls))
     for block in model.blocks():
-        frozen = {name: module.base_layer.weight for name, module in block.named_modules() if hasattr(module, "lora_A")}
-        again = {name for name, weight in frozen.items() if counts[1][weight.data_ptr()] > counts[0][weight.data_ptr()]}
+        frozen = {
+            name: module.base_layer.weight
+            for name, module in block.named_modules()
+            if hasattr(module, "lora_A")
+        }
+        again = {
+            name
+            for name, weight in frozen.items()
+            if counts[1][weight.data_ptr()] > counts[0][weight.data_ptr()]
+        }
         assert frozen.keys() - again == {"mlp.2"}
-        assert all(counts[1][weight.data_ptr()] <= 2 * counts[0][weight.data_ptr()] for weight in frozen.values())
+        assert all(
+            counts[1][weight.data_ptr()] <= 2 * counts[0][weight.data_ptr()]
+            for weight in frozen.values()
+        )
 
 
-def noted_linear(linear: Callable[..., Tensor], calls: list[int], x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+def noted_linear(
+    linear: Callable[..., Tensor], calls: list[int], x: Tensor, weight: Tensor, *bias: Tensor
+) -> Tensor:
     calls.append(weight.data_ptr())
     return linear(x, weight, *bias)
 
@@ -372,10 +459,14 @@ def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
         ("triton", torch.bfloat16, 1_024, 13, 1),
     ],
 )
-def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype, tokens, launches, outputs):
-    """All operations of a forward and a backward but views, the frozen layer's two included; the forward's peak, by the output's size.
+def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(
+    kernels, dtype, tokens, launches, outputs
+):
+    """All operations of a forward and a backward but views, the frozen layer's two included; the
+    forward's peak, by the output's size.
 
-    Parts take none of it, and torch makes them of large products alone; an fp32 product is in one part, converted once for two products.
+    Parts take none of it, and torch makes them of large products alone; an fp32 product is in one
+    part, converted once for two products.
     """
     with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=kernels)):
         x = torch.empty(tokens, 512, dtype=dtype, requires_grad=True)
@@ -396,7 +487,11 @@ def test_what_is_kept_for_backward_is_the_input_as_it_came():
     x = torch.randn(1, 50, 32).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(x)
-    large = [t for t in saved if t.numel() >= x.numel() and not isinstance(t, nn.Parameter) and not t._is_view()]
+    large = [
+        t
+        for t in saved
+        if t.numel() >= x.numel() and not isinstance(t, nn.Parameter) and not t._is_view()
+    ]
     assert {t.dtype for t in large} == {torch.bfloat16}
 
 
@@ -434,7 +529,9 @@ def test_a_kernel_adds_products_only_on_hopper_and_of_sizes_that_were_measured(
     monkeypatch.setattr(bf16_parts.kernels, "add_product", add)
     monkeypatch.setattr(bf16_parts.hopper, "is_hopper", lambda x: is_hopper)
     monkeypatch.setattr(bf16_parts, "KERNEL_ADDS_FROM", 64 * 64)
-    total, left, right = (torch.ones(shape).bfloat16() for shape in ((rows, width), (rows, length), (length, width)))
+    total, left, right = (
+        torch.ones(shape).bfloat16() for shape in ((rows, width), (rows, length), (length, width))
+    )
     right = right.T.contiguous().T if transposed else right
     assert bf16_parts.IN_KERNELS.add(total, left, right) is total
     assert bool((total == 1 + length).all()) and bool(added) is ours

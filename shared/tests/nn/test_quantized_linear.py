@@ -1,4 +1,5 @@
-"""Products of 8-bit codes, forward and for the gradient of the input, against fp64 by their definition."""
+"""Products of 8-bit codes, forward and for the gradient of the input, against fp64 by their
+definition."""
 
 from typing import Any
 
@@ -22,8 +23,11 @@ def sample(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer_of(kind: str, num_in: int = 64, num_out: int = 48, *, bias: bool = True) -> QuantizedLinear:
-    """A layer whose rows differ in size by up to 100 times, as output channels of real models do."""
+def layer_of(
+    kind: str, num_in: int = 64, num_out: int = 48, *, bias: bool = True
+) -> QuantizedLinear:
+    """A layer whose rows differ in size by up to 100 times, as output channels of real models
+    do."""
     layer = QuantizedLinear(num_in, num_out, kind, bias=bias)
     layer.set_weight(sample(num_out, num_in, seed=1) * torch.logspace(-2, 0, num_out)[:, None])
     if bias:
@@ -32,7 +36,9 @@ def layer_of(kind: str, num_in: int = 64, num_out: int = 48, *, bias: bool = Tru
     return layer
 
 
-def run(layer: QuantizedLinear, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    layer: QuantizedLinear, x: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The product, and the gradient of its input."""
     x = x.clone().requires_grad_()
     out = layer(x)
@@ -41,16 +47,21 @@ def run(layer: QuantizedLinear, x: torch.Tensor, gradient: torch.Tensor) -> tupl
 
 
 def rounding(kind: str, rows: torch.Tensor) -> torch.Tensor:
-    """By how much rounding to codes may move each number: half a step of int8; of fp8 1/16 of the number (three bits of fraction), or half
-    of the smallest step, 2**-9."""
+    """By how much rounding to codes may move each number: half a step of int8; of fp8 1/16 of the
+    number (three bits of fraction), or half of the smallest step, 2**-9."""
     scale = rows.abs().amax(1, keepdim=True) / LARGEST[kind]
-    return (scale / 2).expand_as(rows) if kind == "int8" else torch.maximum(rows.abs() / 16, scale * 2**-10)
+    return (
+        (scale / 2).expand_as(rows)
+        if kind == "int8"
+        else torch.maximum(rows.abs() / 16, scale * 2**-10)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_those_of_rounding_rows_of_inputs_and_of_gradients(kind, dtype):
-    """Number by number, against fp64 with the dequantized weight: rounded numbers times weights, and one rounding of the result."""
+    """Number by number, against fp64 with the dequantized weight: rounded numbers times weights,
+    and one rounding of the result."""
     layer = layer_of(kind)
     x, gradient = sample(40, 64, seed=3).to(dtype), sample(40, 48, seed=4).to(dtype)
     out, d_x = run(layer, x, gradient)
@@ -59,13 +70,16 @@ def test_errors_are_those_of_rounding_rows_of_inputs_and_of_gradients(kind, dtyp
     expected = x.double() @ weight.T + layer.bias.double()
     # sums and scales are in fp32, the result in `dtype`
     slack = 1e-5 + torch.finfo(dtype).eps * expected.abs()
-    assert ((out - expected).abs() <= rounding(kind, x.double()) @ weight.abs().T * 1.001 + slack).all()
+    assert (
+        (out - expected).abs() <= rounding(kind, x.double()) @ weight.abs().T * 1.001 + slack
+    ).all()
     scaled = gradient.double() * scale.T
     expected = gradient.double() @ weight
     bound = rounding(kind, scaled) @ (weight / scale).abs()
     slack = 1e-5 + torch.finfo(dtype).eps * expected.abs()
     assert ((d_x - expected).abs() <= bound * 1.001 + slack).all()
-    # and as small as such errors are in the mean: 1/127/sqrt(12) of 2.5 to 3 deviations; of fp8 2**-4/sqrt(12) or a little more
+    # and as small as such errors are in the mean: 1/127/sqrt(12) of 2.5 to 3 deviations; of fp8
+    # 2**-4/sqrt(12) or a little more
     relative = float((d_x - expected).norm() / expected.norm())
     low, high = {"int8": (0.004, 0.015), "fp8": (0.015, 0.04)}[kind]
     assert low < relative < high
@@ -73,7 +87,8 @@ def test_errors_are_those_of_rounding_rows_of_inputs_and_of_gradients(kind, dtyp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_exactly_that_of_the_codes(kind):
-    """Recomputed in fp64 from the codes: no second rounding of the weight, both scales applied to the sum."""
+    """Recomputed in fp64 from the codes: no second rounding of the weight, both scales applied to
+    the sum."""
     layer, x, gradient = layer_of(kind), sample(20, 64, seed=3), sample(20, 48, seed=4)
     out, d_x = run(layer, x, gradient)
     codes, scale = layer.weight.double(), layer.weight_scale.double()
@@ -84,14 +99,20 @@ def test_a_product_is_exactly_that_of_the_codes(kind):
         codes = codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn)
         return codes.double() * of_row.double()
 
-    torch.testing.assert_close(out.double(), rounded(x) @ codes.T * scale.T + layer.bias.double(), rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(d_x.double(), rounded(gradient * layer.weight_scale.T) @ codes, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        out.double(), rounded(x) @ codes.T * scale.T + layer.bias.double(), rtol=1e-6, atol=1e-5
+    )
+    torch.testing.assert_close(
+        d_x.double(), rounded(gradient * layer.weight_scale.T) @ codes, rtol=1e-6, atol=1e-5
+    )
 
 
 def test_large_output_channels_do_not_drown_the_gradient_of_small_ones():
-    """Scales of the weight's rows are in the gradient before it is rounded: what counts is what a column adds to the result."""
+    """Scales of the weight's rows are in the gradient before it is rounded: what counts is what a
+    column adds to the result."""
     layer = layer_of("int8", bias=False)
-    # A gradient that makes up for the sizes of rows: each then adds as much to the result as any other.
+    # A gradient that makes up for the sizes of rows: each then adds as much to the result as any
+    # other.
     gradient = sample(40, 48, seed=4) / layer.weight_scale.T
     _, d_x = run(layer, sample(40, 64), gradient)
     expected = gradient.double() @ layer.dequantize(torch.float64)
@@ -106,7 +127,10 @@ def test_few_rows_are_as_many_and_keep_their_shape(kind, shape):
     gradient = sample(*shape[:-1], 48, seed=4)
     out, d_x = run(layer, x, gradient)
     assert out.shape == gradient.shape and d_x.shape == x.shape
-    many = torch.cat([x.reshape(-1, 64), sample(30, 64)]), torch.cat([gradient.reshape(-1, 48), sample(30, 48)])
+    many = (
+        torch.cat([x.reshape(-1, 64), sample(30, 64)]),
+        torch.cat([gradient.reshape(-1, 48), sample(30, 48)]),
+    )
     for found, expected in zip((out, d_x), run(layer, *many), strict=True):
         expected = expected[: x.numel() // 64].view(found.shape)
         torch.testing.assert_close(found, expected, rtol=0, atol=0 if kind == "int8" else 1e-5)
@@ -116,7 +140,9 @@ def test_few_rows_are_as_many_and_keep_their_shape(kind, shape):
 
 def test_the_int8_product_of_a_gpu_is_given_as_many_rows_as_it_takes(monkeypatch):
     given, product = [], torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda left, right: given.append(len(left)) or product(left, right))
+    monkeypatch.setattr(
+        torch, "_int_mm", lambda left, right: given.append(len(left)) or product(left, right)
+    )
     with as_on("cuda"):
         for rows in (5, 17, 20):
             run(layer_of("int8"), sample(rows, 64), sample(rows, 48, seed=4))
@@ -127,7 +153,9 @@ def test_parts_of_rows_and_strides_change_no_bit(monkeypatch):
     layer, x, gradient = layer_of("int8"), sample(64, 90).T, sample(90, 48, seed=4)
     whole = run(layer, x, gradient)
     monkeypatch.setattr(eight_bit_products, "AT_ONCE", {"cpu": 64 * 20})
-    for found, expected in zip(run(layer, x.contiguous(), gradient.T.contiguous().T), whole, strict=True):
+    for found, expected in zip(
+        run(layer, x.contiguous(), gradient.T.contiguous().T), whole, strict=True
+    ):
         assert torch.equal(found, expected)
 
 
@@ -137,7 +165,9 @@ def test_only_a_part_of_the_rows_exists_in_32_bits(monkeypatch):
     with MemoryTracker() as tracker, torch.no_grad():
         layer(x)
     parts = 4 if is_exact_on_cpu() else 7  # codes in fp32, and their sums once more
-    assert tracker.peak[torch.device("cpu")] < 2 * x.nbytes + parts * 4 * 2**16, "input, result, and a few parts"
+    assert tracker.peak[torch.device("cpu")] < 2 * x.nbytes + parts * 4 * 2**16, (
+        "input, result, and a few parts"
+    )
 
 
 class KernelsInTorch:
@@ -146,15 +176,21 @@ class KernelsInTorch:
     def __init__(self) -> None:
         self.ran: list[str] = []
 
-    def round_rows(self, x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def round_rows(
+        self, x: Tensor, columns: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         return eight_bit_products.rounded(x if columns is None else x * columns, dtype)
 
     def transpose_codes(self, codes: Tensor) -> Tensor:
         return codes.T.contiguous()
 
-    def apply_scales(self, sums: Tensor, scale: Tensor, columns: Any, bias: Any, *, out: Tensor) -> None:
+    def apply_scales(
+        self, sums: Tensor, scale: Tensor, columns: Any, bias: Any, *, out: Tensor
+    ) -> None:
         self.ran.append("apply_scales")
-        out.copy_(sums * scale * (1 if columns is None else columns) + (0 if bias is None else bias))
+        out.copy_(
+            sums * scale * (1 if columns is None else columns) + (0 if bias is None else bias)
+        )
 
     def multiply_codes(
         self, left: Tensor, right: Tensor, scale: Tensor, columns: Any, bias: Any, *, out: Tensor
@@ -184,7 +220,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> KernelsInTorch:
         ("fp8", False, torch.float32, ["apply_scales"] * 2),
     ],
 )
-def test_products_of_hopper_apply_scales_and_change_no_result(kind, bias, dtype, ran, hopper, monkeypatch):
+def test_products_of_hopper_apply_scales_and_change_no_result(
+    kind, bias, dtype, ran, hopper, monkeypatch
+):
     monkeypatch.setattr(
         eight_bit_products, "CODES_AT_ONCE", 64 * 25
     )  # two parts of the rows in the forward, and in the backward
@@ -203,17 +241,22 @@ def test_products_of_hopper_apply_scales_and_change_no_result(kind, bias, dtype,
 
 @pytest.mark.parametrize("largest", [False, True])
 def test_sums_of_int8_are_exact_without_instructions_for_them(monkeypatch, largest):
-    """The CPU's other way, over more than one span of fp32; and a layer has the same bits with both."""
+    """The CPU's other way, over more than one span of fp32; and a layer has the same bits with
+    both."""
     codes = (
         torch.full((20, 2500), -128, dtype=torch.int8)
         if largest
         else torch.randint(-127, 128, (20, 2500)).to(torch.int8)
     )
     monkeypatch.setattr(eight_bit_products, "is_exact_on_cpu", lambda: False)
-    assert torch.equal(eight_bit_products._sums(codes, codes.T).long(), codes.long() @ codes.T.long())
+    assert torch.equal(
+        eight_bit_products._sums(codes, codes.T).long(), codes.long() @ codes.T.long()
+    )
     found = run(layer_of("int8"), sample(20, 64), sample(20, 48, seed=4))
     monkeypatch.undo()
-    assert all(map(torch.equal, found, run(layer_of("int8"), sample(20, 64), sample(20, 48, seed=4))))
+    assert all(
+        map(torch.equal, found, run(layer_of("int8"), sample(20, 64), sample(20, 48, seed=4)))
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
@@ -237,7 +280,8 @@ def test_rows_of_zeros_give_zeros(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("nf4", (64, 64)), ("int8", (64, 40)), ("fp8", (24, 64)), ("int8", (2**17 + 16, 16))]
+    ("kind", "size"),
+    [("nf4", (64, 64)), ("int8", (64, 40)), ("fp8", (24, 64)), ("int8", (2**17 + 16, 16))],
 )
 def test_formats_and_sizes_that_tensor_cores_do_not_multiply_are_known(kind, size):
     with torch.device("meta"):
@@ -254,7 +298,9 @@ def test_products_in_dtype_are_those_without_it():
     layer.in_8_bits = False
     plain = run(layer, x, gradient)
     layer.in_8_bits = True
-    assert all(map(torch.equal, exact, plain)) and all(map(torch.equal, in_8_bits, run(layer, x, gradient)))
+    assert all(map(torch.equal, exact, plain)) and all(
+        map(torch.equal, in_8_bits, run(layer, x, gradient))
+    )
     assert not torch.equal(exact[0], in_8_bits[0]) and not model["b"].in_8_bits
 
 
@@ -269,22 +315,30 @@ def has_fp8_product() -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operations_of_a_gpu_give_what_the_cpu_gives(kind):
-    """torch's fp8 product runs on a CPU too, a thousand times slower: its sums are in another order."""
+    """torch's fp8 product runs on a CPU too, a thousand times slower: its sums are in another
+    order."""
     if kind == "int8" and not is_exact_on_cpu():
         pytest.skip("torch's int8 product is wrong on this CPU, so a CPU takes another")
     if kind == "fp8" and not has_fp8_product():
         pytest.skip("torch has no fp8 product for this CPU")
-    layer, x, gradient = layer_of(kind), sample(20, 64).bfloat16(), sample(20, 48, seed=4).bfloat16()
+    layer, x, gradient = (
+        layer_of(kind),
+        sample(20, 64).bfloat16(),
+        sample(20, 48, seed=4).bfloat16(),
+    )
     here = run(layer, x, gradient)
     with as_on("cuda"):
         there = run(layer, x, gradient)
     for a, b in zip(here, there, strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if kind == "int8" else 2**-7, atol=0 if kind == "int8" else 1e-5)
+        torch.testing.assert_close(
+            a, b, rtol=0 if kind == "int8" else 2**-7, atol=0 if kind == "int8" else 1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_gets_matrices_contiguous_along_the_sum_and_adds_up_in_fp32(kind, monkeypatch):
-    """Its tensor cores take fp8 in no other layout, where a CPU takes any; fast sums of fp8 have fewer bits than fp32."""
+    """Its tensor cores take fp8 in no other layout, where a CPU takes any; fast sums of fp8 have
+    fewer bits than fp32."""
     seen = []
 
     def product(left, right, *, use_fast_accum=False, **scales):
@@ -318,13 +372,21 @@ def test_fake_tensors_stand_for_a_gpu(kind):
     with as_on("cuda"), FakeTensorMode() as mode:
         for name, value in values.items():
             layer._parameters[name] = nn.Parameter(mode.from_tensor(value), requires_grad=False)
-        out, d_x = run(layer, torch.empty(20, 64, dtype=torch.bfloat16), torch.empty(20, 48, dtype=torch.bfloat16))
-    assert out.shape == (20, 48) and d_x.shape == (20, 64) and out.dtype == d_x.dtype == torch.bfloat16
+        out, d_x = run(
+            layer,
+            torch.empty(20, 64, dtype=torch.bfloat16),
+            torch.empty(20, 48, dtype=torch.bfloat16),
+        )
+    assert (
+        out.shape == (20, 48) and d_x.shape == (20, 64) and out.dtype == d_x.dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_autograd_is_given_nothing_to_keep(kind):
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         assert layer_of(kind)(sample(20, 64).requires_grad_()).requires_grad
     assert saved == []

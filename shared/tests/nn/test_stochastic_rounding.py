@@ -1,4 +1,5 @@
-"""Writing fp32 results into bf16 weights: no bias, the same bits everywhere, and a full fine-tune in bf16 that learns."""
+"""Writing fp32 results into bf16 weights: no bias, the same bits everywhere, and a full fine-tune
+in bf16 that learns."""
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.checkpoint import load_state
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -52,7 +59,9 @@ def test_the_bits_are_uniform_and_unrelated_between_keys_and_places():
     for row in drawn:
         counts = torch.bincount((row / 256).long(), minlength=256).double()
         assert float(((counts - 4096).square() / 4096).sum()) < 255 + 5 * (2 * 255) ** 0.5
-    related = torch.corrcoef(torch.cat([drawn, drawn[:1].roll(1), drawn[:1].roll(2**19)])) - torch.eye(6)
+    related = torch.corrcoef(
+        torch.cat([drawn, drawn[:1].roll(1), drawn[:1].roll(2**19)])
+    ) - torch.eye(6)
     assert related.abs().max() < 5 / 2**10
 
 
@@ -63,7 +72,9 @@ def test_the_mean_of_what_is_written_is_the_value():
     write_stochastic(weight, values[:, None].repeat(1, count), key=5)
     low, high = weight.double().min(1).values, weight.double().max(1).values
     spacing = (high - low).clamp_min(torch.finfo(torch.float32).tiny)
-    assert ((weight.double() == low[:, None]) | (weight.double() == high[:, None])).all(), "its two neighbours alone"
+    assert ((weight.double() == low[:, None]) | (weight.double() == high[:, None])).all(), (
+        "its two neighbours alone"
+    )
     assert (high - low <= values.double().abs() / 128 * 1.001).all()
     error = (weight.double().mean(1) - values.double()) / spacing
     assert error.abs().max() < 4.5 * 0.5 / count**0.5
@@ -72,7 +83,9 @@ def test_the_mean_of_what_is_written_is_the_value():
 
 
 def test_values_that_bf16_has_stay_and_what_is_not_finite_stays_so():
-    exact = torch.tensor([0.0, -0.0, 1.0, -3.140625, 2.0**-126, -(2.0**127), float("inf"), float("-inf")])
+    exact = torch.tensor(
+        [0.0, -0.0, 1.0, -3.140625, 2.0**-126, -(2.0**127), float("inf"), float("-inf")]
+    )
     weight = torch.empty(8, dtype=BF16)
     for key in range(50):
         write_stochastic(weight, exact.clone(), key)
@@ -96,9 +109,18 @@ def test_a_tensor_written_in_parts_has_different_bits_in_each(monkeypatch):
 def test_what_is_split_is_joined_bitwise(monkeypatch):
     monkeypatch.setattr("ditkit_core.nn.stochastic_rounding._AT_ONCE", 1000)
     random = torch.Generator().manual_seed(0)
-    values = torch.randint(-(2**31), 2**31, (64, 101), generator=random).to(torch.int32).view(torch.float32)
-    values[0, :6] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), torch.finfo(torch.float32).max, 1 + 1 / 256])
-    weight, rest = torch.empty(101, 64, dtype=BF16).T, torch.empty(64, 101, dtype=torch.int16)  # not contiguous
+    values = (
+        torch.randint(-(2**31), 2**31, (64, 101), generator=random)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
+    values[0, :6] = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), torch.finfo(torch.float32).max, 1 + 1 / 256]
+    )
+    weight, rest = (
+        torch.empty(101, 64, dtype=BF16).T,
+        torch.empty(64, 101, dtype=torch.int16),
+    )  # not contiguous
     write_split(weight, values.clone(), rest)
     again, known = joined(weight, rest), ~values.isnan()
     assert torch.equal(again.view(torch.int32)[known], values.view(torch.int32)[known])
@@ -112,14 +134,17 @@ def test_what_is_split_is_joined_bitwise(monkeypatch):
 ARCH = ToyArch(dim=16, depth=4, dropout=0.1)
 RUN = {
     "flow": FlowConfig(weighting="bell"), "ema": EMAConfig(decay=0.9), "save": SaveConfig(),
-    "held_out": HeldOutConfig(sigmas=(0.3, 0.8)), "log": LogConfig(tensorboard=False), "held_out_clips": CLIPS,
+    "held_out": HeldOutConfig(sigmas=(0.3, 0.8)), "log": LogConfig(tensorboard=False),
+    "held_out_clips": CLIPS,
 }  # fmt: skip
 
 
 def run(folder, steps, rounding, *, name="adamw", fused=False, one_of=None, dtype=BF16):
     model = make_model(TOY, ARCH, dtype=dtype)
     swap = None if one_of is None else stream(model, one_of, trained=True)
-    config = TrainConfig(steps=steps, batch_size=2, accumulation=1 if fused else 2, clip_norm=0.0, seed=5)
+    config = TrainConfig(
+        steps=steps, batch_size=2, accumulation=1 if fused else 2, clip_norm=0.0, seed=5
+    )
     optim = OptimConfig(name=name, lr=1e-4, warmup_steps=3, fused_backward=fused, rounding=rounding)
     engine = BlockEngine(hooks=() if swap is None else (swap,))
     toy = Model(model, engine, TOY, trainable_parameters(model), swap)
@@ -147,14 +172,16 @@ def test_a_run_goes_on_bitwise(rounding, name, tmp_path):
     bf16 = {one for one, tensor in state["trainable"].items() if tensor.dtype == BF16}
     assert bf16 == {one for one in state["trainable"] if not TOY.precision.keep_fp32(one)}
     assert kept == ({f"{one}|rounding_rest" for one in bf16} if rounding == "split" else set())
-    assert {kinds[one] for one in kept} <= {torch.int16} and {kinds[one] for one in kinds.keys() - kept} == {
-        torch.float32
-    }
+    assert {kinds[one] for one in kept} <= {torch.int16} and {
+        kinds[one] for one in kinds.keys() - kept
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("one_of", [None, 1, 2])
-def test_updates_in_the_backward_and_streamed_weights_are_the_same_bitwise(rounding, one_of, tmp_path):
+def test_updates_in_the_backward_and_streamed_weights_are_the_same_bitwise(
+    rounding, one_of, tmp_path
+):
     plain = training(rounding)
     fused = training(rounding, fused=True, one_of=one_of)
     assert plain[0] == fused[0] and plain[1].keys() == fused[1].keys()
@@ -169,13 +196,17 @@ def training(rounding, *, fused=False, one_of=None, seed=1):
     engine, reported = BlockEngine(hooks=() if swap is None else (swap,)), []
     for number in range(3):
         reported.append(
-            training_step(Model(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4, clip_norm=0.0)
+            training_step(Model(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))],
+            trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4,
+            clip_norm=0.0)
         )  # fmt: skip
         trained.average.update(number + 1)
     trained.optimizer.zero_grad()
     groups = trained.state_dict().tensors
     return reported, {
-        f"{group} {name}": tensor.clone() for group, own in groups.items() for name, tensor in own.items()
+        f"{group} {name}": tensor.clone()
+        for group, own in groups.items()
+        for name, tensor in own.items()
     }
 
 
@@ -197,7 +228,9 @@ def test_what_is_sampled_depends_on_the_run_the_step_and_the_name():
 
     first = written(1, 2, "a")
     assert torch.equal(first, written(1, 2, "a")) and len(first.unique()) == 2
-    assert not any(torch.equal(first, written(*other)) for other in ((2, 2, "a"), (1, 3, "a"), (1, 2, "b")))
+    assert not any(
+        torch.equal(first, written(*other)) for other in ((2, 2, "a"), (1, 3, "a"), (1, 2, "b"))
+    )
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
@@ -206,7 +239,9 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     optimizer = NamedOptimizer({"weight": weight}, OptimConfig(rounding="stochastic"))
     for factor in (1.0, *(1e-3 for _ in range(1000))):
         (weight * factor).sum().backward()
-    assert weight.grad.dtype == torch.float32 and torch.allclose(weight.grad, torch.tensor(2.0), rtol=2e-3)
+    assert weight.grad.dtype == torch.float32 and torch.allclose(
+        weight.grad, torch.tensor(2.0), rtol=2e-3
+    )
     optimizer.zero_grad()
     (weight * 1.0).sum().backward()
     assert weight.grad.dtype == torch.float32 and weight.grad.sum() == 8
@@ -215,24 +250,33 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
 def test_a_run_may_go_on_with_another_rounding(tmp_path):
     run(tmp_path / "run", 2, "split")
     result = run(tmp_path / "run", 4, "stochastic")
-    assert not any(name.endswith("rounding_rest") for name in load_state(result.save).tensors["optimizer"])
+    assert not any(
+        name.endswith("rounding_rest") for name in load_state(result.save).tensors["optimizer"]
+    )
     result = run(tmp_path / "run", 6, "split")
-    assert any(name.endswith("rounding_rest") for name in load_state(result.save).tensors["optimizer"])
+    assert any(
+        name.endswith("rounding_rest") for name in load_state(result.save).tensors["optimizer"]
+    )
 
 
 def test_an_exactly_fp32_run_does_not_notice(tmp_path):
-    plain, other = (run(tmp_path / each, 3, each, dtype=torch.float32) for each in ("nearest", "stochastic"))
+    plain, other = (
+        run(tmp_path / each, 3, each, dtype=torch.float32) for each in ("nearest", "stochastic")
+    )
     assert_same_state(plain.save, other.save)
 
 
 @pytest.mark.parametrize("name", ["prodigy", "schedulefree_adamw"])
 def test_optimizers_that_update_all_at_once_are_refused(name):
-    with pytest.raises(UserError, match=f"optim.rounding = split does not go with optim.name = {name}.*use adamw"):
+    with pytest.raises(
+        UserError, match=f"optim.rounding = split does not go with optim.name = {name}.*use adamw"
+    ):
         OptimConfig(name=name, lr=1.0, rounding="split")
 
 
 def stalled(dtype, rounding, *, steps=300):
-    """Error left of a linear map that is to move by 1 % of its weights, at a rate of which bf16 keeps few updates."""
+    """Error left of a linear map that is to move by 1 % of its weights, at a rate of which bf16
+    keeps few updates."""
     random = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(48, 48, generator=random).to(dtype))
     start = weight.detach().float().clone()
@@ -244,7 +288,9 @@ def stalled(dtype, rounding, *, steps=300):
         optimizer.begin(0, step)
         (x @ (weight.float() - target).T).square().mean().backward()
         optimizer.step(4e-5)
-    return float((weight.detach().float() - target).square().mean() / (start - target).square().mean())
+    return float(
+        (weight.detach().float() - target).square().mean() / (start - target).square().mean()
+    )
 
 
 def test_where_bf16_stalls_it_learns():
@@ -264,10 +310,15 @@ def test_where_bf16_stalls_it_learns():
 )
 @pytest.mark.slow
 def test_the_plan_is_what_a_step_holds(rounding, fused, streamed):
-    changed = {"precision": Precision(matmul=BF16), "optim": OptimConfig(rounding=rounding, fused_backward=fused)}
+    changed = {
+        "precision": Precision(matmul=BF16),
+        "optim": OptimConfig(rounding=rounding, fused_backward=fused),
+    }
     if fused:
         changed["clip_norm"] = 0.0
-    job = toy_job("full", arch=ToyArch(dim=256, depth=6 if streamed else 4), size=(1, 32, 32), **changed)
+    job = toy_job(
+        "full", arch=ToyArch(dim=256, depth=6 if streamed else 4), size=(1, 32, 32), **changed
+    )
     found = agree(job, (), streamed)
     block = found.blocks[2]
     count = block.adapters // 2
@@ -283,5 +334,7 @@ def test_the_command_fine_tunes_in_bf16_and_exports(tmp_path, capsys):
     assert "rounds most updates away; set optim.rounding to stochastic" in capsys.readouterr().err
     assert world.train("run", 2, *flags, "--optim.rounding", "stochastic") == 0
     trained = load_state(tmp_path / "run" / "state" / "step-000002").tensors["trainable"]
-    assert {tensor.dtype for name, tensor in trained.items() if not TOY.precision.keep_fp32(name)} == {BF16}
+    assert {
+        tensor.dtype for name, tensor in trained.items() if not TOY.precision.keep_fp32(name)
+    } == {BF16}
     assert list((tmp_path / "run" / "exports").glob("transformer_*"))

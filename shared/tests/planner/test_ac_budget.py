@@ -1,4 +1,5 @@
-"""A budget for checkpointing: against looking at every way, and as a run and its plan resolve it."""
+"""A budget for checkpointing: against looking at every way, and as a run and its plan resolve
+it."""
 
 import functools
 import itertools
@@ -37,7 +38,8 @@ NONE, ATTENTION, FULL, OFFLOADED = Policy(), AttentionOnly(), Full(), Full(offlo
 
 
 def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
-    """Blocks of two kinds, with figures sampled at random that keep to what policies do: what is not kept is made again in the backward."""
+    """Blocks of two kinds, with figures sampled at random that keep to what policies do: what is
+    not kept is made again in the backward."""
     draw = random.Random(seed)
     whole = [draw.randint(200, 900) for _ in range(2)]
     carry, attention = draw.randint(10, 60), [draw.randint(5, 60) for _ in range(2)]
@@ -47,7 +49,9 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
     gradients = draw.choice((0, draw.randint(0, 80)))
     blocks = []
     for kind in range(2):
-        kept = {"none": whole[kind], "attn_only": carry + attention[kind], "full": carry}[policy.kind]
+        kept = {"none": whole[kind], "attn_only": carry + attention[kind], "full": carry}[
+            policy.kind
+        ]
         again = {"none": 0, "attn_only": flops[kind] // 2, "full": flops[kind]}[policy.kind]
         sent = carry if policy.offload else 0
         blocks.append(
@@ -68,10 +72,15 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
             )
         )
     end = StageCost(
-        weights=50 * MIB, kept=30 * MIB, released=30 * MIB, forward_extra=160 * MIB, backward_extra=90 * MIB
+        weights=50 * MIB,
+        kept=30 * MIB,
+        released=30 * MIB,
+        forward_extra=160 * MIB,
+        backward_extra=90 * MIB,
     )
     stages = [blocks[i >= border] for i in range(num_blocks)]
-    # What a block passes on is freed by its own backward if it holds that itself, else by the backward of what comes behind it.
+    # What a block passes on is freed by its own backward if it holds that itself, else by the
+    # backward of what comes behind it.
     holds = blocks[0].freed_at_cut == 0
     if holds:
         stages[0] = replace(stages[0], released=stages[0].released + carry * MIB)
@@ -89,12 +98,17 @@ def task_of(seed: int, num_blocks: int, cuts: tuple[int, ...], **settings) -> Bu
     profiles = functools.cache(lambda policy: made(policy, seed, num_blocks))
     budgets = tuple(Budget(name=str(i), total=2**62, workspace=0) for i in range(len(cuts) + 1))
     return BudgetTask(
-        profile_of=profiles, division=divided(num_blocks, cuts), budgets=budgets, work=Workload(**settings)
+        profile_of=profiles,
+        division=divided(num_blocks, cuts),
+        budgets=budgets,
+        work=Workload(**settings),
     )
 
 
 def recomputed(task: BudgetTask, policies) -> int:
-    return sum(task.profile_of(policy).blocks[i].flops_backward for i, policy in enumerate(policies))
+    return sum(
+        task.profile_of(policy).blocks[i].flops_backward for i, policy in enumerate(policies)
+    )
 
 
 def every_way(task: BudgetTask, menu) -> list[tuple[int, int]]:
@@ -107,7 +121,9 @@ def every_way(task: BudgetTask, menu) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))]
+)
 def test_no_other_policies_that_fit_recompute_less(seed):
     draw = random.Random(100 + seed)
     num_blocks = draw.randint(4, 6)
@@ -151,7 +167,9 @@ def test_activations_go_to_the_host_only_where_full_does_not_fit_and_no_more_tha
         with pytest.raises(UserError, match="the host lacks"):
             choose(replace(bound, host=host - 1, budgets=(replace(budget, total=offloaded),)))
     with pytest.raises(UserError, match="nothing fits.*full for all blocks 0 lacks") as refusal:
-        choose(replace(task, can_offload=False, budgets=(replace(task.budgets[0], total=full - 1),)))
+        choose(
+            replace(task, can_offload=False, budgets=(replace(task.budgets[0], total=full - 1),))
+        )
     assert "\n" not in str(refusal.value)
 
 
@@ -189,7 +207,8 @@ DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(dim=64,
 
 def run_of(policy: str, **flags) -> RunContext:
     named = {
-        "model.preset": "deep", "data.frames": 5, "data.height": 64, "data.width": 64, "adapter.rank": 2, "train.device": "cpu",
+        "model.preset": "deep", "data.frames": 5, "data.height": 64, "data.width": 64,
+        "adapter.rank": 2, "train.device": "cpu",
         "train.checkpointing": policy, "sample.captions": 0, **flags,
     }  # fmt: skip
     return create_run(DEEP, resolve(RunConfig, flags=named))
@@ -198,7 +217,9 @@ def run_of(policy: str, **flags) -> RunContext:
 def resolved(run: RunContext):
     arch = ToyArch(dim=64, depth=8)
     model = build_on_meta(run.spec, arch, run.precision)
-    unloaded = SimpleNamespace(module=model, origin=SimpleNamespace(arch=arch, adapter=run.config.adapter))
+    unloaded = SimpleNamespace(
+        module=model, origin=SimpleNamespace(arch=arch, adapter=run.config.adapter)
+    )
     return place_run(run, unloaded, training=True)
 
 
@@ -213,7 +234,10 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     placed = resolved(run_of("budget"))
     assert report.policy == str(placed.checkpointing) == plan_json(report)["checkpointing"]
     said = capsys.readouterr().out
-    assert report.step.solution.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
+    assert (
+        report.step.solution.chosen in said
+        and f"train.checkpointing = budget chose {report.policy}: " in said
+    )
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
     job = planned_step(run_of("budget"), "cpu").job.with_execution(checkpointing=report.policy)
@@ -233,16 +257,23 @@ def test_a_plan_has_the_kernels_of_its_run_and_the_format_that_its_base_is_multi
 
 def test_a_plan_says_what_products_in_8_bits_gain():
     """Of the toy nothing, whose matmuls are smaller than the passes around them."""
-    (note,) = (note for note in make_report(run_of("full", **COMPUTED), "rtx4090").notes if "base.compute" in note)
+    (note,) = (
+        note
+        for note in make_report(run_of("full", **COMPUTED), "rtx4090").notes
+        if "base.compute" in note
+    )
     gain = re.fullmatch(
-        r"base\.compute = fp8 makes a step ([\d.]+) times as fast by this estimate: too little .*", note
+        r"base\.compute = fp8 makes a step ([\d.]+) times as fast by this estimate: too little .*",
+        note,
     )
     assert gain is not None and 0 < float(gain[1]) < 1.05
     assert not any("base.compute" in note for note in make_report(run_of("full"), "rtx4090").notes)
 
 
 def test_a_plan_for_a_gpu_that_does_not_multiply_a_format_is_refused():
-    with pytest.raises(UserError, match=r"^base\.compute = fp8: rtx3090 has no products of this format"):
+    with pytest.raises(
+        UserError, match=r"^base\.compute = fp8: rtx3090 has no products of this format"
+    ):
         make_report(run_of("full", **COMPUTED), "rtx4090,rtx3090")
 
 
@@ -251,7 +282,9 @@ def test_a_plan_for_a_gpu_that_does_not_multiply_a_format_is_refused():
 def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 2**16)
     for decide in (make_report, resolved):
-        with pytest.raises(UserError, match="budget: nothing fits; with full for all blocks cpu lacks"):
+        with pytest.raises(
+            UserError, match="budget: nothing fits; with full for all blocks cpu lacks"
+        ):
             decide(run_of("budget"))
     with pytest.raises(UserError, match="2 numbers for 1 devices"):
         check_training(run_of("budget(1GiB, 2GiB)"))
@@ -265,7 +298,8 @@ def test_gpus_with_names_have_policies_of_their_own():
     last = report.step.partition.devices.count(0) - 1
     assert report.policy == f"0-{last}=full, {last + 1}-7=none"
     assert (
-        make_report(run_of(report.policy, **{"train.split_points": (last + 1,)}), "2x24GiB").devices == report.devices
+        make_report(run_of(report.policy, **{"train.split_points": (last + 1,)}), "2x24GiB").devices
+        == report.devices
     )
     again = make_report(run_of("budget(1GiB)"), "2x24GiB")
     assert again.policy == "none" and "1.00 GiB, " in again.step.solution.chosen

@@ -43,12 +43,15 @@ def layers(dtype: torch.dtype) -> nn.Module:
 
 
 def run(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
-    """The input, the first layer's output and the second's are alive at once, then the third's in place of one."""
+    """The input, the first layer's output and the second's are alive at once, then the third's in
+    place of one."""
     rows = size[1] * size[2]
     return module(torch.empty(rows, WIDTH).to(device))
 
 
-def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> Tensor:
+def run_streamed(
+    module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]
+) -> Tensor:
     rows = torch.empty(4, WIDTH).to(device)
     holding = passing()
     for name in "01":
@@ -58,10 +61,16 @@ def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], 
 
 
 VAE = AuxiliaryModel(
-    name="VAE decoder", stage="sample", build=lambda _: layers(torch.float32), run=run, tiles=Tiles(32, 8)
+    name="VAE decoder",
+    stage="sample",
+    build=lambda _: layers(torch.float32),
+    run=run,
+    tiles=Tiles(32, 8),
 )
 ENCODER = replace(VAE, name="VAE encoder", stage="encode")
-TEXT = AuxiliaryModel(name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed)
+TEXT = AuxiliaryModel(
+    name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed
+)
 
 
 def rows(
@@ -82,7 +91,8 @@ def rows(
 
 
 def activations(size: tuple[int, int, int]) -> int:
-    """`nn.Sequential` drops what a layer was given when the next has been called: two live, and the caller's input."""
+    """`nn.Sequential` drops what a layer was given when the next has been called: two live, and the
+    caller's input."""
     return 3 * 4 * WIDTH * size[1] * size[2]
 
 
@@ -94,7 +104,8 @@ def test_a_shared_weight_counts_once_and_activations_at_their_highest() -> None:
 
 def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:
     found = measure_model(TEXT, SIZE, dtype=torch.float32, mode="layer by layer")
-    names = 1  # both layers have a weight of one name and shape: the second takes the place of the first
+    # both layers have a weight of one name and shape: the second takes the place of the first
+    names = 1
     assert found == (names * LAYER, names * LAYER + 2 * 4 * WIDTH * 4)
 
 
@@ -109,13 +120,17 @@ def test_the_planned_bytes_are_those_that_are_measured() -> None:
     with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(module, "weights")
         run(module, SIZE, torch.device("cpu"))
-    assert ledger.peak[torch.device("cpu")] == measure_model(VAE, SIZE, dtype=torch.float32, kind="cpu").peak
+    assert (
+        ledger.peak[torch.device("cpu")]
+        == measure_model(VAE, SIZE, dtype=torch.float32, kind="cpu").peak
+    )
 
 
 def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
     found = rows(2**40)
     assert [(row.stage, row.name) for row in found] == [
-        ("encode", "VAE encoder"), ("encode", "text encoder"), ("sample", "denoising"), ("sample", "VAE decoder"),
+        ("encode", "VAE encoder"), ("encode", "text encoder"), ("sample", "denoising"), ("sample",
+        "VAE decoder"),
     ]  # fmt: skip
     assert all(row.fits and row.mode == "whole" and not row.remedy for row in found)
     assert [row.fits for row in rows(None)] == [None] * 4
@@ -129,7 +144,12 @@ def test_tiles_of_an_encoder_are_offered_with_what_they_need_and_never_taken() -
     assert encoder.remedy == f"encode.vae_tiling = true would need {tiled / 2**30:.1f} GiB"
     assert rows(needed, streaming="never")[0].fits
     chosen = rows(needed - 1, streaming="never", encoding=VaeMode(tiled=True))
-    assert (chosen[0].mode, chosen[0].peak, chosen[0].fits, chosen[0].remedy) == ("in tiles", tiled, True, "")
+    assert (chosen[0].mode, chosen[0].peak, chosen[0].fits, chosen[0].remedy) == (
+        "in tiles",
+        tiled,
+        True,
+        "",
+    )
     assert rows(tiled - 1, encoding=VaeMode(tiled=True))[0].remedy == 'encode.device = "cpu"'
     assert "still too much" in rows(tiled - 1)[0].remedy
 
@@ -137,33 +157,54 @@ def test_tiles_of_an_encoder_are_offered_with_what_they_need_and_never_taken() -
 def test_a_vae_that_encodes_in_bf16_is_planned_so_and_the_text_encoder_in_its_own_dtype() -> None:
     vae = replace(VAE, build=layers)
     planner = AuxiliaryPlanner(
-        models=[replace(vae, stage="encode"), TEXT], text_dtype=torch.float32, encoding=VaeMode(torch.bfloat16)
+        models=[replace(vae, stage="encode"), TEXT],
+        text_dtype=torch.float32,
+        encoding=VaeMode(torch.bfloat16),
     )
     found = planner.encode_rows([SIZE], Room("one", 2**40, "cuda"))
-    needed = [measure_model(vae, SIZE, dtype=torch.bfloat16), measure_model(TEXT, SIZE, dtype=torch.float32)]
+    needed = [
+        measure_model(vae, SIZE, dtype=torch.bfloat16),
+        measure_model(TEXT, SIZE, dtype=torch.float32),
+    ]
     assert [row.peak for row in found] == [each.peak for each in needed]
     assert [row.mode for row in found] == ["in bf16", "whole"]
 
 
 def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_first() -> None:
     vae = replace(VAE, build=layers)
-    wide, narrow = (measure_model(vae, SIZE, dtype=dtype).peak for dtype in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        measure_model(vae, SIZE, dtype=dtype).peak for dtype in (torch.float32, torch.bfloat16)
+    )
     tiled = measure_model(vae, SIZE, dtype=torch.bfloat16, mode="in tiles").peak
     assert tiled < narrow < wide
-    planner = AuxiliaryPlanner(models=[vae], text_dtype=torch.float32, decodings=decodings_of("auto", tiled=False))
+    planner = AuxiliaryPlanner(
+        models=[vae], text_dtype=torch.float32, decodings=decodings_of("auto", tiled=False)
+    )
 
     def decoder(available: int | None, kind: str = "cuda") -> AuxiliaryRow:
         return planner.sample_rows([SIZE], [Room("one", available, kind)], denoising=0)[-1]
 
     found = [decoder(available) for available in (None, wide, wide - 1, narrow - 1, tiled - 1)]
-    assert [row.mode for row in found] == ["whole", "whole", "in bf16", "in bf16 tiles", "in bf16 tiles"]
-    assert [row.fits for row in found] == [None, True, True, True, False] and "smaller sample.height" in found[
-        -1
-    ].remedy
+    assert [row.mode for row in found] == [
+        "whole",
+        "whole",
+        "in bf16",
+        "in bf16 tiles",
+        "in bf16 tiles",
+    ]
+    assert [row.fits for row in found] == [
+        None,
+        True,
+        True,
+        True,
+        False,
+    ] and "smaller sample.height" in found[-1].remedy
     assert (decoder(1, "cpu").mode, decoder(1, "cpu").peak) == ("whole", wide)
     free = {"whole": 9, "in bf16": 5, "in bf16 tiles": 1}
     ways = decodings_of("auto", tiled=False)
-    assert [first_that_fits(ways, lambda way: free[way.label], left)[0] for left in (9, 8, 5, 4, 1, 0)] == [
+    assert [
+        first_that_fits(ways, lambda way: free[way.label], left)[0] for left in (9, 8, 5, 4, 1, 0)
+    ] == [
         0,
         1,
         1,
@@ -174,22 +215,35 @@ def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_fi
 
 
 def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
-    state = 3 * LAYER  # of the state dict, in which a shared weight stands twice, as the encoder counts
+    state = (
+        3 * LAYER
+    )  # of the state dict, in which a shared weight stands twice, as the encoder counts
     assert rows(state + MARGIN_BYTES)[1].mode == "whole"
     assert rows(state + MARGIN_BYTES - 1)[1].mode == "layer by layer"
     assert rows(2**40, streaming="always")[1].mode == "layer by layer"
     whole = rows(LAYER, streaming="never")[1]
-    assert whole.mode == "whole" and whole.remedy.startswith('encode.streaming = "always" would need')
+    assert whole.mode == "whole" and whole.remedy.startswith(
+        'encode.streaming = "always" would need'
+    )
 
 
 def test_sampling_happens_next_to_what_training_keeps() -> None:
     found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
     alone = measure_model(VAE, SIZE, dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
-    assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are sampled
+    assert (
+        found["denoising"].peak == 1000 + alone.weights + 10
+    )  # the decoder stays until all are sampled
     assert rows(2**40, in_use=1000, denoising=10)[2].peak == 1010
     assert found["VAE encoder"].peak == alone.peak
-    purposes = {"weights": 1, "adapters": 2, "gradients": 4, "optimizer": 8, "average": 0, "activations": 32}
+    purposes = {
+        "weights": 1,
+        "adapters": 2,
+        "gradients": 4,
+        "optimizer": 8,
+        "average": 0,
+        "activations": 32,
+    }
     assert held_while_sampling(purposes) == 1 + 2 + 8
     assert held_while_sampling(purposes, averages=True) == 1 + 2 + 8 + 2
     assert held_while_sampling(purposes | {"average": 2}) == 1 + 2 + 8 + 2 + 2
@@ -206,7 +260,9 @@ def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     """Two blocks more hold nothing more, and the real model what the fake one says."""
     arch, size = replace(TOY.architecture.presets["tiny"], depth=5), (frames, 32, 32)
     step = step_of(TOY, arch, size, AdapterConfig(rank=2))
-    planned = denoising_bytes(replace(step, kind="cpu").with_execution(precision=Precision(matmul=torch.float32)), size)
+    planned = denoising_bytes(
+        replace(step, kind="cpu").with_execution(precision=Precision(matmul=torch.float32)), size
+    )
     model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
     with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(model, "weights")

@@ -20,9 +20,12 @@ from ditkit_core.planner.step_time import assumptions
 from ditkit_core.planner.workload import Workload
 
 SOLD = {
-    "rtx2080ti": 11, "t4": 16, "v100-16": 16, "v100-32": 32, "rtx3060": 12, "rtx3080": 10, "rtx3090": 24, "rtx4060ti-16": 16,
-    "rtx4070": 12, "rtx4070s": 12, "rtx4070ti": 12, "rtx4070tis": 16, "rtx4080": 16, "rtx4080s": 16, "rtx4090": 24, "rtx5080": 16,
-    "rtx5090": 32, "a6000": 48, "l40s": 48, "a10": 24, "a100-40": 40, "a100-80": 80, "h100-80": 80, "h100pcie": 80, "h200-141": 141,
+    "rtx2080ti": 11, "t4": 16, "v100-16": 16, "v100-32": 32, "rtx3060": 12, "rtx3080": 10,
+    "rtx3090": 24, "rtx4060ti-16": 16,
+    "rtx4070": 12, "rtx4070s": 12, "rtx4070ti": 12, "rtx4070tis": 16, "rtx4080": 16, "rtx4080s": 16,
+    "rtx4090": 24, "rtx5080": 16,
+    "rtx5090": 32, "a6000": 48, "l40s": 48, "a10": 24, "a100-40": 40, "a100-80": 80, "h100-80": 80,
+    "h100pcie": 80, "h200-141": 141,
 }  # fmt: skip
 """GB of the datasheets."""
 
@@ -39,7 +42,8 @@ def test_a_size_is_written_in_several_ways(text):
 
 
 def test_a_size_is_no_more_than_torch_reports_of_a_gpu_that_is_sold_with_it():
-    """A plan of 24GiB that fits has to fit an RTX 4090, which is sold with 24 GB and of which torch reports 23.5 GiB."""
+    """A plan of 24GiB that fits has to fit an RTX 4090, which is sold with 24 GB and of which torch
+    reports 23.5 GiB."""
     ecc = {"t4", "l40s", "a10"}
     for name, size in SOLD.items():
         (card,), (sized,) = parse_gpus(name), parse_gpus(f"{size}GiB")
@@ -51,7 +55,8 @@ def test_a_size_is_no_more_than_torch_reports_of_a_gpu_that_is_sold_with_it():
 
 @pytest.mark.parametrize(
     ("name", "gib"),
-    # Of torch's messages and device properties where their GPU is named, in public issues and logs from Linux.
+    # Of torch's messages and device properties where their GPU is named, in public issues and logs
+    # from Linux.
     [
         ("rtx4090", 23.49), ("rtx4090", 23.52), ("rtx4090", 23.65), ("rtx3090", 23.56), ("rtx3090", 23.69), ("rtx5090", 31.37),
         ("rtx4060ti-16", 15.57), ("rtx3060", 11.62), ("t4", 14.56), ("t4", 14.75), ("a10", 21.99), ("v100-16", 15.78),
@@ -66,7 +71,11 @@ def test_a_gpu_by_name_has_no_more_memory_than_torch_reports_of_one(name, gib):
 
 
 def test_gpus_are_known_by_name_in_any_case():
-    assert [card.name for card in parse_gpus("2xRTX3090,A100-80")] == ["rtx3090", "rtx3090", "a100-80"]
+    assert [card.name for card in parse_gpus("2xRTX3090,A100-80")] == [
+        "rtx3090",
+        "rtx3090",
+        "a100-80",
+    ]
     for text in ("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "4090"):
         assert parse_gpus(text)[0].bf16_flops == 165.2e12
     assert parse_gpus("4070 Ti Super") == parse_gpus("rtx4070tis")
@@ -116,24 +125,33 @@ def test_an_unknown_gpu_is_answered_with_the_nearest_or_with_its_size(text, answ
 
 
 def test_products_in_8_bits_have_the_published_rates():
-    """Of the makers' papers, in TOP/s and TFLOP/s without sparsity, to 2 %; fp8 with sums in fp32."""
+    """Of the makers' papers, in TOP/s and TFLOP/s without sparsity, to 2 %; fp8 with sums in
+    fp32."""
     rates = {
-        "rtx2080ti": (215, 0), "v100": (0, 0), "t4": (130, 0), "rtx3090": (284, 0), "a6000": (309.7, 0), "a100": (624, 0),
+        "rtx2080ti": (215, 0), "v100": (0, 0), "t4": (130, 0), "rtx3090": (284, 0), "a6000": (309.7,
+        0), "a100": (624, 0),
         "rtx4090": (660.6, 330.3), "l40s": (733, 733), "h100": (1979, 1979),
         "h100 pcie": (1513, 1513), "h200": (1979, 1979), "rtx5090": (838, 419),
     }  # fmt: skip
     for name, (int8, fp8) in rates.items():
         (card,) = parse_gpus(name)
-        assert (card.int8_flops / 1e12, card.fp8_flops / 1e12) == pytest.approx((int8, fp8), rel=0.02), name
+        assert (card.int8_flops / 1e12, card.fp8_flops / 1e12) == pytest.approx(
+            (int8, fp8), rel=0.02
+        ), name
 
 
 @pytest.mark.parametrize(
-    "text", ["", "24GiB,", "24", "24MiB", "0x24GiB", "99x24GiB", "rtx9999", "x24GiB", "-1x24GiB", "0.1GiB"]
+    "text",
+    ["", "24GiB,", "24", "24MiB", "0x24GiB", "99x24GiB", "rtx9999", "x24GiB", "-1x24GiB", "0.1GiB"],
 )
 def test_a_wrong_text_is_refused_in_one_line_with_examples(text):
     with pytest.raises(UserError) as refused:
         parse_gpus(text)
-    assert "\n" not in str(refused.value) and "--gpus" in str(refused.value) and "2x24GiB,1x16GiB" in str(refused.value)
+    assert (
+        "\n" not in str(refused.value)
+        and "--gpus" in str(refused.value)
+        and "2x24GiB,1x16GiB" in str(refused.value)
+    )
 
 
 def test_every_name_leads_to_one_gpu():
@@ -147,10 +165,16 @@ def test_every_name_leads_to_one_gpu():
 def test_a_size_takes_the_rates_of_the_slowest_gpu_with_as_much_and_says_so():
     for size in (8, 16, 24, 32, 40, 48, 80, 141):
         card = of_size(size * GIB, f"{size}GiB")
-        as_large = [known for known, _ in KNOWN_GPUS if known.total > 0.9 * size * GIB and known.half == "bf16"]
+        as_large = [
+            known
+            for known, _ in KNOWN_GPUS
+            if known.total > 0.9 * size * GIB and known.half == "bf16"
+        ]
         assert card.bf16_flops == min(known.bf16_flops for known in as_large), size
         assert "assumed as of" in card.source
-    assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(card.bf16_flops for card, _ in KNOWN_GPUS)
+    assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(
+        card.bf16_flops for card, _ in KNOWN_GPUS
+    )
 
 
 @pytest.mark.parametrize(

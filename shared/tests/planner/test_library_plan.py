@@ -1,4 +1,5 @@
-"""Plans without a run, of the core's own model. `tests/test_library.py` has the programs, and `api/test_plan.py` what is changed until it fits."""
+"""Plans without a run, of the core's own model. `tests/test_library.py` has the programs, and
+`api/test_plan.py` what is changed until it fits."""
 
 from typing import Any
 
@@ -43,25 +44,40 @@ def test_full_checkpointing_needs_less_memory_and_more_time() -> None:
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_plan_splits_and_streams_as_it_is_asked_to() -> None:
     execution = Execution(
-        devices=("cuda:0", "cuda:1"), split_points=(3,), swap_blocks=(1, 2), checkpointing="none, cuda:1=full"
+        devices=("cuda:0", "cuda:1"),
+        split_points=(3,),
+        swap_blocks=(1, 2),
+        checkpointing="none, cuda:1=full",
     )
     step = planned(execution, "24GiB,16GiB")
     assert step.placement.split_points == (3,) and len(step.placement.streamed) == 3
     assert step.host == step.streamed > 0
-    assert str(step.placement.checkpointing) == "0-2=none, 3-4=full", "by blocks, as the engine takes it"
+    assert str(step.placement.checkpointing) == "0-2=none, 3-4=full", (
+        "by blocks, as the engine takes it"
+    )
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_placement_on_this_machine_is_the_one_of_its_plan() -> None:
     """Two devices of the host, which are split by weights."""
-    execution = Execution(devices=("cpu", "cpu:1"), checkpointing="full", precision=Precision(matmul=torch.float32))
+    execution = Execution(
+        devices=("cpu", "cpu:1"), checkpointing="full", precision=Precision(matmul=torch.float32)
+    )
     step = planned(execution, "")
     assert step.seconds is None and step.rates == () and step.targets.kind == "cpu"
-    job = StepJob(spec=TOY, arch=ARCH, batch=batch(), execution=execution, adapter=AdapterConfig(rank=4), kind="cpu")
+    job = StepJob(
+        spec=TOY,
+        arch=ARCH,
+        batch=batch(),
+        execution=execution,
+        adapter=AdapterConfig(rank=4),
+        kind="cpu",
+    )
     model = build_on_meta(TOY, ARCH, execution.precision)
     placement = placement_of(model, job)
     assert (
-        placement.checkpointing == execution.schedule and placement_of(model, job, training=False).checkpointing is None
+        placement.checkpointing == execution.schedule
+        and placement_of(model, job, training=False).checkpointing is None
     )
     assert len(placement.split_points) == 1 and [
         plan.peak for plan in plan_step(job, targets_of(execution)).devices

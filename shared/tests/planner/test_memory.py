@@ -1,4 +1,5 @@
-"""A plan put together from a few blocks against the whole step run on fake tensors, and against real tensors."""
+"""A plan put together from a few blocks against the whole step run on fake tensors, and against
+real tensors."""
 
 from dataclasses import replace
 
@@ -26,7 +27,10 @@ from ditkit_core.training.train_step import StepContext, training_step
 @pytest.mark.parametrize(
     ("policy", "method"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("full", "lora"), ("attn_only", "full"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("full", "lora"), ("attn_only", "full"))
+        ),
         *(
             pytest.param(policy, method, marks=pytest.mark.exhaustive)
             for policy in POLICIES
@@ -39,7 +43,8 @@ def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method)
     of = toy_job(method, checkpointing=policy, ema=EMAConfig(decay=0.9))
     found = profile(of)
     for cuts in ((), (3,), (2, 4)):
-        # One device: to the byte. On several, the loss's few tensors lie partly on the first and partly on the last.
+        # One device: to the byte. On several, the loss's few tensors lie partly on the first and
+        # partly on the last.
         check_plan(found, of, cuts, rel=0.01 if cuts else 0.0)
 
 
@@ -81,8 +86,14 @@ def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy,
 @pytest.mark.parametrize(
     "policy",
     [
-        *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("attn_only(self)", "full, 1-3=none")),
-        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("none", "full", "attn_only")),
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("attn_only(self)", "full, 1-3=none")
+        ),
+        *(
+            pytest.param(policy, marks=pytest.mark.exhaustive)
+            for policy in ("none", "full", "attn_only")
+        ),
     ],
 )
 def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
@@ -112,7 +123,8 @@ def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_allocate(kernels):
-    """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""
+    """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no
+    more is kept for the backward."""
     stored = toy_job(checkpointing="full", quantize="int8", kernels=kernels)
     computed = stored.with_execution(compute="int8")
     profiles = [profile(each) for each in (stored, computed)]
@@ -121,7 +133,11 @@ def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_a
     assert (found.flops_forward, found.flops_backward) == pytest.approx(arithmetic, rel=1e-3)
     in_8_bits = {
         stage: [
-            flops_in((kernel, count) for kernel, count in kernels if kernel.kind.startswith("matmul_int8"))
+            flops_in(
+                (kernel, count)
+                for kernel, count in kernels
+                if kernel.kind.startswith("matmul_int8")
+            )
             for kernels in (stage.kernels_forward, stage.kernels_backward)
         ]
         for stage in (plain, found)
@@ -134,22 +150,41 @@ def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_a
 
 
 def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
-    of = toy_job(adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8))
+    of = toy_job(
+        adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8)
+    )
     found = profile(of)
-    assert [block.adapters > 0 for block in found.blocks] == [False, False, True, True, True, True, False, False]
+    assert [block.adapters > 0 for block in found.blocks] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert found.blocks[0].flops_backward == 0 < found.blocks[7].flops_backward
     check_plan(found, of, (), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "policy",
-    ["attn_only", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in POLICIES if name != "attn_only")],
+    [
+        "attn_only",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in POLICIES
+            if name != "attn_only"
+        ),
+    ],
 )
 def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
     of = toy_job(checkpointing=policy, kind="cpu")
     found = profile(of)
     (plan,) = planned(found, divided(len(found.blocks), ()))
-    # the noise and the caption, which the host has before they are sent, are the host's where that is the device
+    # the noise and the caption, which the host has before they are sent, are the host's where that
+    # is the device
     assert plan.peak == pytest.approx(real_peak(of), rel=0.02)
 
 
@@ -174,7 +209,10 @@ def real_peak(of, micro_batches: int = 1) -> int:
     trained.optimizer.zero_grad()
     with MemoryTracker() as ledger:
         ledger.track(model, "weights")
-        ledger.track([state for part in trained.optimizer.parts for state in part.state.values()], "optimizer")
+        ledger.track(
+            [state for part in trained.optimizer.parts for state in part.state.values()],
+            "optimizer",
+        )
         step(1)
     return ledger.peak[torch.device("cpu")]
 
@@ -185,13 +223,21 @@ def test_more_micro_batches_of_an_adapter_need_more_sets_of_its_gradients():
     found = profile(of)
 
     def plan_of(micro_batches: int) -> DevicePlan:
-        return planned(found, divided(len(found.blocks), ()), Workload(micro_batches=micro_batches))[0]
+        return planned(
+            found, divided(len(found.blocks), ()), Workload(micro_batches=micro_batches)
+        )[0]
 
     one_set = sum(stage.gradients for stage in (found.embed, *found.blocks, found.head))
     real = {count: real_peak(of, count) for count in (1, 2, 4)}
     for more, less in ((2, 1), (4, 2)):
-        assert plan_of(more).peak - plan_of(less).peak == pytest.approx(real[more] - real[less], rel=0.02)
-    assert plan_of(4).purposes["gradients"] == 2 * one_set == plan_of(2).purposes["gradients"] + one_set
+        assert plan_of(more).peak - plan_of(less).peak == pytest.approx(
+            real[more] - real[less], rel=0.02
+        )
+    assert (
+        plan_of(4).purposes["gradients"]
+        == 2 * one_set
+        == plan_of(2).purposes["gradients"] + one_set
+    )
     assert plan_of(8).purposes["gradients"] == 3 * one_set
 
 
@@ -204,14 +250,26 @@ def test_streamed_weights_are_on_the_host_but_for_two_blocks():
         crossing=(0,) * 7,
         crossing_back=(0,) * 7,
     )
-    for streamed, expected in (((), 603), ((5,), 603), ((1, 3), 603), ((0, 2, 4), 503), ((0, 1, 2, 3, 4, 5), 203)):
+    for streamed, expected in (
+        ((), 603),
+        ((5,), 603),
+        ((1, 3), 603),
+        ((0, 2, 4), 503),
+        ((0, 1, 2, 3, 4, 5), 203),
+    ):
         (plan,) = planned(found, divided(6, (), streamed))
         assert plan.purposes["weights"] == expected, streamed
 
 
 def test_pipelined_micro_batches_keep_all_at_once():
     block = StageCost(kept=10, released=10, forward_extra=15, backward_extra=5)
-    found = Profile(embed=StageCost(), blocks=(block,) * 4, head=StageCost(), crossing=(8,) * 5, crossing_back=(3,) * 5)
+    found = Profile(
+        embed=StageCost(),
+        blocks=(block,) * 4,
+        head=StageCost(),
+        crossing=(8,) * 5,
+        crossing_back=(3,) * 5,
+    )
 
     def peaks(**settings) -> list[int]:
         return [plan.peak for plan in planned(found, divided(4, (2,)), Workload(**settings))]
@@ -225,7 +283,9 @@ def test_pipelined_micro_batches_keep_all_at_once():
 
 def test_a_device_that_is_too_small_says_what_it_lacks():
     plan = DevicePlan(
-        budget=Budget(name="a", total=100, reserve=10), purposes={"weights": 60, "activations": 40}, crossing=0
+        budget=Budget(name="a", total=100, reserve=10),
+        purposes={"weights": 60, "activations": 40},
+        crossing=0,
     )
     assert (plan.peak, plan.fits, plan.missing) == (100, False, 10)
     assert replace(plan, purposes={"weights": 90}).fits
@@ -241,14 +301,21 @@ def test_a_device_that_is_too_small_says_what_it_lacks():
 )
 @pytest.mark.slow
 def test_a_profile_like_another_is_the_one_that_is_made_alone(method, policies):
-    """Updates, and the backward of stages on devices of their own, depend neither on the policy nor on the format of the weights."""
+    """Updates, and the backward of stages on devices of their own, depend neither on the policy nor
+    on the format of the weights."""
     optimizer = OptimConfig(name="muon" if method == "full" else "adamw")
-    of = toy_job(method, checkpointing="full", ema=EMAConfig(decay=0.9), micro_batches=2, optim=optimizer)
+    of = toy_job(
+        method, checkpointing="full", ema=EMAConfig(decay=0.9), micro_batches=2, optim=optimizer
+    )
     first = profile(of)
     for policy in policies:
         quantize = "nf4" if (method, policy) == ("lora", "attn_only") else "none"
         other = of.with_execution(checkpointing=policy, quantize=quantize)
         assert profile(other, like=first) == profile(other), policy
-    fused = replace(of, optim=OptimConfig(fused_backward=True), clip_norm=0.0).with_execution(checkpointing="none")
+    fused = replace(of, optim=OptimConfig(fused_backward=True), clip_norm=0.0).with_execution(
+        checkpointing="none"
+    )
     if method == "full":
-        assert profile(fused, like=profile(fused.with_execution(checkpointing="full"))) == profile(fused)
+        assert profile(fused, like=profile(fused.with_execution(checkpointing="full"))) == profile(
+            fused
+        )

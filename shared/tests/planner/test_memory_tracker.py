@@ -31,7 +31,9 @@ def test_each_input_is_read_once_and_each_result_written_once():
 
 def test_products_are_counted_by_the_bits_of_their_inputs():
     with fake_tensors("cuda") as meter:
-        narrow, wide = (torch.empty(ROWS, COLUMNS, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+        narrow, wide = (
+            torch.empty(ROWS, COLUMNS, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+        )
         narrow @ narrow.T
         wide @ wide.T
         torch.mm(narrow, narrow.T, out_dtype=torch.float32)
@@ -51,8 +53,13 @@ def test_products_of_codes_are_counted_by_their_format():
         codes, one = torch.empty(ROWS, COLUMNS, dtype=torch.float8_e4m3fn), torch.empty(())
         torch._scaled_mm(codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
     flops, size = 2 * ROWS * ROWS * COLUMNS, 2 * ROWS * COLUMNS + 4 * ROWS * ROWS
-    assert {(kernel.kind, kernel.flops) for kernel in meter.kernels} == {("matmul_int8", flops), ("matmul_fp8", flops)}
-    assert all(size <= kernel.bytes <= size + 4 for kernel in meter.kernels), "and the scale that is one"
+    assert {(kernel.kind, kernel.flops) for kernel in meter.kernels} == {
+        ("matmul_int8", flops),
+        ("matmul_fp8", flops),
+    }
+    assert all(size <= kernel.bytes <= size + 4 for kernel in meter.kernels), (
+        "and the scale that is one"
+    )
 
 
 def test_attention_is_one_kernel_each_way():

@@ -39,14 +39,21 @@ def made(draw, num_blocks):
     def cost(weights):
         kept = draw.randint(0, 60)
         return StageCost(
-            weights=weights, adapters=draw.randint(1, 9) if weights else 0, gradients=draw.randint(0, 9), kept=kept,
+            weights=weights, adapters=draw.randint(1, 9) if weights else 0,
+            gradients=draw.randint(0, 9), kept=kept,
             released=kept, freed_at_cut=draw.randint(0, kept), forward_extra=draw.randint(0, 90),
             backward_extra=draw.randint(0, 90), backward_extra_again=draw.randint(0, 99),
         )  # fmt: skip
 
     blocks = tuple(cost(0 if i == 3 else draw.randint(1, 80)) for i in range(num_blocks))
     crossing = tuple(draw.randint(0, 60) for _ in range(num_blocks + 1))
-    return Profile(embed=cost(40), blocks=blocks, head=cost(20), crossing=crossing, crossing_back=crossing[::-1])
+    return Profile(
+        embed=cost(40),
+        blocks=blocks,
+        head=cost(20),
+        crossing=crossing,
+        crossing_back=crossing[::-1],
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -54,7 +61,9 @@ def made(draw, num_blocks):
 def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
     draw = random.Random(seed)
     profile = made(draw, 9)
-    budgets = [Budget(name="", total=draw.randint(200, 900), reserve=draw.randint(0, 99), workspace=7)] * num_devices
+    budgets = [
+        Budget(name="", total=draw.randint(200, 900), reserve=draw.randint(0, 99), workspace=7)
+    ] * num_devices
     budgets[-1] = Budget(name="", total=700)
     counts = [draw.randint(0, 2) for _ in range(num_devices)]
     work = Workload(micro_batches=1 + seed % 3, pipelined=seed % 3 > 1)
@@ -65,7 +74,10 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
         spans = list(itertools.pairwise(bounds))
         if any(sum(has_weights[a:b]) < count for (a, b), count in zip(spans, counts, strict=True)):
             return float("inf")
-        streamed = [streamed_of(has_weights, a, b, count) for (a, b), count in zip(spans, counts, strict=True)]
+        streamed = [
+            streamed_of(has_weights, a, b, count)
+            for (a, b), count in zip(spans, counts, strict=True)
+        ]
         devices = tuple(i for i, (a, b) in enumerate(spans) for _ in range(a, b))
         division = Partition(devices=devices, streamed=frozenset().union(*streamed))
         plans = compose(profile, division, budgets, work)
@@ -80,7 +92,11 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
 def test_what_is_streamed_makes_room_for_other_blocks():
     block = StageCost(weights=10, adapters=1)
     profile = Profile(
-        embed=StageCost(), blocks=(block,) * 20, head=StageCost(), crossing=(0,) * 21, crossing_back=(0,) * 21
+        embed=StageCost(),
+        blocks=(block,) * 20,
+        head=StageCost(),
+        crossing=(0,) * 21,
+        crossing_back=(0,) * 21,
     )
     budgets = [Budget(name="", total=100, workspace=0)] * 2
     assert choose_split_points(profile, budgets) == (10,)
@@ -112,9 +128,16 @@ def machine(monkeypatch):
 
     def pretend(*sizes):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-        properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0) for size in sizes]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(sizes[device.index] * GIB),) * 2)
+        properties = [
+            SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0)
+            for size in sizes
+        ]
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: properties[device.index]
+        )
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device: (int(sizes[device.index] * GIB),) * 2
+        )
         return [torch.device("cuda", index) for index in range(len(sizes))]
 
     return pretend
@@ -124,8 +147,13 @@ def test_a_gpu_gives_what_cuda_and_others_leave(machine):
     gpus = machine(24, 16)
     own = [default_reserve(24 * GIB), default_reserve(16 * GIB)]
     assert [budget.reserve for budget in budgets_here(gpus, ())] == own
-    assert [budget.reserve for budget in budgets_here(gpus, (1.5,))] == [each + 1.5 * GIB for each in own]
-    assert [budget.reserve for budget in budgets_here(gpus, (0.0, 2.0))] == [own[0], own[1] + 2 * GIB]
+    assert [budget.reserve for budget in budgets_here(gpus, (1.5,))] == [
+        each + 1.5 * GIB for each in own
+    ]
+    assert [budget.reserve for budget in budgets_here(gpus, (0.0, 2.0))] == [
+        own[0],
+        own[1] + 2 * GIB,
+    ]
     assert [budget.total for budget in budgets_here(gpus, ())] == [24 * GIB, 16 * GIB]
 
 
@@ -142,7 +170,9 @@ def test_gpus_here_and_gpus_that_are_named_have_one_budget(machine):
 def test_reserves_that_leave_nothing_are_refused(machine):
     gpus = machine(24, 16)
     for reserve in (16.0, 15.2):  # with CUDA itself uses
-        with pytest.raises(UserError, match=r"leaves nothing of a card \(number 1\), which has 16.0 GiB"):
+        with pytest.raises(
+            UserError, match=r"leaves nothing of a card \(number 1\), which has 16.0 GiB"
+        ):
             budgets_here(gpus, (0.0, reserve))
 
 
@@ -153,15 +183,21 @@ def test_the_host_and_gpus_are_divided_by_hand(machine):
 
 def run_of(**flags):
     named = {
-        "model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2,
+        "model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64,
+        "adapter.rank": 2,
         **{name.replace("__", "."): value for name, value in flags.items()},
     }  # fmt: skip
-    return create_run(altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
+    return create_run(
+        altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}),
+        resolve(RunConfig, flags=named),
+    )
 
 
 def unloaded_of(run):
     model = build_on_meta(run.spec, DEEP, run.precision)
-    return SimpleNamespace(module=model, origin=SimpleNamespace(arch=DEEP, adapter=run.config.adapter))
+    return SimpleNamespace(
+        module=model, origin=SimpleNamespace(arch=DEEP, adapter=run.config.adapter)
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,26 +206,41 @@ def unloaded_of(run):
         {},
         {"train__reserve": (0.005, 0.01), "train__swap_blocks": (1, 2)},
         pytest.param(
-            {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6}, marks=pytest.mark.slow
+            {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6},
+            marks=pytest.mark.slow,
         ),
     ],
 )
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
-def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(machine, monkeypatch, flags):
-    """With images that weigh more than the weights, and a kind of block in front that keeps nothing."""
+def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(
+    machine, monkeypatch, flags
+):
+    """With images that weigh more than the weights, and a kind of block in front that keeps
+    nothing."""
     named = "2.5GiB,1.9GiB"
     machine(*(gpu.total / GIB for gpu in parse_gpus(named)))
     made, jobs = partition.profile, []
 
     def once(job, like=None):
-        jobs.append({**vars(job), "batch": [{name: x.shape for name, x in item.items()} for item in job.batch]})
+        jobs.append(
+            {
+                **vars(job),
+                "batch": [{name: x.shape for name, x in item.items()} for item in job.batch],
+            }
+        )
         assert jobs[-1] == jobs[0], "the run's step is the plan's"
         return found[0] if found else found.append(made(job)) or found[0]
 
     found = []
     monkeypatch.setattr(partition, "profile", once)
     devices = ("cuda:0", "cuda:1")
-    run = run_of(train__devices=devices, train__kernels="triton", data__width=1024, data__height=1024, **flags)
+    run = run_of(
+        train__devices=devices,
+        train__kernels="triton",
+        data__width=1024,
+        data__height=1024,
+        **flags,
+    )
     unloaded = unloaded_of(run)
     placed = place_run(run, unloaded, training=True)
     assert placed.split_points != place_run(run, unloaded).split_points
@@ -218,7 +269,9 @@ def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
         (("--train.devices", '["cpu", "cpu:1", "cpu:2"]'), "name fewer"),
     ],
 )
-def test_what_does_not_divide_the_model_shows_before_anything_is_encoded(tmp_path, capsys, flags, says):
+def test_what_does_not_divide_the_model_shows_before_anything_is_encoded(
+    tmp_path, capsys, flags, says
+):
     world = World(tmp_path)
     assert world.train("run", 1, *flags) == 1
     error = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""What a plan puts together from single stages, lever by lever, against whole steps of whole models on fake tensors, as the trainer runs them."""
+"""What a plan puts together from single stages, lever by lever, against whole steps of whole models
+on fake tensors, as the trainer runs them."""
 
 from dataclasses import replace
 
@@ -68,9 +69,15 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
         ),
     ],
 )
-def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, optimizer, cuts, streamed):
+def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(
+    policy, optimizer, cuts, streamed
+):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
-    agree(toy_job("full", checkpointing=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
+    agree(
+        toy_job("full", checkpointing=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused),
+        cuts,
+        streamed,
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,10 +97,16 @@ def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, opti
 )
 @pytest.mark.slow
 def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype, cuts, streamed):
-    """A block's gradients wait for each other; sums of micro-batches are the optimizer's, and are streamed with its state."""
+    """A block's gradients wait for each other; sums of micro-batches are the optimizer's, and are
+    streamed with its state."""
     rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"
-    given = {"optim": OptimConfig(fused_backward=True, rounding=rounding), "precision": Precision(matmul=dtype)}
-    of = toy_job("full", checkpointing="full", micro_batches=micro_batches, clip_by=clip_by, **SMALL, **given)
+    given = {
+        "optim": OptimConfig(fused_backward=True, rounding=rounding),
+        "precision": Precision(matmul=dtype),
+    }
+    of = toy_job(
+        "full", checkpointing="full", micro_batches=micro_batches, clip_by=clip_by, **SMALL, **given
+    )
     agree(of, cuts, streamed)
 
 
@@ -111,7 +124,11 @@ def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype,
     ],
 )
 def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_batches):
-    agree(toy_job(method, checkpointing="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
+    agree(
+        toy_job(method, checkpointing="full", micro_batches=micro_batches),
+        cuts,
+        pipelined=pipelined,
+    )
 
 
 @pytest.mark.exhaustive
@@ -135,7 +152,8 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (3,))])
 def test_blocks_that_tokens_skip_have_their_memory_and_arithmetic(policy, cuts):
-    """The range may begin on one device and end on another. Half of the tokens are under half of a block's arithmetic, for attention."""
+    """The range may begin on one device and end on another. Half of the tokens are under half of a
+    block's arithmetic, for attention."""
     routed, plain = (toy_job(checkpointing=policy, token_routing=text) for text in ("1-4=0.5", ""))
     costs, all_tokens = agree(routed, cuts).blocks, profile(plain).blocks
     for index, (cost, other) in enumerate(zip(costs, all_tokens, strict=True)):
@@ -147,12 +165,18 @@ def test_blocks_that_tokens_skip_have_their_memory_and_arithmetic(policy, cuts):
 @pytest.mark.slow
 def test_matrices_in_several_formats_of_a_file_are_planned_one_by_one():
     formats = {"qkv": "nvfp4", "out": "mxfp8", "mlp.0": "int8_rotated_256"}
-    stored = {f"layers.{block}.{layer}": kind for block in range(DEPTH - 1) for layer, kind in formats.items()}
+    stored = {
+        f"layers.{block}.{layer}": kind
+        for block in range(DEPTH - 1)
+        for layer, kind in formats.items()
+    }
     agree(replace(toy_job(checkpointing="full", **SMALL), stored=stored), (3,), (1, 3, 5))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "cuts"), [("none", (3,)), pytest.param("full", (), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("policy", "cuts"), [("none", (3,)), pytest.param("full", (), marks=pytest.mark.exhaustive)]
+)
 def test_kernels_have_their_memory(policy, cuts):
     eager = profile(toy_job(checkpointing=policy, **SMALL)).blocks[2]
     block = agree(toy_job(checkpointing=policy, kernels="triton", **SMALL), cuts).blocks[2]
@@ -160,7 +184,9 @@ def test_kernels_have_their_memory(policy, cuts):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")])
+@pytest.mark.parametrize(
+    ("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")]
+)
 def test_an_update_in_the_backward_leaves_no_full_set_of_gradients(cuts, optimizer):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
     agree(toy_job("full", checkpointing="full", **SMALL, **fused), cuts)
@@ -170,7 +196,11 @@ def test_the_host_has_what_is_streamed():
     block = StageCost(weights=100, adapters=7, optimizer=14, average=7)
     nothing = (0,) * (DEPTH + 1)
     found = Profile(
-        embed=StageCost(), blocks=(block,) * DEPTH, head=StageCost(), crossing=nothing, crossing_back=nothing
+        embed=StageCost(),
+        blocks=(block,) * DEPTH,
+        head=StageCost(),
+        crossing=nothing,
+        crossing_back=nothing,
     )
     assert on_host(found, {1, 3}) == 200
     assert on_host(replace(found, trains_all=True), {1, 3}) == 2 * 128

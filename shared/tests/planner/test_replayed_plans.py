@@ -1,4 +1,5 @@
-"""Plans of steps that are replayed as CUDA graphs: their gradients exist all the time, and graphs keep the memory of their activations."""
+"""Plans of steps that are replayed as CUDA graphs: their gradients exist all the time, and graphs
+keep the memory of their activations."""
 
 import functools
 from dataclasses import replace
@@ -12,7 +13,15 @@ from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, StageCost, compose, work_as_run
+from ditkit_core.planner.memory import (
+    Budget,
+    DevicePlan,
+    Partition,
+    Profile,
+    StageCost,
+    compose,
+    work_as_run,
+)
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.search.fit import fit, shortest_seconds
@@ -37,17 +46,27 @@ LONG: KernelCounts = frozenset({(Kernel("matmul_16", 10**12, 10**4), 20)})
 
 def blocks_of(kernels: KernelCounts = QUICK, **costs: int) -> Profile:
     block = StageCost(
-        kept=10, released=10, forward_extra=15, backward_extra=9, backward_extra_again=9, gradients=7, kernels_forward=kernels,
+        kept=10, released=10, forward_extra=15, backward_extra=9, backward_extra_again=9,
+        gradients=7, kernels_forward=kernels,
         kernels_backward=kernels,
     )  # fmt: skip
     end = StageCost(kept=2, released=2)
     return Profile(
-        embed=end, blocks=(replace(block, **costs),) * 4, head=end, crossing=(0,) * 5, crossing_back=(0,) * 5, inputs=3
+        embed=end,
+        blocks=(replace(block, **costs),) * 4,
+        head=end,
+        crossing=(0,) * 5,
+        crossing_back=(0,) * 5,
+        inputs=3,
     )
 
 
 def planned(
-    found: Profile, division: Partition = WHOLE, rates: GPU | None = H100, cuda_graphs: CudaGraphs = "on", **work
+    found: Profile,
+    division: Partition = WHOLE,
+    rates: GPU | None = H100,
+    cuda_graphs: CudaGraphs = "on",
+    **work,
 ) -> DevicePlan:
     budgets = [Budget(name="", total=10**9, workspace=0, rates=rates)] * len(division.blocks)
     return compose(found, division, budgets, Workload(cuda_graphs=cuda_graphs, **work))[0]
@@ -59,13 +78,17 @@ def bytes_of(plan: DevicePlan) -> tuple[int, int]:
 
 def test_gradients_of_a_replayed_step_exist_at_its_peak():
     found = blocks_of()
-    assert bytes_of(planned(found, cuda_graphs="off")) == (51, 0), "the last block's backward, before any gradient"
+    assert bytes_of(planned(found, cuda_graphs="off")) == (51, 0), (
+        "the last block's backward, before any gradient"
+    )
     assert bytes_of(planned(found)) == (51 + 3, 28)
 
 
 def test_each_kind_of_micro_batch_has_its_inputs():
     assert planned(blocks_of(), kinds=5).peak - planned(blocks_of()).peak == 4 * 3
-    assert planned(blocks_of(), kinds=5, cuda_graphs="off") == planned(blocks_of(), cuda_graphs="off")
+    assert planned(blocks_of(), kinds=5, cuda_graphs="off") == planned(
+        blocks_of(), cuda_graphs="off"
+    )
 
 
 def test_what_runs_between_replays_finds_no_room_in_the_memory_of_graphs():
@@ -83,7 +106,9 @@ def test_what_runs_between_replays_finds_no_room_in_the_memory_of_graphs():
 def test_sums_of_several_micro_batches_are_next_to_the_gradients_that_stay():
     found = blocks_of()
     for micro_batches, sets in ((1, 1), (2, 1), (4, 2), (8, 3)):
-        assert bytes_of(planned(found, micro_batches=micro_batches)) == (51 + 3, sets * 28), micro_batches
+        assert bytes_of(planned(found, micro_batches=micro_batches)) == (51 + 3, sets * 28), (
+            micro_batches
+        )
 
 
 def test_what_a_run_does_not_replay_is_planned_eagerly():
@@ -104,22 +129,35 @@ def test_auto_replays_where_the_host_takes_longer_than_the_gpu():
     for kernels, others in ((QUICK, "on"), (LONG, "off")):
         found = blocks_of(kernels)
         assert planned(found, cuda_graphs="auto") == planned(found, cuda_graphs=others)
-        times = [step_seconds(found, WHOLE, [H100], Workload(cuda_graphs=each)) for each in ("auto", "on", "off")]
+        times = [
+            step_seconds(found, WHOLE, [H100], Workload(cuda_graphs=each))
+            for each in ("auto", "on", "off")
+        ]
         assert times[0] == times[1 if others == "on" else 2]
         assert (times[2] > 5 * times[1]) == (kernels is QUICK)
-    slow = replace(H100, bf16_flops=H100.bf16_flops / 1e5, memory_bandwidth=H100.memory_bandwidth / 1e5)
-    assert planned(blocks_of(), rates=slow, cuda_graphs="auto") == planned(blocks_of(), rates=slow, cuda_graphs="off")
+    slow = replace(
+        H100, bf16_flops=H100.bf16_flops / 1e5, memory_bandwidth=H100.memory_bandwidth / 1e5
+    )
+    assert planned(blocks_of(), rates=slow, cuda_graphs="auto") == planned(
+        blocks_of(), rates=slow, cuda_graphs="off"
+    )
 
 
 def fitted(
-    cuda_graphs: CudaGraphs, room: float, *, policy: str = "", kernels: KernelCounts | None = QUICK, **settings
+    cuda_graphs: CudaGraphs,
+    room: float,
+    *,
+    policy: str = "",
+    kernels: KernelCounts | None = QUICK,
+    **settings,
 ) -> Candidate:
     """What fits a GPU with so much room over an eager step, whose gradients are large.
 
     Args:
         room: GPU's bytes as a share of the eager step's.
         policy: Whose memory blocks have under any policy; empty for the policy's own.
-        kernels: Of blocks; None for the matmuls of `made_profile`, which take longer than their launches.
+        kernels: Of blocks; None for the matmuls of `made_profile`, which take longer than their
+            launches.
     """
 
     @functools.cache
@@ -138,7 +176,10 @@ def fitted(
     )  # fmt: skip
     chosen = fit(task).chosen
     assert chosen is not None and chosen.plan[0].fits and shortest_seconds(task) <= chosen.seconds
-    profile, as_chosen = profile_of(str(chosen.execution.checkpointing), "none"), task.work_of(chosen.execution)
+    profile, as_chosen = (
+        profile_of(str(chosen.execution.checkpointing), "none"),
+        task.work_of(chosen.execution),
+    )
     assert chosen.plan == compose(profile, chosen.division, [gpu.budget], as_chosen)
     return chosen
 
@@ -148,21 +189,28 @@ def test_fit_leaves_room_for_the_gradients_of_a_replayed_step():
         chosen = fitted(cuda_graphs, 1.1, kernels=None)
         assert (chosen.execution.checkpointing, chosen.drops_cuda_graphs) == ("none", dropped)
     chosen = fitted("on", 1.1)
-    assert (chosen.execution.checkpointing, chosen.drops_cuda_graphs) == ("full", False), "so that replays fit"
+    assert (chosen.execution.checkpointing, chosen.drops_cuda_graphs) == ("full", False), (
+        "so that replays fit"
+    )
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", "on"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_fit_leaves_out_replays_where_their_memory_is_what_does_not_fit(cuda_graphs, streams):
-    """All blocks of an eager step are in the GPU. Replays would have some streamed, or have nothing fit."""
+    """All blocks of an eager step are in the GPU. Replays would have some streamed, or have nothing
+    fit."""
     chosen = fitted(cuda_graphs, 1.02, policy="full", streams=streams)
     assert chosen.drops_cuda_graphs and not any(chosen.swap_blocks)
     assert not fitted(cuda_graphs, 2.0, policy="full", streams=streams).drops_cuda_graphs
-    assert not fitted(cuda_graphs, 0.9, policy="full").drops_cuda_graphs, "streamed blocks are never replayed"
+    assert not fitted(cuda_graphs, 0.9, policy="full").drops_cuda_graphs, (
+        "streamed blocks are never replayed"
+    )
 
 
 def test_a_budget_of_checkpointing_leaves_room_for_them_too():
-    made = {policy: made_profile(policy) for policy in ("none", "attn_only", "full", "full+offload")}
+    made = {
+        policy: made_profile(policy) for policy in ("none", "attn_only", "full", "full+offload")
+    }
     profiles = {
         policy: replace(found, blocks=(replace(found.blocks[0], gradients=512 * MIB),) * 12)
         for policy, found in made.items()
@@ -171,12 +219,15 @@ def test_a_budget_of_checkpointing_leaves_room_for_them_too():
     limit = replace(H100.budget, total=eager, reserve=0)
     for cuda_graphs, recomputed in (("off", 0), ("on", 6)):
         task = BudgetTask(
-            profile_of=lambda policy: profiles[str(policy)], division=divided(12, ()), budgets=(limit,), gpus=(H100,),
+            profile_of=lambda policy: profiles[str(policy)], division=divided(12, ()),
+            budgets=(limit,), gpus=(H100,),
             work=Workload(cuda_graphs=cuda_graphs),
         )  # fmt: skip
         choice = choose(task)
         assert all(plan.fits for plan in choice.plans)
-        assert len([policy for policy in choice.policies if str(policy) != "none"]) == pytest.approx(recomputed, abs=1)
+        assert len(
+            [policy for policy in choice.policies if str(policy) != "none"]
+        ) == pytest.approx(recomputed, abs=1)
 
 
 def test_a_profile_says_how_large_a_micro_batch_is():
@@ -187,19 +238,27 @@ def test_a_profile_says_how_large_a_micro_batch_is():
 
 def test_each_shape_of_data_that_are_here_is_a_kind_of_micro_batch(tmp_path):
     sizes = [((1, 8 * side, 64), ()) for side in range(1, 40)]
-    run = create_run(TOY, RunConfig(model=ModelPaths(preset="tiny"), data=DataConfig(folder=str(tmp_path / "data"))))
+    run = create_run(
+        TOY,
+        RunConfig(model=ModelPaths(preset="tiny"), data=DataConfig(folder=str(tmp_path / "data"))),
+    )
 
     def kinds(shapes, class_shapes=()) -> int:
         bucket = Bucket(
-            size=(1, 64, 64), references=(), items=[], shapes=tuple(shapes), class_shapes=tuple(class_shapes), source=""
+            size=(1, 64, 64),
+            references=(),
+            items=[],
+            shapes=tuple(shapes),
+            class_shapes=tuple(class_shapes),
+            source="",
         )
         assert job_of(run, run.arch, run.config.adapter, bucket, "cuda").work.kinds == num_kinds(
             run.config.data, bucket
         )
         return num_kinds(run.config.data, bucket)
 
-    assert kinds(sizes) == 1 == job_of(run, run.arch, run.config.adapter, None, "cuda").work.kinds, (
-        "what a configuration may have at most is not what data have"
-    )
+    assert (
+        kinds(sizes) == 1 == job_of(run, run.arch, run.config.adapter, None, "cuda").work.kinds
+    ), "what a configuration may have at most is not what data have"
     (tmp_path / "data").mkdir()
     assert kinds(sizes[:3], sizes[2:4]) == 4 and kinds(sizes) == MOST

@@ -1,4 +1,5 @@
-"""The estimate of a step's time: what must hold of it whatever is assumed; and the order of micro-batches on several devices, by hand."""
+"""The estimate of a step's time: what must hold of it whatever is assumed; and the order of
+micro-batches on several devices, by hand."""
 
 import heapq
 import random
@@ -34,10 +35,17 @@ SHARE = REACHED["matmul_16"].arithmetic
 
 def test_a_step_of_wide_matmuls_is_their_arithmetic_over_the_share_that_they_reach():
     profile = made_profile("full")
-    flops = sum(stage.flops_forward + stage.flops_backward for stage in (profile.embed, *profile.blocks, profile.head))
+    flops = sum(
+        stage.flops_forward + stage.flops_backward
+        for stage in (profile.embed, *profile.blocks, profile.head)
+    )
     seconds = step_seconds(profile, ONE, [CARD], Workload())
-    assert seconds == pytest.approx(flops / (165.2e12 * SHARE), rel=0.01)  # the rest is the optimizer's
-    assert step_seconds(profile, ONE, [CARD], Workload(micro_batches=3)) == pytest.approx(3 * seconds, rel=0.01)
+    assert seconds == pytest.approx(
+        flops / (165.2e12 * SHARE), rel=0.01
+    )  # the rest is the optimizer's
+    assert step_seconds(profile, ONE, [CARD], Workload(micro_batches=3)) == pytest.approx(
+        3 * seconds, rel=0.01
+    )
 
 
 def with_kernels(*kernels):
@@ -46,13 +54,17 @@ def with_kernels(*kernels):
 
 
 def nanoseconds(*kernels, **work):
-    return compute_time(with_kernels(*kernels), CARD, Workload(**{"cuda_graphs": "on"} | work), backward=False)
+    return compute_time(
+        with_kernels(*kernels), CARD, Workload(**{"cuda_graphs": "on"} | work), backward=False
+    )
 
 
 def test_a_narrow_matmul_takes_the_time_of_its_bytes_and_a_small_one_the_time_to_start():
-    """By hand: a published rate of 165.2 TFLOP/s, of which 82 %, and 1,008 GB/s, of which 65 %; 3.25 µs to start."""
+    """By hand: a published rate of 165.2 TFLOP/s, of which 82 %, and 1,008 GB/s, of which 65 %;
+    3.25 µs to start."""
     wide, narrow, small = (
-        Kernel("matmul_16", flops, moved) for flops, moved in ((10**12, 10**6), (10**9, 10**9), (1, 1))
+        Kernel("matmul_16", flops, moved)
+        for flops, moved in ((10**12, 10**6), (10**9, 10**9), (1, 1))
     )
     assert nanoseconds((wide, 1)) == pytest.approx(1e12 / (0.82 * 165.2e12) * 1e9 + 3250, rel=1e-6)
     assert nanoseconds((narrow, 1)) == pytest.approx(1e9 / (0.65 * 1008e9) * 1e9 + 3250, rel=1e-6)
@@ -62,18 +74,32 @@ def test_a_narrow_matmul_takes_the_time_of_its_bytes_and_a_small_one_the_time_to
 def test_fp32_takes_the_rate_of_fp32():
     for kind in ("matmul", "attention", "attention_backward"):
         half, full = f"{kind}_16" if kind == "matmul" else kind, f"{kind}_32"
-        ratio = nanoseconds((Kernel(full, 10**15, 0), 1)) / nanoseconds((Kernel(half, 10**15, 0), 1))
-        assert ratio == pytest.approx(2 * REACHED[half].arithmetic / REACHED[full].arithmetic, rel=1e-3)
+        ratio = nanoseconds((Kernel(full, 10**15, 0), 1)) / nanoseconds(
+            (Kernel(half, 10**15, 0), 1)
+        )
+        assert ratio == pytest.approx(
+            2 * REACHED[half].arithmetic / REACHED[full].arithmetic, rel=1e-3
+        )
 
 
 def test_attention_takes_other_shares_forward_and_backward():
-    forward, backward = (nanoseconds((Kernel(kind, 10**15, 0), 1)) for kind in ("attention", "attention_backward"))
+    forward, backward = (
+        nanoseconds((Kernel(kind, 10**15, 0), 1)) for kind in ("attention", "attention_backward")
+    )
     assert backward / forward == pytest.approx(0.59 / 0.525, rel=1e-3)
 
 
 def test_flash_attention_is_slower_than_torchs_own_choice_on_hopper_alone():
-    kernel, flash = Kernel("attention", 10**15, 0), Workload(attention="sdpa_flash", cuda_graphs="on")
-    for name, ratio in (("h100", 0.59 / 0.353), ("h200", 0.59 / 0.353), ("rtx4090", 1.0), ("a100", 1.0)):
+    kernel, flash = (
+        Kernel("attention", 10**15, 0),
+        Workload(attention="sdpa_flash", cuda_graphs="on"),
+    )
+    for name, ratio in (
+        ("h100", 0.59 / 0.353),
+        ("h200", 0.59 / 0.353),
+        ("rtx4090", 1.0),
+        ("a100", 1.0),
+    ):
         own, other = (
             compute_time(with_kernels((kernel, 1)), parse_gpus(name)[0], work, backward=False)
             for work in (Workload(cuda_graphs="on"), flash)
@@ -85,7 +111,9 @@ def test_all_else_takes_the_time_of_its_bytes_with_a_kernel_or_without():
     for kind, share in (("elementwise", 0.69), ("fused", 0.8)):
         taken = 2 * (1e9 / (share * 1008e9) * 1e9 + 1500)
         assert nanoseconds((Kernel(kind, 0, 10**9), 2)) == pytest.approx(taken, rel=1e-6)
-    assert nanoseconds((Kernel("transfer", 0, 10**9), 5)) == 0, "copies between devices wait for their link"
+    assert nanoseconds((Kernel("transfer", 0, 10**9), 5)) == 0, (
+        "copies between devices wait for their link"
+    )
 
 
 def test_the_host_launches_what_is_not_replayed():
@@ -95,7 +123,9 @@ def test_the_host_launches_what_is_not_replayed():
     assert busy < launching / 10
     assert nanoseconds(*small, cuda_graphs="off") == pytest.approx(launching, rel=1e-6)
     large = Kernel("matmul_16", 10**15, 0), 1
-    assert nanoseconds(large, cuda_graphs="off") == nanoseconds(large), "the host launches while the GPU runs"
+    assert nanoseconds(large, cuda_graphs="off") == nanoseconds(large), (
+        "the host launches while the GPU runs"
+    )
 
 
 def test_one_host_launches_for_all_devices():
@@ -104,21 +134,30 @@ def test_one_host_launches_for_all_devices():
     for kernels, overlap in ((small, False), (large, True)):
         profile = made_profile("full")
         block = replace(profile.blocks[0], kernels_forward=kernels, kernels_backward=kernels)
-        profile = replace(profile, blocks=(block,) * 12, crossing=(0,) * 13, crossing_back=(0,) * 13)
+        profile = replace(
+            profile, blocks=(block,) * 12, crossing=(0,) * 13, crossing_back=(0,) * 13
+        )
         apart, together = (
             step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=4, pipelined=pipelined))
             for pipelined in (False, True)
         )
-        assert (together < 0.7 * apart) == overlap and (overlap or together == pytest.approx(apart, rel=0.05))
+        assert (together < 0.7 * apart) == overlap and (
+            overlap or together == pytest.approx(apart, rel=0.05)
+        )
 
 
 def test_what_is_streamed_hides_behind_arithmetic_or_is_waited_for():
-    profile, every = made_profile("full"), Partition(devices=(0,) * 12, streamed=frozenset(range(12)))
+    profile, every = (
+        made_profile("full"),
+        Partition(devices=(0,) * 12, streamed=frozenset(range(12))),
+    )
     hidden = step_seconds(profile, every, [CARD], Workload())
     resident = step_seconds(profile, ONE, [CARD], Workload())
     copy = profile.blocks[0].weights / (CARD.host_bandwidth * LINK_SHARE)
     waits = hidden - resident - 24 * EXPOSED * copy
-    assert 0 < waits <= copy * 1.01, "but for that share of 24 copies, only the first block is waited for"
+    assert 0 < waits <= copy * 1.01, (
+        "but for that share of 24 copies, only the first block is waited for"
+    )
     short = made_profile("full", work=0.02)
     waited = step_seconds(short, every, [CARD], Workload())
     assert waited >= 22 * copy, "12 blocks are copied in the forward, and 10 again in the backward"
@@ -136,7 +175,10 @@ def test_with_two_buffers_a_copy_waits_for_the_block_before_the_last():
 
 def test_divided_devices_work_in_turn_and_send_twice_through_the_host():
     profile = made_profile("full")
-    one, two = step_seconds(profile, ONE, [CARD], Workload()), step_seconds(profile, TWO, [CARD, CARD], Workload())
+    one, two = (
+        step_seconds(profile, ONE, [CARD], Workload()),
+        step_seconds(profile, TWO, [CARD, CARD], Workload()),
+    )
     sent = (profile.crossing[6] + profile.crossing_back[6]) * 2 / (CARD.host_bandwidth * LINK_SHARE)
     assert two == pytest.approx(one + sent, rel=0.01)
 
@@ -145,7 +187,9 @@ def test_pipelined_micro_batches_overlap():
     profile = made_profile("full")
     count = 4
     apart = step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=count))
-    overlapping = step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=count, pipelined=True))
+    overlapping = step_seconds(
+        profile, TWO, [CARD, CARD], Workload(micro_batches=count, pipelined=True)
+    )
     assert overlapping == pytest.approx(apart * (count + 1) / (2 * count), rel=0.05)
 
 
@@ -153,20 +197,30 @@ def test_products_of_codes_take_the_rate_of_their_format():
     """An RTX 4090 multiplies int8 four times as fast as bf16, and fp8 twice."""
     for kind, times in (("int8", 4), ("fp8", 2)):
         taken = nanoseconds((Kernel(f"matmul_{kind}", 10**15, 0), 1))
-        assert taken == pytest.approx(1e24 / (REACHED[f"matmul_{kind}"].arithmetic * times * 165.2e12), rel=1e-3)
+        assert taken == pytest.approx(
+            1e24 / (REACHED[f"matmul_{kind}"].arithmetic * times * 165.2e12), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize(("compute", "measured"), [("int8", 999e3), ("fp8", 972e3)])
 def test_a_frozen_layer_in_8_bits_takes_what_an_h100_measured(compute, measured):
-    """20,280 rows by 5,120 x 5,120: rounding them takes 136 µs, and the product in int8 863, in fp8 836."""
+    """20,280 rows by 5,120 x 5,120: rounding them takes 136 µs, and the product in int8 863, in fp8
+    836."""
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[compute]
     taken = {}
     for fused, biased in ((True, False), (True, True), (False, False)):
         with fake_tensors("cuda") as meter:
-            x, codes = torch.empty(20_280, 5_120, dtype=torch.bfloat16), torch.empty(5_120, 5_120, dtype=dtype)
-            product(x, torch.empty(5_120) if biased else None, codes, torch.empty(5_120, 1), fused=fused)
+            x, codes = (
+                torch.empty(20_280, 5_120, dtype=torch.bfloat16),
+                torch.empty(5_120, 5_120, dtype=dtype),
+            )
+            product(
+                x, torch.empty(5_120) if biased else None, codes, torch.empty(5_120, 1), fused=fused
+            )
         kinds = {kernel.kind for kernel in meter.kernels}
-        taken[fused, biased] = 1e9 * gpu_seconds(frozenset(meter.kernels.items()), parse_gpus("h100")[0])
+        taken[fused, biased] = 1e9 * gpu_seconds(
+            frozenset(meter.kernels.items()), parse_gpus("h100")[0]
+        )
         is_one = fused and not (biased and compute == "fp8")
         assert ("scales" in kinds) == (f"matmul_{compute}_scaled" in kinds) == is_one, kinds
         assert (f"matmul_{compute}" in kinds) != is_one
@@ -179,7 +233,9 @@ def test_a_frozen_layer_in_8_bits_takes_what_an_h100_measured(compute, measured)
 
 def test_products_of_our_own_are_counted_as_what_they_are():
     with fake_tensors("cuda") as meter:
-        wide, narrow, factor = (torch.empty(*size, dtype=torch.bfloat16) for size in ((64, 32), (64, 8), (8, 32)))
+        wide, narrow, factor = (
+            torch.empty(*size, dtype=torch.bfloat16) for size in ((64, 32), (64, 8), (8, 32))
+        )
         ops.add_product(wide, narrow, factor)
         left, right = torch.empty(64, 16, dtype=torch.int8), torch.empty(32, 16, dtype=torch.int8)
         ops.multiply_codes(left, right, torch.empty(64, 1), torch.empty(1, 32), None, out=wide)
@@ -213,7 +269,9 @@ def test_what_is_assumed_is_said_for_each_gpu_once():
         and "assumed as of rtx3090" in lines[0]
         and "86% of 31.5 GB/s" in lines[0]
     )
-    assert "67% of 82.6 TFLOP/s in fp32" in assumptions(parse_gpus("rtx4090"), Workload(fp32=True))[0]
+    assert (
+        "67% of 82.6 TFLOP/s in fp32" in assumptions(parse_gpus("rtx4090"), Workload(fp32=True))[0]
+    )
     assert "the host launches" in lines[2]
     assert "replayed" in assumptions(parse_gpus("rtx4090"), Workload(cuda_graphs="on"))[-1]
 
@@ -222,7 +280,9 @@ def test_equal_ways_of_dividing_take_equal_times():
     profile = replace(made_profile("full"), embed=made_profile().blocks[0])
     cuts = (3, 6, 9)
     times = {
-        step_seconds(profile, Partition(devices=(0,) * cut + (1,) * (12 - cut)), [CARD, CARD], Workload())
+        step_seconds(
+            profile, Partition(devices=(0,) * cut + (1,) * (12 - cut)), [CARD, CARD], Workload()
+        )
         for cut in cuts
     }
     assert max(times) - min(times) < 1e-6
@@ -230,16 +290,21 @@ def test_equal_ways_of_dividing_take_equal_times():
 
 def trained(profile):
     """The same when all of its blocks' weights are trained."""
-    blocks = [replace(b, weights=0, adapters=2**30, gradients=0, optimizer=2**31) for b in profile.blocks]
+    blocks = [
+        replace(b, weights=0, adapters=2**30, gradients=0, optimizer=2**31) for b in profile.blocks
+    ]
     return replace(profile, blocks=tuple(blocks), trains_all=True)
 
 
 def test_streamed_trained_weights_are_copied_both_ways_with_what_the_optimizer_keeps():
     profile = trained(made_profile("full", work=0.001))
     every = Partition(devices=(0,) * 12, streamed=frozenset(range(12)))
-    seconds = step_seconds(profile, every, [CARD], Workload()) - step_seconds(profile, ONE, [CARD], Workload())
+    seconds = step_seconds(profile, every, [CARD], Workload()) - step_seconds(
+        profile, ONE, [CARD], Workload()
+    )
     gib = 2**30 / (CARD.host_bandwidth * LINK_SHARE)
-    # 12 forwards of 1 GiB, and 10 backwards (two are there from the forward) of 3 GiB there and 3 back
+    # 12 forwards of 1 GiB, and 10 backwards (two are there from the forward) of 3 GiB there and 3
+    # back
     assert seconds == pytest.approx((12 + 10 * 6) * gib, rel=0.07)
 
 
@@ -247,7 +312,12 @@ def stages(*times, copy=0.0):
     """Devices with these (forward, backward) seconds."""
     last = len(times) - 1
     return [
-        StageTime(forward=f, backward=b, send=0.0 if i == last else copy, send_back=0.0 if i == last else copy)
+        StageTime(
+            forward=f,
+            backward=b,
+            send=0.0 if i == last else copy,
+            send_back=0.0 if i == last else copy,
+        )
         for i, (f, b) in enumerate(times)
     ]
 
@@ -258,14 +328,17 @@ ALIKE = stages((1.0, 2.0), (1.0, 2.0))
 @pytest.mark.parametrize(
     ("devices", "num_micro_batches", "one_by_one", "together", "busy"),
     [
-        # forwards end at 2 and 3; on the second device backwards run 3-5, 5-7, on the first 5-7, 7-9
+        # forwards end at 2 and 3; on the second device backwards run 3-5, 5-7, on the first 5-7,
+        # 7-9
         (ALIKE, 2, 12, 9, (6, 6)),
-        # forwards end at 2, 3, 4, 5; backwards 5-7 … 11-13 on the second device, 7-9 … 13-15 on the first
+        # forwards end at 2, 3, 4, 5; backwards 5-7 … 11-13 on the second device, 7-9 … 13-15 on the
+        # first
         (ALIKE, 4, 24, 15, (12, 12)),
         # the second device works without a pause, 1-5 and 5-13, and the first adds 13-15
         (stages((1.0, 2.0), (2.0, 4.0)), 2, 18, 15, (6, 12)),
         (stages((1.0, 2.0), (2.0, 4.0)), 4, 36, 27, (12, 24)),
-        # the first works without a pause until 4, the second 4-5 and 5-7, then the first 7-11 and 11-15
+        # the first works without a pause until 4, the second 4-5 and 5-7, then the first 7-11 and
+        # 11-15
         (stages((2.0, 4.0), (1.0, 2.0)), 2, 18, 15, (12, 6)),
         # copies take both devices: 1-1.5, 2.5-3, then back 6-6.5 and 8.5-9
         (stages((1.0, 2.0), (1.0, 2.0), copy=0.5), 2, 14, 11, (6, 6)),
@@ -274,7 +347,9 @@ ALIKE = stages((1.0, 2.0), (1.0, 2.0))
     ],
 )
 def test_schedules_computed_by_hand(devices, num_micro_batches, one_by_one, together, busy):
-    without, with_ = (simulate(devices, num_micro_batches, pipelined=pipelined) for pipelined in (False, True))
+    without, with_ = (
+        simulate(devices, num_micro_batches, pipelined=pipelined) for pipelined in (False, True)
+    )
     assert (without.seconds, with_.seconds) == (one_by_one, together)
     assert without.busy == with_.busy == busy
     assert with_.utilisation == tuple(seconds / together for seconds in busy)
@@ -298,12 +373,14 @@ def test_no_schedule_beats_the_busiest_device_or_loses_to_one_after_the_other():
 def test_the_line_says_where_its_times_are_from():
     line = str(compare_orders(ALIKE, 2))
     assert line == (
-        "devices compute 50% and 50% of a step, with train.pipelined 67% and 67%, 1.33 times as fast (from estimated times)"
+        "devices compute 50% and 50% of a step, with train.pipelined 67% and 67%, 1.33 times as "
+        "fast (from estimated times)"
     )
 
 
 def test_with_a_queue_for_each_device_no_micro_batch_overtakes_another():
-    """Why giving the backwards one after the other gives each device what autograd's queues do: they take what was made last."""
+    """Why giving the backwards one after the other gives each device what autograd's queues do:
+    they take what was made last."""
     rough = random.Random(0)
     for _ in range(100):
         num_devices, num = rough.randint(2, 4), rough.randint(2, 6)
@@ -313,7 +390,8 @@ def test_with_a_queue_for_each_device_no_micro_batch_overtakes_another():
 
 
 def _queued(seconds, num):
-    """The order in which each device runs backwards, if it takes the last micro-batch that is ready whenever it is free."""
+    """The order in which each device runs backwards, if it takes the last micro-batch that is ready
+    whenever it is free."""
     ready = [[] for _ in seconds]
     ready[-1] = [-micro for micro in range(num)]
     heapq.heapify(ready[-1])

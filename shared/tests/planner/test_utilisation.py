@@ -1,4 +1,5 @@
-"""Model FLOPs utilisation: the planner's count of the arithmetic that a step needs, whatever is recomputed."""
+"""Model FLOPs utilisation: the planner's count of the arithmetic that a step needs, whatever is
+recomputed."""
 
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def test_a_quadratic_through_three_sizes_is_the_count_of_any_other() -> None:
     job = toy_job(arch=ARCH)
     for size in ((9, 96, 96),):
         own = item(*size)
-        assert found.flops(TOY.training.num_tokens(own)) == pytest.approx(flops_of(job, own), rel=1e-9)
+        assert found.flops(TOY.training.num_tokens(own)) == pytest.approx(
+            flops_of(job, own), rel=1e-9
+        )
 
 
 def test_recomputes_and_micro_batches_do_not_count() -> None:
@@ -64,14 +67,23 @@ def test_an_optimizer_in_the_backward_does_not_count() -> None:
 def test_the_count_is_that_of_a_real_step() -> None:
     """By torch's own counter, with all weights trained."""
     model = TOY.architecture.build(ARCH, Precision(matmul=torch.float32))
-    own = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in item(5, 64, 64).items()}
-    inputs = TOY.training.make_inputs([torch.randn(own["latents"].shape)], torch.tensor([0.5]), [own], 1.0)
+    own = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in item(5, 64, 64).items()
+    }
+    inputs = TOY.training.make_inputs(
+        [torch.randn(own["latents"].shape)], torch.tensor([0.5]), [own], 1.0
+    )
     with FlopCounterMode(display=False) as counter:
         model(inputs)[0].square().mean().backward()
-    assert flops_of(toy_job("full", arch=ARCH), item(5, 64, 64)) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert flops_of(toy_job("full", arch=ARCH), item(5, 64, 64)) == pytest.approx(
+        counter.get_total_flops(), rel=0.01
+    )
 
 
-def test_a_run_on_gpus_counts_its_own_step_by_their_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_gpus_counts_its_own_step_by_their_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path)
     data = DataConfig(folder=str(tmp_path / "clips"), frames=1, height=16, width=16)
     model = ModelPaths(preset="tiny", transformer=str(tmp_path / "toy.safetensors"))
@@ -80,7 +92,10 @@ def test_a_run_on_gpus_counts_its_own_step_by_their_rates(tmp_path: Path, monkey
     samples = encode_samples(run.data, run.data.dataset.samples, 16.0)
     assert utilisation_of_run(run, samples) is None, "the rate of a CPU is unknown"
     monkeypatch.setitem(vars(run), "devices", (torch.device("cuda:0"), torch.device("cuda:1")))
-    monkeypatch.setattr("ditkit_core.run.plans.planned_step.gpus_here", lambda devices: parse_gpus("rtx4090,rtx3090"))
+    monkeypatch.setattr(
+        "ditkit_core.run.plans.planned_step.gpus_here",
+        lambda devices: parse_gpus("rtx4090,rtx3090"),
+    )
     found = utilisation_of_run(run, samples)
     assert found is not None and found.peak == 165.2e12 + 71e12 and len(found.sizes) == 1
     assert 0 < found([samples[0].load()], 1.0) < 1

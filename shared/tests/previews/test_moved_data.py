@@ -32,10 +32,16 @@ def test_previews_that_are_left_of_a_complete_run_use_its_data_where_it_was_move
     with children(world.spec, "fails"):
         assert world.train("run", 4, *ELSEWHERE, "--data.folder", str(edited)) == 0
     said = capsys.readouterr().err
-    assert "was trained on something else (1 changed, first '3'" in said and "not used, because the run" in said
+    assert (
+        "was trained on something else (1 changed, first '3'" in said
+        and "not used, because the run" in said
+    )
     assert (run / "config.toml").read_text() == stored and len(pending(run)) == 2
     with children(world.spec, "draws"):
-        assert world.train("run", 4, *ELSEWHERE, "--data.folder", str(moved), "--sample.seed", "7") == 0
+        assert (
+            world.train("run", 4, *ELSEWHERE, "--data.folder", str(moved), "--sample.seed", "7")
+            == 0
+        )
     assert "not used" not in capsys.readouterr().err
     assert samples(run) == samples(world.folder / "whole") and pending(run) == []
     assert (run / "config.toml").read_text() == stored.replace(

@@ -29,7 +29,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def donor(world: World, *flags: str, name: str = "donor") -> str:
     """An adapter file of another run."""
     flags = ("--optim.lr", "0.05", "--sample.captions", "0", *flags)
-    assert world.run("train", "--run.folder", str(world.folder / name), "--train.steps", "2", *flags) == 0
+    assert (
+        world.run("train", "--run.folder", str(world.folder / name), "--train.steps", "2", *flags)
+        == 0
+    )
     return str(next((world.folder / name / "exports").glob(f"{name}*.safetensors")))
 
 
@@ -54,10 +57,15 @@ METHODS = {
 
 
 def levers(*without: str) -> list[Any]:
-    """Those for a test; a real process is for the night. In the default set are an adapter, streamed blocks, and what stands in for a process."""
+    """Those for a test; a real process is for the night. In the default set are an adapter,
+    streamed blocks, and what stands in for a process."""
     default = dict.fromkeys(("lora", "streamed", "on another device"), ())
     marks = {"in another process": pytest.mark.exhaustive, **default}
-    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in LEVERS if name not in without]
+    return [
+        pytest.param(name, marks=marks.get(name, pytest.mark.slow))
+        for name in LEVERS
+        if name not in without
+    ]
 
 
 @contextmanager
@@ -72,9 +80,19 @@ def drawn_elsewhere(world: World, lever: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lever", levers())
-def test_training_is_bitwise_what_it_is_without_and_samples_differ(world: World, lever: str) -> None:
+def test_training_is_bitwise_what_it_is_without_and_samples_differ(
+    world: World, lever: str
+) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]')
-    flags = (*LEVERS[lever], "--ema.decay", "0.5", "--save.every_steps", "1", "--save.keep_last", "9")
+    flags = (
+        *LEVERS[lever],
+        "--ema.decay",
+        "0.5",
+        "--save.every_steps",
+        "1",
+        "--save.keep_last",
+        "9",
+    )
     previews = ("--sample.every_steps", "1", "--sample.captions", "1")
     with drawn_elsewhere(world, lever):
         assert world.train("plain", 2, *flags, *previews) == 0
@@ -115,12 +133,22 @@ def outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
 @pytest.mark.parametrize("lever", levers("full", "dora"))
 def test_training_has_an_assistant_and_samples_are_without_it(world: World, lever: str) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]') + "@0.5"
-    flags = (*LEVERS[lever], "--save.every_steps", "1", "--sample.every_steps", "1", "--sample.captions", "1")
+    flags = (
+        *LEVERS[lever],
+        "--save.every_steps",
+        "1",
+        "--sample.every_steps",
+        "1",
+        "--sample.captions",
+        "1",
+    )
     with drawn_elsewhere(world, lever):
         assert world.train("assisted", 2, *flags, "--base.assistant", file) == 0
         assert world.train("merged", 2, *flags, "--base.merge", json.dumps([file])) == 0
     trained = world.adapter("assisted")
-    assert trained and all(torch.equal(tensor, world.adapter("merged")[name]) for name, tensor in trained.items())
+    assert trained and all(
+        torch.equal(tensor, world.adapter("merged")[name]) for name, tensor in trained.items()
+    )
     assisted, merged = samples(world.folder / "assisted"), samples(world.folder / "merged")
     pictures = [name for name in assisted if name.endswith(".png")]
     assert len(pictures) == 3 and all(assisted[name] != merged[name] for name in pictures)
@@ -141,13 +169,23 @@ def test_samples_of_an_assisted_run_are_those_of_the_bare_base(
     world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, method: str, trained: str
 ) -> None:
     file = donor(world, *METHODS[method])
-    flags = ("--optim.lr", "0.05", "--sample.captions", "0", "--model.dtype", dtype, *METHODS[trained])
+    flags = (
+        "--optim.lr",
+        "0.05",
+        "--sample.captions",
+        "0",
+        "--model.dtype",
+        dtype,
+        *METHODS[trained],
+    )
     assert world.train("run", 2, *flags, "--base.assistant", f"{file}@0.5") == 0
     made = outputs(world, monkeypatch)
     base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
     assert world.run(*base) == 0
     assert world.run(*base, "--base.assistant", "") == 0
-    assert world.run(*base, "--base.assistant", "", "--base.merge", json.dumps([f"{file}@0.5"])) == 0
+    assert (
+        world.run(*base, "--base.assistant", "", "--base.merge", json.dumps([f"{file}@0.5"])) == 0
+    )
     taken_out, without, with_ = made
     if dtype == "fp32":
         # in another order: the low rank's product is rounded on its own, or with the weight
@@ -162,17 +200,27 @@ def pixels(file: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_class_images_of_an_assisted_run_are_of_the_bare_base(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_images_of_an_assisted_run_are_of_the_bare_base(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = donor(world)
     world.spec = altered(world.spec, advice=lambda arch: "a poor start")
     capsys.readouterr()
     flags = ("--prior.prompt", "a picture", "--prior.images", "1", "--sample.captions", "0")
-    ways = {"plain": (), "assisted": ("--base.assistant", file), "merged": ("--base.merge", json.dumps([file]))}
+    ways = {
+        "plain": (),
+        "assisted": ("--base.assistant", file),
+        "merged": ("--base.merge", json.dumps([file])),
+    }
     for name, way in ways.items():
         assert world.train(name, 1, *flags, *way) == 0
         assert capsys.readouterr().err.count("a poor start") == (name != "assisted")
-    plain, assisted, merged = (pixels(next((world.folder / name).rglob("class-*.png"))) for name in ways)
-    assert (plain - assisted).abs().max() <= 1 < (plain - merged).abs().max()  # of 255: rounded from fp32
+    plain, assisted, merged = (
+        pixels(next((world.folder / name).rglob("class-*.png"))) for name in ways
+    )
+    assert (
+        (plain - assisted).abs().max() <= 1 < (plain - merged).abs().max()
+    )  # of 255: rounded from fp32
 
 
 @pytest.mark.slow
@@ -184,7 +232,8 @@ def test_each_expert_has_its_own_assistant(
     world = TwoExperts(tmp_path)
     donor(world)
     high, low = (
-        str(tmp_path / "donor" / "exports" / f"donor_{name}.safetensors") for name in ("high_noise", "low_noise")
+        str(tmp_path / "donor" / "exports" / f"donor_{name}.safetensors")
+        for name in ("high_noise", "low_noise")
     )
     flags = ("--train.steps", "1", "--optim.lr", "0.05", "--sample.captions", "0")
     assistants = ("--base.assistant", high, "--base.assistant_low", low)
@@ -207,23 +256,51 @@ def test_each_expert_has_its_own_assistant(
 
 
 @pytest.mark.slow
-def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_it(world: World) -> None:
+def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_it(
+    world: World,
+) -> None:
     """As the page says, with `base.merge` in place of `base.assistant`."""
     file = donor(world)
-    flags = ("--adapter.method", "full", "--base.merge", json.dumps([file]), "--export.dtype", "fp32")
+    flags = (
+        "--adapter.method",
+        "full",
+        "--base.merge",
+        json.dumps([file]),
+        "--export.dtype",
+        "fp32",
+    )
     without = ("--sample.adapter", json.dumps([f"{file}@-1"]))
     assert world.train("run", 2, *flags, *without, "--sample.captions", "0") == 0
     exported = world.folder / "run" / "exports" / "transformer_official"
-    merged = ("--adapter", file, "--merge", "--base", str(exported), "--strength", "-1", "--dtype", "fp32")
+    merged = (
+        "--adapter",
+        file,
+        "--merge",
+        "--base",
+        str(exported),
+        "--strength",
+        "-1",
+        "--dtype",
+        "fp32",
+    )
     assert world.run("export", *merged, "--out", "out") == 0
     (written,) = (world.folder / "out").rglob("*.safetensors")
     (world.folder / "toy.safetensors").write_bytes(written.read_bytes())
-    assert world.train("bare", 1, "--optim.lr", "1e-30", "--sample.captions", "0") == 0  # its adapter changes nothing
+    assert (
+        world.train("bare", 1, "--optim.lr", "1e-30", "--sample.captions", "0") == 0
+    )  # its adapter changes nothing
     ways = {"taken_out": ("run",), "with": ("run", "--sample.adapter", "[]"), "bare": ("bare",)}
     for name, (run, *more) in ways.items():
-        assert world.run("sample", "--run", str(world.folder / run), *more, "--prompt", "a", "--out", name) == 0
+        assert (
+            world.run(
+                "sample", "--run", str(world.folder / run), *more, "--prompt", "a", "--out", name
+            )
+            == 0
+        )
     taken_out, with_it, bare = (pixels(next((world.folder / name).glob("*.png"))) for name in ways)
-    assert (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()  # of 255: sums of fp32 in another order
+    assert (
+        (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()
+    )  # of 255: sums of fp32 in another order
 
 
 @pytest.mark.slow
@@ -235,8 +312,22 @@ def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_wri
     donor(world)
     names = {"high_noise": "", "low_noise": "_low"}
     files = {name: f"donor/exports/donor_{name}.safetensors" for name in names}
-    flags = ["--adapter.method", "full", "--export.dtype", "fp32", "--sample.captions", "0", "--train.steps", "1"]
-    assert world.run("train", "--run.folder", "refused", *flags, "--base.assistant_low", files["low_noise"]) == 1
+    flags = [
+        "--adapter.method",
+        "full",
+        "--export.dtype",
+        "fp32",
+        "--sample.captions",
+        "0",
+        "--train.steps",
+        "1",
+    ]
+    assert (
+        world.run(
+            "train", "--run.folder", "refused", *flags, "--base.assistant_low", files["low_noise"]
+        )
+        == 1
+    )
     assert "in base.merge_low, and with @-1 in sample.adapter_low" in capsys.readouterr().err
     for name, suffix in names.items():
         flags += [f"--base.merge{suffix}", json.dumps([files[name]])]
@@ -257,15 +348,30 @@ def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_wri
         (written,) = (tmp_path / name).rglob("*.safetensors")
         bare += [f"--model.{key}", str(written)]
     with_it = ("--run", "run", "--sample.adapter", "[]", "--sample.adapter_low", "[]")
-    still = ("--optim.lr", "1e-30", "--train.steps", "1", "--sample.captions", "0")  # an adapter that changes nothing
+    still = (
+        "--optim.lr",
+        "1e-30",
+        "--train.steps",
+        "1",
+        "--sample.captions",
+        "0",
+    )  # an adapter that changes nothing
     assert world.run("train", "--run.folder", "bare", *bare, *still) == 0
-    for name, given in {"out": ("--run", "run"), "with": with_it, "alone": ("--run", "bare", *bare)}.items():
+    for name, given in {
+        "out": ("--run", "run"),
+        "with": with_it,
+        "alone": ("--run", "bare", *bare),
+    }.items():
         assert world.run("sample", *given, "--prompt", "a", "--out", name) == 0
-    out, with_them, alone = (pixels(next((tmp_path / name).glob("*.png"))) for name in ("out", "with", "alone"))
+    out, with_them, alone = (
+        pixels(next((tmp_path / name).glob("*.png"))) for name in ("out", "with", "alone")
+    )
     assert (out - alone).abs().max() <= 1 < (with_them - alone).abs().max()
 
 
-def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_assistant_that_could_not_be_taken_out_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = donor(world)
     for flags, said in (
         (("--adapter.method", "full"), "with @-1 in sample.adapter"),
@@ -274,7 +380,10 @@ def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsy
         capsys.readouterr()
         assert world.train("run", 1, "--base.assistant", file, *flags) == 1
         assert said in capsys.readouterr().err
-    for key, value in (("base.assistant", "toy.safetensors"), ("sample.adapter", '["toy.safetensors"]')):
+    for key, value in (
+        ("base.assistant", "toy.safetensors"),
+        ("sample.adapter", '["toy.safetensors"]'),
+    ):
         capsys.readouterr()
         assert world.train("run", 1, f"--{key}", value) == 1
         assert (
@@ -285,16 +394,22 @@ def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsy
     assert "nowhere.safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["dora", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dora")])
-def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in the model."""
+@pytest.mark.parametrize(
+    "method", ["dora", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dora")]
+)
+def test_a_sample_is_that_of_the_merged_base(
+    world: World, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in
+    the model."""
     flags = (*METHODS[method], "--adapter.rank", "3", "--train.seed", "5")
     one, other = donor(world, name="one"), donor(world, *flags, name="two")
     assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0") == 0
     made = outputs(world, monkeypatch)
     base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
     assert world.run(*base) == 0
-    # In this order, because a DoRA's norm is of the base here, and of what was merged before it there.
+    # In this order, because a DoRA's norm is of the base here, and of what was merged before it
+    # there.
     files = json.dumps([f"{other}@0.7", f"{one}@0.5"])
     assert world.run(*base, "--sample.adapter", files) == 0
     assert world.run(*base, "--base.merge", files) == 0
@@ -309,7 +424,8 @@ def test_each_expert_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     world = TwoExperts(tmp_path)
     donor(world)
     high, low = (
-        str(tmp_path / "donor" / "exports" / f"donor_{name}.safetensors") for name in ("high_noise", "low_noise")
+        str(tmp_path / "donor" / "exports" / f"donor_{name}.safetensors")
+        for name in ("high_noise", "low_noise")
     )
     run = ("--run.folder", "run", "--train.steps", "1", "--sample.captions", "1")
     assert world.run("train", *run) == 0
@@ -341,8 +457,12 @@ def test_a_missing_or_other_file_is_refused_before_weights_are_read(
     line = refused(world, capfd, "--sample.adapter", "missing.safetensors")
     assert "sample.adapter: there is no file" in line and "missing.safetensors" in line
     save_file({"lora_unet_other.lora_down.weight": torch.ones(2, 4)}, "other.safetensors")
-    assert "sample.adapter: other.safetensors" in refused(world, capfd, "--sample.adapter", "other.safetensors")
-    assert "not FILE@strength" in refused(world, capfd, "--sample.adapter", "other.safetensors@much")
+    assert "sample.adapter: other.safetensors" in refused(
+        world, capfd, "--sample.adapter", "other.safetensors"
+    )
+    assert "not FILE@strength" in refused(
+        world, capfd, "--sample.adapter", "other.safetensors@much"
+    )
     assert "one transformer" in refused(world, capfd, "--sample.adapter_low", "other.safetensors")
     (world.folder / "away.safetensors").rename(world.folder / "toy.safetensors")
 
@@ -369,7 +489,9 @@ def test_a_run_says_what_its_samples_have_and_that_a_file_has_changed(
     save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
     capfd.readouterr()
     assert world.train("run", 5, *both) == 0
-    assert f"sample.adapter: {file} has changed" in capfd.readouterr().err, "another file has the same name"
+    assert f"sample.adapter: {file} has changed" in capfd.readouterr().err, (
+        "another file has the same name"
+    )
 
 
 def test_class_images_are_of_the_base_alone(world: World) -> None:
@@ -377,5 +499,7 @@ def test_class_images_are_of_the_base_alone(world: World) -> None:
     flags = ("--prior.prompt", "a picture", "--prior.images", "1", "--sample.captions", "1")
     assert world.train("plain", 1, *flags, "--sample.steps", "4") == 0  # the model's own number
     assert world.train("added", 1, *flags, "--sample.adapter", file, "--sample.steps", "1") == 0
-    one, other = (next((world.folder / name).rglob("class-*.png")).read_bytes() for name in ("plain", "added"))
+    one, other = (
+        next((world.folder / name).rglob("class-*.png")).read_bytes() for name in ("plain", "added")
+    )
     assert one == other

@@ -1,4 +1,5 @@
-"""Previews sampled by a process of their own: the same images, training untouched, nothing lost however things end."""
+"""Previews sampled by a process of their own: the same images, training untouched, nothing lost
+however things end."""
 
 import re
 import signal
@@ -51,12 +52,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gc.collect", lambda *_: 0)  # half a second each time, and nothing here is large
+    monkeypatch.setattr(
+        "gc.collect", lambda *_: 0
+    )  # half a second each time, and nothing here is large
     return TwoExperts(tmp_path)
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) -> None:
-    """Have SIGTERM come in optimizer step `at`, or the second Ctrl-C, after which nothing is saved."""
+    """Have SIGTERM come in optimizer step `at`, or the second Ctrl-C, after which nothing is
+    saved."""
     original = train.training_step
 
     def step(*arguments: Any, **settings: Any) -> Any:
@@ -70,7 +74,8 @@ def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) ->
 
 
 STREAMED = (
-    "--held_out.clips", "1", "--ema.decay", "0.9", "--adapter.method", "full", "--train.swap_blocks", "1",
+    "--held_out.clips", "1", "--ema.decay", "0.9", "--adapter.method", "full",
+    "--train.swap_blocks", "1",
     "--optim.fused_backward", "true", "--train.clip_norm", "0",
 )  # fmt: skip
 """ExpertWeights weights that are streamed, which the parameters do not hold between two steps."""
@@ -78,7 +83,10 @@ STREAMED = (
 
 @pytest.mark.parametrize("given", [FLAGS, STREAMED], ids=["lora", "streamed"])
 def test_they_are_those_sampled_in_place_and_disturb_nothing(
-    world: World, given: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: World,
+    given: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Child, "streamed", int(given is STREAMED))
     flags = (*given, "--sample.every_steps", "2", "--sample.images", "2")
@@ -88,9 +96,15 @@ def test_they_are_those_sampled_in_place_and_disturb_nothing(
     here, there = world.folder / "here", world.folder / "there"
     check_equal(here, there)
     assert samples(here) == samples(there) and len(samples(here)) == 4 * (2 * 2 + 2)
-    assert len(started) == 1 and started[0].environment["CUDA_VISIBLE_DEVICES"] == "" and pending(there) == []
+    assert (
+        len(started) == 1
+        and started[0].environment["CUDA_VISIBLE_DEVICES"] == ""
+        and pending(there) == []
+    )
     assert "waiting for 3 previews from cpu" in capsys.readouterr().out
-    assert [each.title for each in read_sections(there)[0].samples] == [f"step {step}" for step in (0, 2, 4, 6)]
+    assert [each.title for each in read_sections(there)[0].samples] == [
+        f"step {step}" for step in (0, 2, 4, 6)
+    ]
     assert (there / "report.html").read_text().count("<img") == 16
 
 
@@ -102,15 +116,20 @@ def test_a_real_process_samples_the_same(world: World) -> None:
     here, there = world.folder / "here", world.folder / "there"
     check_equal(here, there)
     log = (there / "previews.log").read_text()
-    assert re.findall("process [0-9]+ generates (.*)", log) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)]
+    assert re.findall("process [0-9]+ generates (.*)", log) == [
+        f"step-{step:06d}.safetensors" for step in (0, 2, 4)
+    ]
     assert samples(here) == samples(there) and pending(there) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    sys.platform != "linux", reason="asks /proc whether a process of which it is not the parent is there"
+    sys.platform != "linux",
+    reason="asks /proc whether a process of which it is not the parent is there",
 )
-def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_process_ends_with_a_parent_that_is_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(cli, "run", lambda spec, command, argv: given.extend(argv) or 0)
@@ -118,19 +137,29 @@ def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypa
     program = "import sys; from ditkit_core.commands import cli; from ditkit_core.testing.toy import TOY; cli.run(TOY, 'train', sys.argv[1:])"
     run = world.folder / "run"
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", program, *given],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
-        found = wait_for(lambda: re.findall("process ([0-9]+) generates", text_of(run / "previews.log")), seconds=200)
+        found = wait_for(
+            lambda: re.findall("process ([0-9]+) generates", text_of(run / "previews.log")),
+            seconds=200,
+        )
     finally:
         parent.kill()
         parent.wait()
     status = Path(f"/proc/{found[0]}/stat")
-    wait_for(lambda: not status.exists() or text_of(status).rpartition(")")[2].split()[0] == "Z", seconds=60)
+    wait_for(
+        lambda: not status.exists() or text_of(status).rpartition(")")[2].split()[0] == "Z",
+        seconds=60,
+    )
     assert pending(run) == ["step-000000.safetensors"] and not (run / "complete.json").exists()
     with children(world.spec, "draws"):
         assert world.train("run", 2, *ELSEWHERE) == 0
-    assert {name[:11] for name in samples(run)} == {"step-000000", "step-000002"} and pending(run) == []
+    assert {name[:11] for name in samples(run)} == {"step-000000", "step-000002"} and pending(
+        run
+    ) == []
 
 
 def text_of(path: Path) -> str:
@@ -155,7 +184,9 @@ def test_what_a_stopped_run_leaves_is_sampled_when_it_goes_on(
         stopping(patched, at=3)
         assert world.train("run", 6, *ELSEWHERE) == 130
     assert len(started) == 1 and started[0].returncode == 130, "one at a time, ended with the run"
-    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)], "the step that was stopped at, too"
+    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)], (
+        "the step that was stopped at, too"
+    )
     torn = unfinished(run / "samples" / "pending" / "step-000004.safetensors")
     torn.touch()
     with children(world.spec, "draws") as started:
@@ -168,7 +199,10 @@ def test_what_a_stopped_run_leaves_is_sampled_when_it_goes_on(
     said = capsys.readouterr()
     assert "is complete at step 6" in said.out and pending(run) == ["step-000002.safetensors"]
     assert "1 previews wait in" in said.err
-    assert "samples/pending; set sample.device to generate them, or remove the files" in said.err.replace("\\", "/")
+    assert (
+        "samples/pending; set sample.device to generate them, or remove the files"
+        in said.err.replace("\\", "/")
+    )
 
 
 @pytest.mark.slow
@@ -181,7 +215,9 @@ def test_what_waits_of_a_run_that_was_given_up_is_not_sampled_into_the_next(
     with monkeypatch.context() as patched, children(world.spec, "goes on"):
         stopping(patched, at=5, saves=False)
         assert world.train("run", 6, *ELSEWHERE, "--optim.lr", "0.5") == 130
-    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)] and not any(run.glob("state/step-*"))
+    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)] and not any(
+        run.glob("state/step-*")
+    )
     with children(world.spec, "draws"):
         assert world.train("run", 3, *ELSEWHERE) == 0
     assert samples(run) == samples(world.folder / "whole") and pending(run) == []
@@ -193,12 +229,16 @@ def test_a_signal_while_the_last_previews_are_sampled_loses_none(
     with children(world.spec, "is interrupted") as started:
         assert world.train("run", 4, *ELSEWHERE) == 130
     run = world.folder / "run"
-    assert "stopped with 2 previews left" in capsys.readouterr().err and started[0].returncode == 130
+    assert (
+        "stopped with 2 previews left" in capsys.readouterr().err and started[0].returncode == 130
+    )
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
     assert "Complete at step 4." in (run / "report.html").read_text()
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0
-    assert "is complete at step 4; nothing is left to do" in capsys.readouterr().out, "it was not ended once more"
+    assert "is complete at step 4; nothing is left to do" in capsys.readouterr().out, (
+        "it was not ended once more"
+    )
     assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 6
 
 
@@ -210,18 +250,31 @@ def test_one_that_fails_costs_a_warning_and_can_be_sampled_later(
         assert world.train("run", 4, *ELSEWHERE) == 0
     said = capsys.readouterr().err
     for name in pending(run):
-        assert f"preview {name} was not generated (status 1): error: no room on this device; it stays in" in said
+        assert (
+            f"preview {name} was not generated (status 1): error: no room on this device; it stays "
+            f"in" in said
+        )
     assert "previews not generated: 2" in said and "the same command tries again" in said
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
-    assert [len(child.command) - len(started[0].command) for child in started] == [0, 1], "one was left out"
-    assert (run / "complete.json").exists() and {name[:11] for name in samples(run)} == {"step-000004"}
+    assert [len(child.command) - len(started[0].command) for child in started] == [0, 1], (
+        "one was left out"
+    )
+    assert (run / "complete.json").exists() and {name[:11] for name in samples(run)} == {
+        "step-000004"
+    }
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0, "which is complete"
-    assert pending(run) == [] and {name[:11] for name in samples(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
-    assert [each.title for each in read_sections(run)[0].samples] == [f"step {step}" for step in (0, 2, 4)]
+    assert pending(run) == [] and {name[:11] for name in samples(run)} == {
+        f"step-{step:06d}" for step in (0, 2, 4)
+    }
+    assert [each.title for each in read_sections(run)[0].samples] == [
+        f"step {step}" for step in (0, 2, 4)
+    ]
 
 
-def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preview_that_failed_is_named_whatever_else_waits(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, folder = bare(world)
     names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
     put(folder.pending, Preview(step=5), {})
@@ -232,7 +285,8 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
         put(folder.pending, Preview(step=3), {})
         previews.take(Preview(step=7), {})
         assert (
-            f"preview {names[5]} was not generated (status 1): error: no room on this device" in capsys.readouterr().err
+            f"preview {names[5]} was not generated (status 1): error: no room on this device"
+            in capsys.readouterr().err
         )
         folder.previews_log.unlink()
         previews.take(Preview(step=8), {})
@@ -259,19 +313,28 @@ def test_a_preview_that_is_removed_while_it_is_sampled_is_not_missed(
     for step in (2, 4, 6):
         put(folder.pending, Preview(step=step), {})
     preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
-    assert came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)] and pending(folder.path) == []
+    assert (
+        came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)]
+        and pending(folder.path) == []
+    )
     assert "step-000002.safetensors was removed" in capsys.readouterr().out
 
 
-def test_previews_have_the_kernels_of_their_own_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_previews_have_the_kernels_of_their_own_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run stores those of the devices that train."""
     _, folder = bare(world)
     found: list[str] = []
     own = "triton"
     monkeypatch.setattr(
-        preview_process, "with_kernels", lambda run: replace(run, train=replace(run.train, kernels=own))
+        preview_process,
+        "with_kernels",
+        lambda run: replace(run, train=replace(run.train, kernels=own)),
     )
-    monkeypatch.setattr(preview_process, "_generate", lambda jobs, *_: found.append(jobs.run.config.train.kernels))
+    monkeypatch.setattr(
+        preview_process, "_generate", lambda jobs, *_: found.append(jobs.run.config.train.kernels)
+    )
     put(folder.pending, Preview(step=2), {})
     preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
     assert found == [own]
@@ -289,16 +352,27 @@ def test_a_disk_that_is_full_costs_previews_and_no_training(
     monkeypatch.setattr(previews, "put", full)
     with children(world.spec, "draws") as started:
         assert world.train("run", 2, *ELSEWHERE) == 0
-    assert "no preview of step 0: cannot write: No space left on device" in capsys.readouterr().err and not started
-    assert world.run("train", "--run", "run", "--train.steps", "3", "--sample.every_steps", "0") == 0
-    assert "sample.device = cpu is where previews are generated, and sample.every_steps = 0" in capsys.readouterr().err
+    assert (
+        "no preview of step 0: cannot write: No space left on device" in capsys.readouterr().err
+        and not started
+    )
+    assert (
+        world.run("train", "--run", "run", "--train.steps", "3", "--sample.every_steps", "0") == 0
+    )
+    assert (
+        "sample.device = cpu is where previews are generated, and sample.every_steps = 0"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("cuda:7",), "sample.device = 'cuda:7': this machine has no CUDA devices"),
-        (("auto",), "sample.device = 'auto' must be a device that does not train, such as cuda:1, or cpu"),
+        (
+            ("auto",),
+            "sample.device = 'auto' must be a device that does not train, such as cuda:1, or cpu",
+        ),
         (("cpu", "--train.attention", "flash2"), "attention backend 'flash2'"),
     ],
 )
@@ -307,7 +381,12 @@ def test_what_cannot_sample_is_refused_before_anything_is_encoded(
 ) -> None:
     assert world.train("run", 2, *EVERY, "--sample.device", *flags) in (1, 2)
     said = capsys.readouterr().err
-    assert says in said and said.startswith("error: ") and said.count("\n") == 1 and world.media.loads == 0
+    assert (
+        says in said
+        and said.startswith("error: ")
+        and said.count("\n") == 1
+        and world.media.loads == 0
+    )
 
 
 def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
@@ -316,8 +395,12 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = resolve(RunConfig, flags={"sample.device": "cuda:0", "train.devices": ("cuda:0", "cuda:1")})
-    with pytest.raises(UserError, match="'cuda:0' is a device that trains; name another one or cpu"):
+    config = resolve(
+        RunConfig, flags={"sample.device": "cuda:0", "train.devices": ("cuda:0", "cuda:1")}
+    )
+    with pytest.raises(
+        UserError, match="'cuda:0' is a device that trains; name another one or cpu"
+    ):
         check_preview_device(create_run(world.spec, config))
     config = replace(config, train=replace(config.train, devices=("cuda:1",)))
     check_preview_device(create_run(world.spec, config))
@@ -329,10 +412,14 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
         (("cuda:0", "cuda:1"), 5, False),
     ]:
         capsys.readouterr()
-        here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
+        here = replace(
+            config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1)
+        )
         say_where_previews_could_be(here.sample, tuple(map(torch.device, devices)))
         said = "".join(capsys.readouterr())
-        assert ("set sample.device = cuda:0 (idle) to generate them in the background" in said) is told
+        assert (
+            "set sample.device = cuda:0 (idle) to generate them in the background" in said
+        ) is told
 
 
 @pytest.mark.slow
@@ -345,7 +432,9 @@ def test_a_run_that_waits_for_its_previews_hears_of_an_idle_gpu(
     assert said.count("set sample.device = cuda:0 (idle)") == 1
 
 
-def test_each_of_two_experts_is_sampled_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_two_experts_is_sampled_while_it_trains(
+    experts: TwoExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the weights of the preview; the other one as it was trained by then, or as it is."""
     world, tmp_path, names = experts, experts.folder, tuple(expert.name for expert in EXPERTS)
     flags = ("--ema.decay", "0.9", "--sample.steps", "2")
@@ -353,7 +442,9 @@ def test_each_of_two_experts_is_sampled_while_it_trains(experts: TwoExperts, mon
     loaded: list[tuple[str, str]] = []
     turn = expert_turns._stage
 
-    def noted(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
+    def noted(
+        run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float
+    ) -> DenoiserStage:
         loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
         return turn(run, expert, trained, guidance)
 
@@ -383,13 +474,26 @@ def test_each_of_two_experts_is_sampled_while_it_trains(experts: TwoExperts, mon
     for name in names:
         assert equal(world.exported("plain", name), world.exported("both", name))
         folder = world.folder / "both" / name
-        pictures = {file[:11]: picture for file, picture in samples(folder).items() if file.endswith(".png")}
-        assert pictures.keys() == {"step-000000", "step-000001"} and len(set(pictures.values())) == 2
-    sections = {section.name: [each.title for each in section.samples] for section in read_sections(tmp_path / "both")}
-    drawn_in = {"high_noise": ["step 0", "step 1"], "low_noise": ["step 0", "step 1"], "": ["step 2"]}
+        pictures = {
+            file[:11]: picture for file, picture in samples(folder).items() if file.endswith(".png")
+        }
+        assert (
+            pictures.keys() == {"step-000000", "step-000001"} and len(set(pictures.values())) == 2
+        )
+    sections = {
+        section.name: [each.title for each in section.samples]
+        for section in read_sections(tmp_path / "both")
+    }
+    drawn_in = {
+        "high_noise": ["step 0", "step 1"],
+        "low_noise": ["step 0", "step 1"],
+        "": ["step 2"],
+    }
     assert sections == drawn_in
     assert (tmp_path / "both" / names[0] / "report.html").read_text().count("<img") == 2
-    assert pending(tmp_path / "both") == [] and {file[:11] for file in samples(tmp_path / "both")} == {"step-000002"}
+    assert pending(tmp_path / "both") == [] and {
+        file[:11] for file in samples(tmp_path / "both")
+    } == {"step-000002"}
 
 
 def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
@@ -399,24 +503,43 @@ def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
     with children(experts.spec, "is interrupted"):
         assert experts.train("both", 1, *flags, "--sample.every_steps", "1") == 130
     assert RunFolder(experts.folder / "both").completed_step() == 1
-    assert pending(experts.folder / "both") == [f"{expert.name}-step-000000.safetensors" for expert in EXPERTS]
+    assert pending(experts.folder / "both") == [
+        f"{expert.name}-step-000000.safetensors" for expert in EXPERTS
+    ]
     capsys.readouterr()
     with children(experts.spec, "draws"):
         assert experts.train("both", 1, *flags, "--sample.every_steps", "0") == 0
     said = capsys.readouterr()
-    assert "is complete; nothing is left to do" in said.out and pending(experts.folder / "both") == []
-    assert said.err.count("sample.device = cpu is where previews are generated, and sample.every_steps = 0") == 1
+    assert (
+        "is complete; nothing is left to do" in said.out and pending(experts.folder / "both") == []
+    )
+    assert (
+        said.err.count(
+            "sample.device = cpu is where previews are generated, and sample.every_steps = 0"
+        )
+        == 1
+    )
 
 
 def test_a_run_of_one_expert_samples_with_the_other_as_it_is(
     experts: TwoExperts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, tmp_path = experts, experts.folder
-    flags = (*ELSEWHERE, "--sample.captions", "1", "--sample.steps", "2", "--experts.train", "low_noise")
+    flags = (
+        *ELSEWHERE,
+        "--sample.captions",
+        "1",
+        "--sample.steps",
+        "2",
+        "--experts.train",
+        "low_noise",
+    )
     with children(world.spec, "draws"):
         assert world.train("low", 3, *flags) == 0
     assert "sampling with the high_noise expert with its base weights" in capsys.readouterr().out
-    assert {name[:11] for name in samples(tmp_path / "low")} == {f"step-{step:06d}" for step in (0, 2, 3)}
+    assert {name[:11] for name in samples(tmp_path / "low")} == {
+        f"step-{step:06d}" for step in (0, 2, 3)
+    }
     (tmp_path / "toy_high_noise.safetensors").unlink()
     with children(world.spec, "draws") as started:
         assert world.train("alone", 3, *flags) == 0
@@ -424,8 +547,11 @@ def test_a_run_of_one_expert_samples_with_the_other_as_it_is(
 
 
 def test_its_process_computes_fp32_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A VAE and a text encoder run in no engine; by default torch rounds the operands of convolutions to TF32."""
-    monkeypatch.setattr(preview_process, "work", lambda generate: int(torch.backends.cudnn.allow_tf32))
+    """A VAE and a text encoder run in no engine; by default torch rounds the operands of
+    convolutions to TF32."""
+    monkeypatch.setattr(
+        preview_process, "work", lambda generate: int(torch.backends.cudnn.allow_tf32)
+    )
     torch.backends.cudnn.allow_tf32 = True
     assert preview_process.main(["ditkit_core.testing.toy:TOY", str(tmp_path), "cuda", "0"]) == 0
 
@@ -439,13 +565,18 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     (tmp_path / ".step-000001.safetensors.0123abcd.tmp").touch()
     files = queued(tmp_path)
     assert len(files) == 4 and not any(file.name.startswith(".") for file in files)
-    assert [read_preview(file).step for file in files] == [3, 999999, 1000000, 12] and read_preview(files[-1]) == asked
+    assert [read_preview(file).step for file in files] == [3, 999999, 1000000, 12] and read_preview(
+        files[-1]
+    ) == asked
     found = read_weights(files[-1])
-    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert found.keys() == weights.keys() and all(
+        torch.equal(found[name], weights[name]) for name in weights
+    )
     save_file(weights, tmp_path / "step-000007.safetensors")
     with pytest.raises(UserError, match="is not a queued preview; remove it"):
         read_preview(tmp_path / "step-000007.safetensors")
     drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
     assert [file.name for file in queued(tmp_path)] == [
-        "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",
+        "step-000007.safetensors", "high_noise-step-000003.safetensors",
+        "high_noise-step-999999.safetensors",
     ]  # fmt: skip

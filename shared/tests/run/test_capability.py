@@ -1,4 +1,5 @@
-"""GPUs that cannot do what a run asks of them are refused by their compute capability, on a machine without one: torch's answers are set."""
+"""GPUs that cannot do what a run asks of them are refused by their compute capability, on a machine
+without one: torch's answers are set."""
 
 import pytest
 import torch
@@ -25,9 +26,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
-        torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120", "compute_120", "gfx942"]
+        torch.cuda,
+        "get_arch_list",
+        lambda: ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120", "compute_120", "gfx942"],
     )
-    return lambda found: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    return lambda found: monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: found
+    )
 
 
 def a_run(**sections):
@@ -55,7 +60,9 @@ def test_a_gpu_without_bf16_is_refused_before_anything_is_loaded(gpu):
 
 def test_a_gpu_that_torch_is_not_built_for_is_refused(gpu):
     gpu((7, 0))
-    with pytest.raises(UserError, match=r"is built for GPUs of compute capability 7.5 or later, and cuda:0 has 7.0"):
+    with pytest.raises(
+        UserError, match=r"is built for GPUs of compute capability 7.5 or later, and cuda:0 has 7.0"
+    ):
         check_capability(FP32.execution, [GPU])
     check_capability(FP32.execution, [torch.device("cpu")])
 
@@ -86,7 +93,9 @@ def test_flash4_is_refused_on_a_mix_of_gpus_for_which_it_would_take_one_kernel(g
     gpu(HOPPER)
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     check_capability(attention("flash4"), [first, second])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", {first: HOPPER, second: B200}.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", {first: HOPPER, second: B200}.__getitem__
+    )
     check_capability(attention("sdpa"), [first, second])
     check_capability(attention("flash4"), [second, torch.device("cpu")])
     with pytest.raises(UserError, match=r"one compute capability in a process, and cuda:0 has 9.0 and cuda:1 has 10.0; use sdpa"):  # fmt: skip
@@ -102,6 +111,8 @@ def test_attention_of_torch_runs_from_ampere_on(found, gpu):
 
 def test_the_device_of_previews_is_checked_too(gpu):
     gpu(TURING)
-    config = RunConfig(sample=SampleConfig(device="cuda", every_steps=1), train=TrainConfig(device="cpu"))
+    config = RunConfig(
+        sample=SampleConfig(device="cuda", every_steps=1), train=TrainConfig(device="cpu")
+    )
     with pytest.raises(UserError, match=r"sample.device = 'cuda': model.dtype = bf16 needs"):
         check_preview_device(create_run(TOY, config, ToyArch()))

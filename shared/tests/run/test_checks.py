@@ -25,7 +25,9 @@ from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
 
 
 def run(*, context: int = 2, **sections: object):
-    config = RunConfig(**{"train": TrainConfig(accumulation=2), "ranks": RanksConfig(context=context)} | sections)
+    config = RunConfig(
+        **{"train": TrainConfig(accumulation=2), "ranks": RanksConfig(context=context)} | sections
+    )
     return create_run(TOY, config, ToyArch())
 
 
@@ -83,7 +85,8 @@ def test_weights_in_bf16_are_not_divided_by_a_torch_that_rounds_their_gradients(
     check_ranks(run(**given), 2)
     monkeypatch.setattr(fsdp, "keeps_wide_gradients", lambda: False)
     with pytest.raises(
-        UserError, match=r"ranks.shard = 2 with trained weights in bf16: this torch, .* set model.dtype = fp32$"
+        UserError,
+        match=r"ranks.shard = 2 with trained weights in bf16: this torch, .* set model.dtype = fp32$",
     ):
         check_ranks(run(**given), 2)
     check_ranks(run(**given | {"adapter": AdapterConfig()}), 2)
@@ -92,20 +95,27 @@ def test_weights_in_bf16_are_not_divided_by_a_torch_that_rounds_their_gradients(
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_base_of_integers_is_not_divided_by_a_torch_that_shards_none(monkeypatch, kind):
     given = {"ranks": RanksConfig(shard=2), "base": BaseConfig(quantize=kind)}
-    assert fsdp.shards_integers() == (torch.__version__ >= (2, 12)), "by the versions that were tried"
+    assert fsdp.shards_integers() == (torch.__version__ >= (2, 12)), (
+        "by the versions that were tried"
+    )
     monkeypatch.setattr(fsdp, "shards_integers", lambda: True)
     check_ranks(run(**given), 2)
     monkeypatch.setattr(fsdp, "shards_integers", lambda: False)
-    with pytest.raises(UserError, match=rf"a base in {kind}: this torch, .* set base.quantize to fp8 or none$"):
+    with pytest.raises(
+        UserError, match=rf"a base in {kind}: this torch, .* set base.quantize to fp8 or none$"
+    ):
         check_ranks(run(**given), 2)
     check_ranks(run(**given | {"base": BaseConfig(quantize="fp8")}), 2)
     model = make_quantized(TOY, ToyArch(dim=64), kind, adapter=AdapterConfig(rank=4))
-    with pytest.raises(UserError, match="cannot shard a base in integers; update it, or use one in fp8"):
+    with pytest.raises(
+        UserError, match="cannot shard a base in integers; update it, or use one in fp8"
+    ):
         fsdp.divide(model, Precision(), DeviceMesh.__new__(DeviceMesh))
 
 
 def test_random_tables_train_or_are_refused_in_one_line(tmp_path):
-    """Whatever `[ranks]` says, for any number of processes: what is taken gives every micro-batch to one group of ranks."""
+    """Whatever `[ranks]` says, for any number of processes: what is taken gives every micro-batch
+    to one group of ranks."""
     random, file, taken, refused = Random(7), tmp_path / "run.toml", 0, 0
     numbers = [1, 1, 2, 2, 3, 4, 6, 8, 0, -1, 10**9, 2.5, '"2"', "true", "[2]"]
     keys = ["shard", "context", "timeout", "shards"]
@@ -125,8 +135,12 @@ def test_random_tables_train_or_are_refused_in_one_line(tmp_path):
             continue
         ranks, groups = config.ranks, size // config.ranks.context
         assert size % ranks.shard == 0 == size % ranks.context and accumulation >= groups
-        shares = [Ranks(rank, size, context=ranks.context).share(accumulation) for rank in range(size)]
-        assert sorted(item for share in shares[:: ranks.context] for item in share) == list(range(accumulation))
+        shares = [
+            Ranks(rank, size, context=ranks.context).share(accumulation) for rank in range(size)
+        ]
+        assert sorted(item for share in shares[:: ranks.context] for item in share) == list(
+            range(accumulation)
+        )
         taken += 1
     assert taken > 20 and refused > 20
 
@@ -135,5 +149,8 @@ def test_a_model_whose_blocks_need_all_tokens_is_refused(monkeypatch):
     given = run()
     assert isinstance(TOY.architecture.token_streams(given.arch), TokenStreams)
     monkeypatch.setitem(vars(given.spec.architecture), "token_streams", lambda arch: None)
-    with pytest.raises(UserError, match=r"blocks of this architecture read groups of tokens; leave ranks.context out"):
+    with pytest.raises(
+        UserError,
+        match=r"blocks of this architecture read groups of tokens; leave ranks.context out",
+    ):
         check_ranks(given, 2)

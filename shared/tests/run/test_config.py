@@ -112,15 +112,24 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ("[lora]\nrank = 3", "unknown key lora.rank in {file}; did you mean shape.rank?"),
         ("[shapes]", "unknown section [shapes] in {file}; did you mean [shape]?"),
         ("shape = 3", "shape in {file} is a section: write [shape] and its keys below it"),
-        ("[[shape]]\nrank = 3", "shape in {file} is a section: write [shape] and its keys below it"),
+        (
+            "[[shape]]\nrank = 3",
+            "shape in {file} is a section: write [shape] and its keys below it",
+        ),
         ('[shape]\nrank = "lots"', 'shape.rank in {file} must be a whole number, not "lots"'),
         ('[shape]\nrank = "16"', 'shape.rank in {file} must be a whole number, not "16"'),
         ("[shape]\nrank = 16.0", "shape.rank in {file} must be a whole number, not 16.0"),
         ("[shape]\nrank = true", "shape.rank in {file} must be a whole number, not true"),
         ("[shape.rank]\nx = 1", 'shape.rank in {file} must be a whole number, not {{"x": 1}}'),
-        ("[shape]\ntargets = 1", 'shape.targets in {file} must be a list such as ["a", "b"], not 1'),
+        (
+            "[shape]\ntargets = 1",
+            'shape.targets in {file} must be a list such as ["a", "b"], not 1',
+        ),
         ("[rate]\nbetas = 0.9", "rate.betas in {file} must be a list such as [1, 2], not 0.9"),
-        ("[shape]\ntargets = [1]", 'shape.targets in {file} must be a list such as ["a", "b"], not [1]'),
+        (
+            "[shape]\ntargets = [1]",
+            'shape.targets in {file} must be a list such as ["a", "b"], not [1]',
+        ),
         ('[shape]\nmode = "lokr"', 'shape.mode in {file} must be one of lora, full, not "lokr"'),
         ('[shape]\nalpha = "x"', 'shape.alpha in {file} must be a number, not "x"'),
         ("[rate]\nlr = nan", "rate.lr in {file} must be a number, not NaN"),
@@ -131,14 +140,22 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ("[rate]\nbetas = [0.9]", "rate.betas in {file} must be a list such as [1, 2], not [0.9]"),
         ("[shape]\nrank = 0", "shape.rank = 0 must be at least 1 (set in {file})"),
         ("[shape]\nalpha = 13", "shape: an unlucky number"),
-        ('[run]\nfolder = ""', "run.folder is empty; set a folder, such as runs/run (set in {file})"),
+        (
+            '[run]\nfolder = ""',
+            "run.folder is empty; set a folder, such as runs/run (set in {file})",
+        ),
         (
             "[shape",
-            "{file} is not TOML: Expected ']' at the end of a table declaration (at end of document), which is '[shape'",
+            (
+                "{file} is not TOML: Expected ']' at the end of a table declaration (at end of "
+                "document), which is '[shape'"
+            ),
         ),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(write: Write, text: str, message: str) -> None:
+def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(
+    write: Write, text: str, message: str
+) -> None:
     file = write(text)
     assert refusal(lambda: resolve(Small, file=file)) == message.format(file=file)
 
@@ -146,26 +163,62 @@ def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(write: Write,
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--shape.rnak", "3"], "unknown key --shape.rnak on the command line; did you mean --shape.rank?"),
-        (["--shape.rnak=3"], "unknown key --shape.rnak on the command line; did you mean --shape.rank?"),
-        (["--shape.ra", "3"], "unknown key --shape.ra on the command line; did you mean --shape.rank?"),
-        (["--rate.rank", "3"], "unknown key --rate.rank on the command line; did you mean --shape.rank?"),
+        (
+            ["--shape.rnak", "3"],
+            "unknown key --shape.rnak on the command line; did you mean --shape.rank?",
+        ),
+        (
+            ["--shape.rnak=3"],
+            "unknown key --shape.rnak on the command line; did you mean --shape.rank?",
+        ),
+        (
+            ["--shape.ra", "3"],
+            "unknown key --shape.ra on the command line; did you mean --shape.rank?",
+        ),
+        (
+            ["--rate.rank", "3"],
+            "unknown key --rate.rank on the command line; did you mean --shape.rank?",
+        ),
         (
             ["--set", "train.steps=5"],
-            "unknown key --set on the command line; each key is a flag of its own, as --train.steps 5",
+            (
+                "unknown key --set on the command line; each key is a flag of its own, as "
+                "--train.steps 5"
+            ),
         ),
-        (["--init-form", "x"], "unknown key --init-form on the command line; did you mean --init-from?"),
-        (["--shape.rank", "abc"], 'shape.rank on the command line must be a whole number, not "abc"'),
-        (["--shape.rank", "1.5"], 'shape.rank on the command line must be a whole number, not "1.5"'),
-        (["--shape.mode", "x"], 'shape.mode on the command line must be one of lora, full, not "x"'),
+        (
+            ["--init-form", "x"],
+            "unknown key --init-form on the command line; did you mean --init-from?",
+        ),
+        (
+            ["--shape.rank", "abc"],
+            'shape.rank on the command line must be a whole number, not "abc"',
+        ),
+        (
+            ["--shape.rank", "1.5"],
+            'shape.rank on the command line must be a whole number, not "1.5"',
+        ),
+        (
+            ["--shape.mode", "x"],
+            'shape.mode on the command line must be one of lora, full, not "x"',
+        ),
         (["--rate.lr", "nan"], 'rate.lr on the command line must be a number, not "nan"'),
         (["--rate.lr", "high"], 'rate.lr on the command line must be a number, not "high"'),
-        (["--rate.betas", "1", "--rate.betas", "x"], "rate.betas on the command line must be a list"),
-        (["--shape.targets", "[q"], 'shape.targets on the command line must be a list such as ["a", "b"], not "[q"'),
+        (
+            ["--rate.betas", "1", "--rate.betas", "x"],
+            "rate.betas on the command line must be a list",
+        ),
+        (
+            ["--shape.targets", "[q"],
+            'shape.targets on the command line must be a list such as ["a", "b"], not "[q"',
+        ),
         (["--shape.rank"], "--shape.rank on the command line lacks its value"),
         (["--shape.rank", "--rate.lr", "1"], "--shape.rank on the command line lacks its value"),
         (["a.toml", "b.toml"], "two run files on the command line: a.toml, b.toml; give one"),
-        (["a.toml", "--config", "b.toml"], "two run files on the command line: a.toml, b.toml; give one"),
+        (
+            ["a.toml", "--config", "b.toml"],
+            "two run files on the command line: a.toml, b.toml; give one",
+        ),
         (["-x"], "unknown flag -x on the command line"),
     ],
 )
@@ -187,25 +240,38 @@ def test_a_list_is_a_repeated_flag_or_an_array_and_commas_do_not_separate() -> N
     assert flags("--rate.betas", "0.5", "--rate.betas", "0.9")["rate.betas"] == (0.5, 0.9)
 
 
-def test_a_list_of_one_is_written_as_its_item_in_a_file_as_on_the_command_line(write: Write) -> None:
+def test_a_list_of_one_is_written_as_its_item_in_a_file_as_on_the_command_line(
+    write: Write,
+) -> None:
     assert resolve(Small, file=write('[shape]\ntargets = "q"')).shape.targets == ("q",)
     file = write("[train]\nswap_blocks = 5")
     assert read_config_file(RunConfig, file)["train.swap_blocks"] == (5,)
-    assert read_flags(["--train.swap_blocks", "5"], RunConfig, TrainOptions).values["train.swap_blocks"] == (5,)
+    assert read_flags(["--train.swap_blocks", "5"], RunConfig, TrainOptions).values[
+        "train.swap_blocks"
+    ] == (5,)
 
 
 def test_of_a_repeated_flag_that_is_no_list_the_last_wins_and_text_stays_text() -> None:
     assert flags("--shape.rank", "1", "--shape.rank", "2") == {"shape.rank": 2}
-    assert flags("--rate.note", "1e3", "--shape.alpha=-1") == {"rate.note": "1e3", "shape.alpha": -1.0}
+    assert flags("--rate.note", "1e3", "--shape.alpha=-1") == {
+        "rate.note": "1e3",
+        "shape.alpha": -1.0,
+    }
     assert flags("--rate.note=--x") == {"rate.note": "--x"}
 
 
 def test_options_and_run_file_are_read_next_to_settings() -> None:
-    read = read_flags(["run.toml", "--demo", "--print-config", "--init-from", "runs/a"], Small, TrainOptions)
+    read = read_flags(
+        ["run.toml", "--demo", "--print-config", "--init-from", "runs/a"], Small, TrainOptions
+    )
     assert (read.common.config, read.common.print_config, read.values) == ("run.toml", True, {})
     assert read.options == TrainOptions(demo=True, init_from="runs/a")
-    read = read_flags(["--prompt", "a, b", "--adapter", "x", "--prompt", "c", "--run", "r"], Small, SampleOptions)
-    assert read.options == SampleOptions(prompt=("a, b", "c"), adapter="x") and read.common.run == "r"
+    read = read_flags(
+        ["--prompt", "a, b", "--adapter", "x", "--prompt", "c", "--run", "r"], Small, SampleOptions
+    )
+    assert (
+        read.options == SampleOptions(prompt=("a, b", "c"), adapter="x") and read.common.run == "r"
+    )
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe[\x00r\x00", "[rate]\nnote = 'ä'".encode("latin-1")])
@@ -243,16 +309,22 @@ number = st.floats(allow_nan=False, allow_infinity=False)
         mode=st.sampled_from(["lora", "full"]),
         alpha=st.none() | number.filter(lambda value: value != 13),
     ),
-    rate=st.builds(Rate, lr=number, betas=st.tuples(number, number), log=st.booleans(), note=st.text()),
+    rate=st.builds(
+        Rate, lr=number, betas=st.tuples(number, number), log=st.booleans(), note=st.text()
+    ),
 )
-def test_what_is_printed_reads_back(shape: Shape, rate: Rate, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_printed_reads_back(
+    shape: Shape, rate: Rate, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     config = Small(shape=shape, rate=rate)
     file = tmp_path_factory.getbasetemp() / "printed.toml"
     file.write_bytes(to_toml(config).encode())
     assert resolve(Small, file=file) == config
 
 
-def test_the_demo_is_placed_in_the_run_folder_and_gives_way_to_file_and_flags(tmp_path: Path, write: Write) -> None:
+def test_the_demo_is_placed_in_the_run_folder_and_gives_way_to_file_and_flags(
+    tmp_path: Path, write: Write
+) -> None:
     demo = tmp_path / "demo.toml"
     demo.write_text(
         '[run]\nfolder = "runs/demo"\n[rate]\nnote = "{run}/in"\nlr = 2\n[shape]\ntargets = ["{run}"]\nrank = 2\n'
@@ -267,16 +339,29 @@ def test_the_demo_is_placed_in_the_run_folder_and_gives_way_to_file_and_flags(tm
 
 
 def test_a_stored_run_is_the_ground_and_unknown_keys_of_it_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[run]\nfolder = "moved"\n[shape]\nrank = 5\ngone = 1\n[old]\nkey = 1\n')
+    (tmp_path / "config.toml").write_text(
+        '[run]\nfolder = "moved"\n[shape]\nrank = 5\ngone = 1\n[old]\nkey = 1\n'
+    )
     config = resolve(Small, stored=tmp_path, flags=flags("--rate.lr", "3"))
     assert (config.run.folder, config.shape.rank, config.rate.lr) == (str(tmp_path), 5, 3.0)
-    assert "it does not exist; correct the path" in refusal(lambda: resolve(Small, stored=tmp_path / "none"))
+    assert "it does not exist; correct the path" in refusal(
+        lambda: resolve(Small, stored=tmp_path / "none")
+    )
     (tmp_path / "cats").mkdir()
-    assert refusal(lambda: resolve(Small, stored=tmp_path / "cat")).endswith(f"did you mean {tmp_path}/cats?")
-    assert refusal(lambda: resolve(Small, stored=tmp_path / "cats")).endswith(f"no config.toml; name {tmp_path}")
+    assert refusal(lambda: resolve(Small, stored=tmp_path / "cat")).endswith(
+        f"did you mean {tmp_path}/cats?"
+    )
+    assert refusal(lambda: resolve(Small, stored=tmp_path / "cats")).endswith(
+        f"no config.toml; name {tmp_path}"
+    )
     other = lambda: resolve(Small, stored=tmp_path, flags=flags("--run.folder", "other"))
-    assert refusal(other) == f"--run {tmp_path} and --run.folder other name two folders; leave one of them out"
-    assert resolve(Small, stored=tmp_path, flags=flags("--run.folder", str(tmp_path))).run.folder == str(tmp_path)
+    assert (
+        refusal(other)
+        == f"--run {tmp_path} and --run.folder other name two folders; leave one of them out"
+    )
+    assert resolve(
+        Small, stored=tmp_path, flags=flags("--run.folder", str(tmp_path))
+    ).run.folder == str(tmp_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +381,9 @@ class Later:
 
 
 def all_help(tree: type) -> str:
-    return format_help("toy-train", "Train.", tree, (SampleOptions, CommonOptions), topic="all", keys={})
+    return format_help(
+        "toy-train", "Train.", tree, (SampleOptions, CommonOptions), topic="all", keys={}
+    )
 
 
 @pytest.mark.parametrize("former", ["rank", "r"])
@@ -329,11 +416,15 @@ def test_a_run_that_stored_cuts_goes_on_with_them_as_split_points(tmp_path: Path
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
     assert RunFolder(tmp_path).check(config) == [], "no change to be logged"
     message = refusal(lambda: resolve(RunConfig, file=tmp_path / "config.toml"))
-    assert message.startswith("train.cuts in ") and message.endswith("is now named train.split_points; rename it")
+    assert message.startswith("train.cuts in ") and message.endswith(
+        "is now named train.split_points; rename it"
+    )
 
 
 def test_no_former_name_is_a_key_of_today() -> None:
-    former = [name for described in config_fields(RunConfig).values() for name in described.formerly]
+    former = [
+        name for described in config_fields(RunConfig).values() for name in described.formerly
+    ]
     assert len(set(former)) == len(former) and not set(former) & config_fields(RunConfig).keys()
 
 
@@ -344,11 +435,16 @@ def test_the_help_names_every_key_with_its_meaning() -> None:
     assert "--adapter" in text and "--print-config" in text and "option_" not in text
 
 
-@pytest.mark.parametrize("text", [r'"D:\clips"', r'"D:\upload\me"', r'"D:\new\table"', r'"\\server\x"'])
+@pytest.mark.parametrize(
+    "text", [r'"D:\clips"', r'"D:\upload\me"', r'"D:\new\table"', r'"\\server\x"']
+)
 def test_a_path_of_windows_in_double_quotes_gets_its_remedy(write: Write, text: str) -> None:
     path = write(f"[data]\nfolder = {text}\n")
     message = refusal(lambda: read_config_file(RunConfig, path))
-    assert "write the path in single quotes, or with forward slashes" in message and "\n" not in message
+    assert (
+        "write the path in single quotes, or with forward slashes" in message
+        and "\n" not in message
+    )
     path = write("[data]\nfolder = " + text.replace('"', "'") + "\n")
     assert read_config_file(RunConfig, path)["data.folder"] == text.strip('"')
 
@@ -372,7 +468,11 @@ def test_the_nearest_key_of_the_real_configuration(key: str, nearest: str) -> No
 def test_every_real_key_is_explained_and_printed_so_that_it_reads_back(tmp_path: Path) -> None:
     undocumented = [key for key, field in config_fields(RunConfig).items() if not field.doc]
     assert undocumented == []
-    assert {field.resume for field in config_fields(RunConfig).values()} == {"free", "stated", "refused"}
+    assert {field.resume for field in config_fields(RunConfig).values()} == {
+        "free",
+        "stated",
+        "refused",
+    }
     (tmp_path / "run.toml").write_text(to_toml(RunConfig()), encoding="utf-8")
     assert resolve(RunConfig, file=tmp_path / "run.toml") == RunConfig()
     assert read_config_file(RunConfig, tmp_path / "run.toml").keys() == {
@@ -410,6 +510,12 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     data = create_run(TOY, config).data
     assert (data.cache.folder, data.prior_folder) == (tmp_path / "cache", tmp_path / "class")
     beside = create_run(TOY, resolve(RunConfig, flags={"run.folder": "~/runs/cat"})).data
-    assert (beside.cache.folder, beside.prior_folder.parent) == (tmp_path / "runs" / "cache", config.run_folder.path)
+    assert (beside.cache.folder, beside.prior_folder.parent) == (
+        tmp_path / "runs" / "cache",
+        config.run_folder.path,
+    )
     options = ExportOptions(push="a/b", card="~/card.md")
-    assert options.hub.card == str(tmp_path / "card.md") and ExportOptions(push="a/b", card="-").hub.card == "-"
+    assert (
+        options.hub.card == str(tmp_path / "card.md")
+        and ExportOptions(push="a/b", card="-").hub.card == "-"
+    )

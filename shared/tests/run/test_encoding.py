@@ -7,7 +7,9 @@ import torch
 from toy_world import World
 
 
-def test_the_device_at_work_becomes_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_at_work_becomes_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of the encoders, then that of the transformer."""
     calls: list[tuple[str, set[torch.device]]] = []
 

@@ -32,7 +32,8 @@ def config(**train: object) -> RunConfig:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
-    """Pretends that a run is on such devices, of which some have a fault; returns those that are checked."""
+    """Pretends that a run is on such devices, of which some have a fault; returns those that are
+    checked."""
 
     def pretend(*names: str, **faults: str) -> list[torch.device]:
         checked: list[torch.device] = []
@@ -64,7 +65,8 @@ def test_gpus_run_triton_once_each_of_them_has_passed_the_check(gpus, capfd):
     assert list(map(str, checked)) == ["cuda:0", "cuda:1"]
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
-        "train.kernels = auto: triton, whose kernels passed a check on cuda:0 and cuda:1 (off by 2e-07 of the largest value at most, and cuBLAS "
+        "train.kernels = auto: triton, whose kernels passed a check on cuda:0 and cuda:1 (off by "
+        "2e-07 of the largest value at most, and cuBLAS "
         "rounds products of LoRAs before it adds them)"
     )
 
@@ -79,7 +81,8 @@ def test_a_kernel_that_fails_is_said_and_the_run_goes_on_with_torch(gpus, capfd)
 def test_triton_that_was_asked_for_and_fails_is_refused(gpus, capfd):
     gpus("cuda:0", "cuda:1", cuda1=FAULT)
     with pytest.raises(
-        UserError, match=r"train\.kernels = triton computes LoRA wrongly .*; set train\.kernels = torch"
+        UserError,
+        match=r"train\.kernels = triton computes LoRA wrongly .*; set train\.kernels = torch",
     ):
         with_kernels(config(kernels="triton"))
     checked = gpus("cuda:0")
@@ -99,8 +102,11 @@ def test_triton_that_was_asked_for_and_fails_is_refused(gpus, capfd):
         (("icc",), "icc", ""),
     ],
 )
-def test_without_the_compiler_that_triton_looks_for_torch_runs(gpus, monkeypatch, capfd, found, cc, said):
-    """As `triton/runtime/build.py` looks: CC and nothing else where it is set, else gcc, then clang."""
+def test_without_the_compiler_that_triton_looks_for_torch_runs(
+    gpus, monkeypatch, capfd, found, cc, said
+):
+    """As `triton/runtime/build.py` looks: CC and nothing else where it is set, else gcc, then
+    clang."""
     checked = gpus("cuda:0")
     monkeypatch.setattr(launch.shutil, "which", lambda name: name if name in found else None)
     if cc is not None:
@@ -144,7 +150,10 @@ def test_two_ranks_agree_whichever_of_them_has_a_wrong_kernel(tmp_path: Path):
     for rank, found in enumerate(run_ranks(SUPPORT / "kernels_of_ranks.py", folder=tmp_path)):
         assert found["none"] == [
             "triton",
-            f"triton, whose kernels passed a check on cuda:{rank} (off by 0 of the largest value at most)",
+            (
+                f"triton, whose kernels passed a check on cuda:{rank} (off by 0 of the largest value "
+                f"at most)"
+            ),
         ]
         for wrong in ("0", "1"):
             kernels, said = found[wrong]
@@ -161,8 +170,17 @@ def test_a_stored_run_that_took_triton_asks_again_where_it_is_continued(tmp_path
 
 
 def run_with(**train: object):
-    flags = {"model.preset": "tiny", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2}
-    return create_run(TOY, resolve(RunConfig, flags=flags | {f"train.{name}": value for name, value in train.items()}))
+    flags = {
+        "model.preset": "tiny",
+        "data.frames": 1,
+        "data.height": 64,
+        "data.width": 64,
+        "adapter.rank": 2,
+    }
+    return create_run(
+        TOY,
+        resolve(RunConfig, flags=flags | {f"train.{name}": value for name, value in train.items()}),
+    )
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")

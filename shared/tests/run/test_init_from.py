@@ -54,6 +54,8 @@ def test_another_rank_is_answered_with_a_command_that_works_and_refused_before_a
     assert typed[:2] == ["--run.folder", "NEW"] and typed[2] == "--base.merge"
     assert world.train("new", 1, *other, "--init-from", "cats") == 1
     said = capsys.readouterr()
-    assert "[1/5]" in said.out and "[2/5]" not in said.out and "trained an adapter of rank" in said.err
+    assert (
+        "[1/5]" in said.out and "[2/5]" not in said.out and "trained an adapter of rank" in said.err
+    )
     assert world.train("new", 1, *other, *typed[2:]) == 0
     assert "base.merge: " in capsys.readouterr().out

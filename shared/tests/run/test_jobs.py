@@ -14,7 +14,9 @@ from ditkit_core.run.jobs import jobs_of
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
-PAIR = altered(TOY, presets={"one": ToyArch(), "two": TWO}, experts=lambda arch: EXPERTS if arch == TWO else ())
+PAIR = altered(
+    TOY, presets={"one": ToyArch(), "two": TWO}, experts=lambda arch: EXPERTS if arch == TWO else ()
+)
 
 
 def run_of(preset: str, **flags: Any) -> RunContext:
@@ -30,20 +32,36 @@ def test_an_ordinary_run_is_its_only_job() -> None:
     run = run_of("one")
     jobs = jobs_of(run, "other")
     (job,) = jobs
-    assert job.run is jobs.run is jobs.largest is run and job.init_from == "other" and job.name == ""
+    assert (
+        job.run is jobs.run is jobs.largest is run and job.init_from == "other" and job.name == ""
+    )
     assert job.folder.path == Path("runs/cats") and jobs.in_folders == () and not list(jobs.notes())
     assert jobs.named("") == job and jobs.named("high_noise") is None
 
 
 def test_two_experts_are_two_jobs_with_settings_and_folders_of_their_own() -> None:
-    run = run_of("two", experts__rank=(2, 4), experts__steps=(10, 20), sample__prompts=("a",), prior__prompt="cat")
+    run = run_of(
+        "two",
+        experts__rank=(2, 4),
+        experts__steps=(10, 20),
+        sample__prompts=("a",),
+        prior__prompt="cat",
+    )
     jobs = jobs_of(run)
     assert [job.name for job in jobs] == ["high_noise", "low_noise"] and jobs.in_folders == jobs.all
-    assert [job.folder.path for job in jobs] == [Path("runs/cats/high_noise"), Path("runs/cats/low_noise")]
-    assert [(job.run.config.adapter.rank, job.run.config.train.steps) for job in jobs] == [(2, 10), (4, 20)]
+    assert [job.folder.path for job in jobs] == [
+        Path("runs/cats/high_noise"),
+        Path("runs/cats/low_noise"),
+    ]
+    assert [(job.run.config.adapter.rank, job.run.config.train.steps) for job in jobs] == [
+        (2, 10),
+        (4, 20),
+    ]
     assert [job.run.component for job in jobs] == ["transformer", "transformer_2"]
     # The run of both generates the samples; cache and class images are shared.
-    assert not any(job.run.config.sample.prompts for job in jobs) and jobs.run.config.sample.prompts == ("a",)
+    assert not any(
+        job.run.config.sample.prompts for job in jobs
+    ) and jobs.run.config.sample.prompts == ("a",)
     assert {job.run.data.cache.folder for job in jobs} == {run.data.cache.folder}
     assert {job.run.data.prior_folder for job in jobs} == {run.data.prior_folder}
     assert jobs.largest.expert == EXPERTS[1] and jobs.largest.config.sample.prompts == ("a",)
@@ -77,4 +95,6 @@ def test_a_job_is_complete_at_its_own_number_of_steps(tmp_path: Path) -> None:
     for job in (high, low):
         job.folder.path.mkdir(parents=True)
         job.folder.mark_complete(10)
-    assert high.completed_step == 10 and low.completed_step is None, "it was asked for more steps since"
+    assert high.completed_step == 10 and low.completed_step is None, (
+        "it was asked for more steps since"
+    )

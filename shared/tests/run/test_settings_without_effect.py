@@ -60,7 +60,12 @@ def test_the_first_line_says_what_is_trained_where_a_file_decides_the_rank(
     world = World(tmp_path)
     assert world.train("cats", 0, "--adapter.rank", "3") == 0
     capsys.readouterr()
-    assert world.train("more", 0, "--adapter.init", "cats/exports/cats.safetensors", "--adapter.rank", "8") == 0
+    assert (
+        world.train(
+            "more", 0, "--adapter.init", "cats/exports/cats.safetensors", "--adapter.rank", "8"
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "train the adapter in cats.safetensors of " in said.out and "rank 8" not in said.out
     assert "adapter.init: rank 3, " in said.out

@@ -1,4 +1,5 @@
-"""What is sampled: prompts and captions, sizes, seeds, references, guidance; and which files come of it."""
+"""What is sampled: prompts and captions, sizes, seeds, references, guidance; and which files come
+of it."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -63,7 +64,10 @@ class RecordingSampler:
             denoiser = yield 1 - step / job.steps
             assert denoiser.guidance == job.guidance
             self.training.append(denoiser.model.training)  # type: ignore[attr-defined]
-        return torch.full((3, job.frames, job.height, job.width), 0.1 * job.seed if self.value is None else self.value)
+        return torch.full(
+            (3, job.frames, job.height, job.width),
+            0.1 * job.seed if self.value is None else self.value,
+        )
 
     def decode(self, latents: Tensor) -> Tensor:
         self.loaded = True
@@ -73,16 +77,21 @@ class RecordingSampler:
         self.loaded = False
 
 
-def sample(name: str, *captions: str, size: tuple[int, int] = (16, 16), references: tuple[Path, ...] = ()) -> Sample:
+def sample(
+    name: str, *captions: str, size: tuple[int, int] = (16, 16), references: tuple[Path, ...] = ()
+) -> Sample:
     return Sample(
-        id=name, media=Path(f"{name}.png"), captions=captions, frames=1, height=size[0], width=size[1], references=references
+        id=name, media=Path(f"{name}.png"), captions=captions, frames=1, height=size[0],
+        width=size[1], references=references
     )  # fmt: skip
 
 
 # What the section says
 
 
-@pytest.mark.parametrize("name", ["captions", "steps", "guidance", "shift", "frames", "height", "width"])
+@pytest.mark.parametrize(
+    "name", ["captions", "steps", "guidance", "shift", "frames", "height", "width"]
+)
 def test_a_negative_setting_is_refused(name: str) -> None:
     kind = type(getattr(SampleConfig(), name))
     with pytest.raises(UserError, match=rf"sample\.{name} = -1.* must be at least 0"):
@@ -106,7 +115,9 @@ def test_what_the_model_cannot_sample_is_refused_with_the_nearest_that_it_can() 
         check(frame_step=0, frames=5)
     with pytest.raises(UserError, match=r"sample\.width = 50 must be a multiple of 16; try 48"):
         check(width=50)
-    with pytest.raises(UserError, match=r"sample\.references: this model takes no reference images"):
+    with pytest.raises(
+        UserError, match=r"sample\.references: this model takes no reference images"
+    ):
         check(references=("a.png",))
 
 
@@ -117,29 +128,51 @@ def test_zero_means_the_models_own_steps_and_guidance(defaults: SampleDefaults) 
     assert (config.steps, config.guidance) == (defaults.steps, defaults.guidance) and not said
     assert config.uses_negative(defaults) == (defaults is GUIDED)
     config = SampleConfig(steps=7, guidance=1.0).resolved(defaults, said.append)
-    assert (config.steps, config.guidance) == (7, 1.0) and not said and not config.uses_negative(defaults)
+    assert (
+        (config.steps, config.guidance) == (7, 1.0)
+        and not said
+        and not config.uses_negative(defaults)
+    )
 
 
 def test_what_a_model_does_not_use_is_said_in_one_line() -> None:
     said: list[str] = []
     config = SampleConfig(guidance=3.0).resolved(DISTILLED, said.append)
-    assert config.guidance == 1.0 and len(said) == 1 and "sample.guidance = 3 is not used" in said[0]
-    assert SampleConfig(guidance=3.0, negative="blur").resolved(GUIDED, said.append).guidance == 3.0 and len(said) == 1
-    assert SampleConfig(guidance=3.0, negative="blur").resolved(EMBEDDED, said.append).guidance == 3.0
-    assert len(said) == 2 and "sample.negative is not used" in said[1] and not any("\n" in line for line in said)
+    assert (
+        config.guidance == 1.0 and len(said) == 1 and "sample.guidance = 3 is not used" in said[0]
+    )
+    assert (
+        SampleConfig(guidance=3.0, negative="blur").resolved(GUIDED, said.append).guidance == 3.0
+        and len(said) == 1
+    )
+    assert (
+        SampleConfig(guidance=3.0, negative="blur").resolved(EMBEDDED, said.append).guidance == 3.0
+    )
+    assert (
+        len(said) == 2
+        and "sample.negative is not used" in said[1]
+        and not any("\n" in line for line in said)
+    )
 
 
 def test_the_negative_prompt_is_the_authors_unless_another_is_given_or_none() -> None:
     own = replace(GUIDED, negative="blurry")
-    negatives = {given: SampleConfig(negative=given).resolved(own, pytest.fail).negative for given in ("", "red")}
-    assert SampleConfig().resolved(own, pytest.fail).negative == "blurry" and negatives == {"": "", "red": "red"}
+    negatives = {
+        given: SampleConfig(negative=given).resolved(own, pytest.fail).negative
+        for given in ("", "red")
+    }
+    assert SampleConfig().resolved(own, pytest.fail).negative == "blurry" and negatives == {
+        "": "",
+        "red": "red",
+    }
     assert SampleConfig().resolved(EMBEDDED, pytest.fail).negative == ""
 
 
 def test_captions_take_the_place_of_prompts_with_their_own_size_and_references() -> None:
     edited = Path("before.png")
     samples = [
-        sample("a", "a cat", "a pet"), sample("b", "a cat"), sample("c", "a cat", references=(edited,)),
+        sample("a", "a cat", "a pet"), sample("b", "a cat"), sample("c", "a cat",
+        references=(edited,)),
         sample("d", "a dog", size=(32, 48)), sample("e", "a bird"),
     ]  # fmt: skip
     scenes = choose_prompts(SampleConfig(captions=3), samples, size=(5, 64, 64), size_step=16)
@@ -148,14 +181,17 @@ def test_captions_take_the_place_of_prompts_with_their_own_size_and_references()
         SamplePrompt(prompt="a cat", references=(edited,), frames=5, height=16, width=16),
         SamplePrompt(prompt="a dog", references=(), frames=5, height=32, width=48),
     ]
-    (scene,) = choose_prompts(SampleConfig(captions=1, height=80, frames=1), samples, size=(5, 64, 64), size_step=16)
+    (scene,) = choose_prompts(
+        SampleConfig(captions=1, height=80, frames=1), samples, size=(5, 64, 64), size_step=16
+    )
     assert (scene.frames, scene.height, scene.width) == (1, 80, 16)
     assert choose_prompts(SampleConfig(captions=0), samples, size=(5, 64, 64), size_step=16) == []
 
 
 def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_path: Path) -> None:
     columns = [
-        Column(name="way", kind="text"), Column(name="speed", kind="text"), Column(name="cat", kind="text"),
+        Column(name="way", kind="text"), Column(name="speed", kind="text"), Column(name="cat",
+        kind="text"),
         Column(name="path", kind="table", aliases=("poses",), alternative_to=("way", "speed")),
     ]  # fmt: skip
     file = str(tmp_path / "p.txt")
@@ -164,22 +200,38 @@ def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_pa
     def drawn(own: dict[str, str], *given: str) -> Mapping[str, str]:
         config = SampleConfig(controls=given)
         (found,) = choose_prompts(
-            config, [replace(sample("a", "x"), controls=own)], size=(5, 16, 16), size_step=16, columns=columns
+            config,
+            [replace(sample("a", "x"), controls=own)],
+            size=(5, 16, 16),
+            size_step=16,
+            columns=columns,
         )
         return found.files
 
-    moved, whole = {"way": "Left", "speed": "1", "cat": "c"}, {"way": "Left", "path": "own.txt", "cat": "c"}
+    moved, whole = (
+        {"way": "Left", "speed": "1", "cat": "c"},
+        {"way": "Left", "path": "own.txt", "cat": "c"},
+    )
     assert drawn(whole) == whole, "what a clip has is left to the model"
-    assert drawn(moved, f"poses={file}") == {"cat": "c", "path": file} == drawn(whole, f"path={file}")
-    assert drawn(whole, "way=Up") == {"way": "Up", "cat": "c"} and drawn(moved, "way=Up") == {**moved, "way": "Up"}
+    assert (
+        drawn(moved, f"poses={file}") == {"cat": "c", "path": file} == drawn(whole, f"path={file}")
+    )
+    assert drawn(whole, "way=Up") == {"way": "Up", "cat": "c"} and drawn(moved, "way=Up") == {
+        **moved,
+        "way": "Up",
+    }
     assert drawn(whole, "speed=2") == {"way": "Left", "speed": "2", "cat": "c"}
     assert drawn(whole, "cat=d") == {**whole, "cat": "d"}
     for other in ("way", "speed"):
-        with pytest.raises(UserError, match=f"path and {other} give the same condition; leave one of them out"):
+        with pytest.raises(
+            UserError, match=f"path and {other} give the same condition; leave one of them out"
+        ):
             drawn({}, f"{other}=Up", f"poses={file}")
 
 
-def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(tmp_path: Path) -> None:
+def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(
+    tmp_path: Path,
+) -> None:
     def size(**settings: Any) -> tuple[int, int]:
         config = SampleConfig(prompts=("a cat", "a cat"), **settings)
         first, second = choose_prompts(config, [], size=(1, 64, 64), size_step=16)
@@ -190,10 +242,14 @@ def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(t
     square = str(picture(tmp_path / "square.png", (50, 50), "red"))
     assert size() == (64, 64)
     assert size(references=(wide, square)) == (32, 128)
-    with pytest.raises(UserError, match=r"sample\.references: .*gone\.png does not exist; correct the path"):
+    with pytest.raises(
+        UserError, match=r"sample\.references: .*gone\.png does not exist; correct the path"
+    ):
         size(references=(wide, str(tmp_path / "gone.png")), height=32)
     assert size(references=(square, wide)) == (64, 64)
-    assert size(references=(wide,), height=48, width=16) == (48, 16) and size(references=(wide,), width=16) == (64, 16)
+    assert size(references=(wide,), height=48, width=16) == (48, 16) and size(
+        references=(wide,), width=16
+    ) == (64, 16)
     with pytest.raises(UserError, match=r"missing\.png"):
         size(references=(str(tmp_path / "missing.png"),))
 
@@ -201,7 +257,9 @@ def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(t
 # What becomes of it
 
 
-def draw(folder: Path, scenes: Sequence[SamplePrompt], sampler: RecordingSampler, **settings: Any) -> list[Path]:
+def draw(
+    folder: Path, scenes: Sequence[SamplePrompt], sampler: RecordingSampler, **settings: Any
+) -> list[Path]:
     model = make_model(TOY, ToyArch())
     steps: list[None] = []
     config = SampleConfig(**({"steps": 2, "guidance": 3.0} | settings))
@@ -221,7 +279,9 @@ def draw(folder: Path, scenes: Sequence[SamplePrompt], sampler: RecordingSampler
         )
     ]
     to = SampleFiles(folder=folder, stem="step-000002", fps=8.0, images=config.images)
-    files = render_samples(single_stage(model, run_plain), sampler, requests, to, lambda: steps.append(None))
+    files = render_samples(
+        single_stage(model, run_plain), sampler, requests, to, lambda: steps.append(None)
+    )
     assert model.training and not any(sampler.training) and not sampler.loaded
     assert len(steps) == 2 * len(sampler.jobs) == 2 * len(scenes) * config.images
     return files
@@ -230,27 +290,40 @@ def draw(folder: Path, scenes: Sequence[SamplePrompt], sampler: RecordingSampler
 def scene(
     prompt: str, frames: int = 1, size: tuple[int, int] = (8, 8), references: tuple[Path, ...] = ()
 ) -> SamplePrompt:
-    return SamplePrompt(prompt=prompt, references=references, frames=frames, height=size[0], width=size[1])
+    return SamplePrompt(
+        prompt=prompt, references=references, frames=frames, height=size[0], width=size[1]
+    )
 
 
-def test_each_prompt_is_sampled_with_as_many_seeds_as_asked_and_all_of_it_in_a_grid(tmp_path: Path) -> None:
+def test_each_prompt_is_sampled_with_as_many_seeds_as_asked_and_all_of_it_in_a_grid(
+    tmp_path: Path,
+) -> None:
     sampler = RecordingSampler()
     files = draw(tmp_path, [scene("A cat!"), scene("a dog")], sampler, images=3, seed=2)
     names = [
-        f"step-000002-{n}-{slug}-seed-{seed}.png" for n, slug in ((0, "a-cat"), (1, "a-dog")) for seed in (2, 3, 4)
+        f"step-000002-{n}-{slug}-seed-{seed}.png"
+        for n, slug in ((0, "a-cat"), (1, "a-dog"))
+        for seed in (2, 3, 4)
     ]
     assert [file.name for file in files] == [*names, "step-000002-grid.png"]
     assert [job.seed for job in sampler.jobs] == [2, 3, 4, 2, 3, 4]
     assert still.read_image(files[1])[0, 0, 0] == round(255 * 0.3)
     whole = still.read_image(files[-1])  # a row for each prompt, a column for each seed
     assert whole.shape == (2 * 8 + GAP, 3 * 8 + 2 * GAP, 3)
-    assert [int(value) for value in whole[0, :: 8 + GAP, 0]] == [round(255 * v) for v in (0.2, 0.3, 0.4)]
+    assert [int(value) for value in whole[0, :: 8 + GAP, 0]] == [
+        round(255 * v) for v in (0.2, 0.3, 0.4)
+    ]
     assert (whole[0] == whole[8 + GAP]).all() and (whole[8 : 8 + GAP] == 255).all()
 
 
 def test_one_image_has_no_grid(tmp_path: Path) -> None:
-    assert [file.name for file in draw(tmp_path, [scene("a cat")], RecordingSampler())] == ["step-000002-0-a-cat.png"]
-    assert json.loads((tmp_path / "step-000002.json").read_text())["shown"] == "step-000002-0-a-cat.png"
+    assert [file.name for file in draw(tmp_path, [scene("a cat")], RecordingSampler())] == [
+        "step-000002-0-a-cat.png"
+    ]
+    assert (
+        json.loads((tmp_path / "step-000002.json").read_text())["shown"]
+        == "step-000002-0-a-cat.png"
+    )
 
 
 def test_a_model_that_samples_every_fourth_frame_samples_as_many_seconds(tmp_path: Path) -> None:
@@ -261,7 +334,9 @@ def test_a_model_that_samples_every_fourth_frame_samples_as_many_seconds(tmp_pat
     for kind, frames in ((Keyframes, 6), (RecordingSampler, 21)):
         file, _ = draw(tmp_path / kind.__name__, [scene("a dance", 21)], kind())
         info = probe(file)
-        assert round(info.seconds * info.fps) == frames and info.seconds == pytest.approx(21 / 8, abs=2e-3)
+        assert round(info.seconds * info.fps) == frames and info.seconds == pytest.approx(
+            21 / 8, abs=2e-3
+        )
 
 
 def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None:
@@ -275,13 +350,16 @@ def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None
     scenes = [scene("a cat", 21), scene("", 5), scene("still")]
     files = draw(tmp_path, scenes, Brightening(), seed=3)
     assert [file.name for file in files] == [
-        "step-000002-0-a-cat.mp4", "step-000002-1-sample.mp4", "step-000002-2-still.png", "step-000002-sheet.png",
+        "step-000002-0-a-cat.mp4", "step-000002-1-sample.mp4", "step-000002-2-still.png",
+        "step-000002-sheet.png",
     ]  # fmt: skip
     assert all(file.stat().st_size for file in files)
     whole = still.read_image(files[-1])
     assert whole.shape == (3 * 8 + 2 * GAP, SHEET_FRAMES * 8 + (SHEET_FRAMES - 1) * GAP, 3)
     rows = [[int(value) for value in whole[y, :: 8 + GAP, 0]] for y in (0, 8 + GAP, 2 * (8 + GAP))]
-    assert rows[0] == [round(255 * i / 21) for i in (0, 4, 8, 12, 16, 20)], "the first, the last, and four between"
+    assert rows[0] == [round(255 * i / 21) for i in (0, 4, 8, 12, 16, 20)], (
+        "the first, the last, and four between"
+    )
     assert rows[1] == [*(round(255 * i / 5) for i in range(5)), 255] and rows[2] == [0, *[255] * 5]
     listed = json.loads((tmp_path / "step-000002.json").read_text())
     assert listed["shown"] == "step-000002-sheet.png"
@@ -306,7 +384,9 @@ def test_a_job_says_all_that_the_section_and_the_scene_say(tmp_path: Path) -> No
     (job,) = sampler.jobs
     assert (job.frames, job.height, job.width) == (1, 16, 8)
     assert (job.steps, job.guidance, job.shift, job.seed) == (2, 6.0, 2.0, 9)
-    assert [float(latents) for latents in job.references] == [7.0, 10.0] and job.conditions["text"] == 5
+    assert [float(latents) for latents in job.references] == [7.0, 10.0] and job.conditions[
+        "text"
+    ] == 5
     assert job.negative is not None and job.negative["text"] == 8
 
 
@@ -322,10 +402,16 @@ def test_images_of_different_sizes_are_in_the_middle_of_equal_cells() -> None:
     pictures = [torch.zeros(3, 2, 6), torch.zeros(3, 4, 2), torch.zeros(3, 4, 6)]
     whole = grid(pictures)
     assert whole.shape == (3, 4 + GAP + 4, 6 + GAP + 6)
-    assert whole[0, 1:3, :6].sum() == 0 and whole[0, 0, :6].min() == 1 and whole[0, 3, :6].min() == 1
-    assert whole[0, :4, 6 + GAP + 2 : 6 + GAP + 4].sum() == 0 and whole[0, :4, 6 + GAP + 1].min() == 1
+    assert (
+        whole[0, 1:3, :6].sum() == 0 and whole[0, 0, :6].min() == 1 and whole[0, 3, :6].min() == 1
+    )
+    assert (
+        whole[0, :4, 6 + GAP + 2 : 6 + GAP + 4].sum() == 0 and whole[0, :4, 6 + GAP + 1].min() == 1
+    )
     assert whole[0, 4 + GAP :, :6].sum() == 0 and whole[0, 4 + GAP :, 6:].min() == 1
-    assert grid(pictures, columns=3).shape == (3, 4, 3 * 6 + 2 * GAP) and torch.equal(grid(pictures[:1]), pictures[0])
+    assert grid(pictures, columns=3).shape == (3, 4, 3 * 6 + 2 * GAP) and torch.equal(
+        grid(pictures[:1]), pictures[0]
+    )
 
 
 # The whole command
@@ -337,12 +423,14 @@ class World:
     def __init__(self, folder: Path, defaults: SampleDefaults):
         self.folder, self.sampler = folder, RecordingSampler()
         self.spec: ModelSpec = altered(
-            TOY, sampler=lambda *_: self.sampler, sample_defaults=lambda arch: defaults, frame_step=0, size=(1, 16, 16),
+            TOY, sampler=lambda *_: self.sampler, sample_defaults=lambda arch: defaults,
+            frame_step=0, size=(1, 16, 16),
             reference_size=lambda height, width, count: (8, 8 * count),
         )  # fmt: skip
         model: ToyModel = make_model(TOY, TOY.architecture.presets["tiny"])  # type: ignore[assignment]
         state = {
-            TOY.architecture.names.from_native["official"](name)[0].name: t for name, t in model.state_dict().items()
+            TOY.architecture.names.from_native["official"](name)[0].name: t
+            for name, t in model.state_dict().items()
         }
         save_file(state, folder / "toy.safetensors")
         (folder / "clips").mkdir()
@@ -353,10 +441,14 @@ class World:
 
     def run(self, command: str, *flags: str) -> int:
         common = {
-            "run.folder": "run", "model.preset": "tiny", "model.transformer": "toy.safetensors", "model.dtype": "fp32",
-            "data.folder": "clips", "adapter.rank": "2", "log.tensorboard": "false", "encode.cache": "cache",
+            "run.folder": "run", "model.preset": "tiny", "model.transformer": "toy.safetensors",
+            "model.dtype": "fp32",
+            "data.folder": "clips", "adapter.rank": "2", "log.tensorboard": "false",
+            "encode.cache": "cache",
         }  # fmt: skip
-        return cli.run(self.spec, command, [*(f"--{name}={value}" for name, value in common.items()), *flags])
+        return cli.run(
+            self.spec, command, [*(f"--{name}={value}" for name, value in common.items()), *flags]
+        )
 
 
 def test_a_finished_run_samples_captions_with_the_models_own_settings(
@@ -364,11 +456,14 @@ def test_a_finished_run_samples_captions_with_the_models_own_settings(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path, GUIDED)
-    assert [(job.steps, job.guidance, job.frames, job.height) for job in world.sampler.jobs] == [(50, 5.0, 1, 16)] * 2
+    assert [(job.steps, job.guidance, job.frames, job.height) for job in world.sampler.jobs] == [
+        (50, 5.0, 1, 16)
+    ] * 2
     assert all(job.negative is not None for job in world.sampler.jobs)
     names = sorted(path.name for path in Path("run/samples").iterdir())
     assert names == [
-        "step-000001-0-picture-number-0.png", "step-000001-1-picture-number-1.png", "step-000001-grid.png", "step-000001.json",
+        "step-000001-0-picture-number-0.png", "step-000001-1-picture-number-1.png",
+        "step-000001-grid.png", "step-000001.json",
     ]  # fmt: skip
 
 
@@ -427,7 +522,9 @@ def test_the_sample_command_edits_references_and_samples_several(
     first = {path: path.read_bytes() for path in samples.iterdir()}
     assert world.run("sample", "--prompt", "a dog", "--images", "2") == 0
     now = {path: path.read_bytes() for path in samples.iterdir()}
-    assert {path: now[path] for path in first} == first and {path: now[path] for path in trained} == trained
+    assert {path: now[path] for path in first} == first and {
+        path: now[path] for path in trained
+    } == trained
     shown = sorted(path.name for path in samples.glob("*-grid.png"))
     assert shown == [f"{name}step-000001-grid.png" for name in ("sampled-001-", "sampled-002-", "")]
     capsys.readouterr()

@@ -25,16 +25,24 @@ SCRIPT = Path(__file__).parents[1] / "support" / "ranks_of_toy.py"
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
-    return [table["samples"] for table in run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())]
+    return [
+        table["samples"] for table in run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())
+    ]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["both", "first", "divided"])
 @pytest.mark.parametrize("name", list(SIZES))
-def test_what_ranks_write_is_bitwise_what_one_process_writes(tables: list[Any], name: str, case: str) -> None:
-    """Replicas, the first rank alone, and ranks that divide the weights; three samples of several sizes, and the image of all."""
-    alone, first, second = tables[0][f"{name} alone"], *(table[f"{name} {case}"] for table in tables)
+def test_what_ranks_write_is_bitwise_what_one_process_writes(
+    tables: list[Any], name: str, case: str
+) -> None:
+    """Replicas, the first rank alone, and ranks that divide the weights; three samples of several
+    sizes, and the image of all."""
+    alone, first, second = (
+        tables[0][f"{name} alone"],
+        *(table[f"{name} {case}"] for table in tables),
+    )
     assert len(alone["digests"]) == 5, "three samples, their list, and the image of all"
     assert first == alone
     assert second["files"] == ([] if case == "first" else alone["files"][1:2])
@@ -42,8 +50,12 @@ def test_what_ranks_write_is_bitwise_what_one_process_writes(tables: list[Any], 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
 @pytest.mark.parametrize(("size", "num"), [(1, 1), (2, 2), (3, 2), (8, 8)])
-def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(size: int, num: int, count: int) -> None:
-    shares = [SampleShares(ranks=Ranks(rank, size), num=num).local_indices(count) for rank in range(size)]
+def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(
+    size: int, num: int, count: int
+) -> None:
+    shares = [
+        SampleShares(ranks=Ranks(rank, size), num=num).local_indices(count) for rank in range(size)
+    ]
     assert sorted(place for share in shares for place, _ in share) == list(range(count))
     assert all(counts for share in shares for _, counts in share)
     lengths = [len(share) for share in shares]
@@ -55,7 +67,9 @@ def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(size: int, n
 def test_ranks_that_divide_the_weights_generate_equally_many(count: int) -> None:
     every = [SampleShares.of(Ranks(rank, 4, shard=4)).local_indices(count) for rank in range(4)]
     assert {len(share) for share in every} == {-(-count // 4)}
-    assert sorted(place for share in every for place, counts in share if counts) == list(range(count))
+    assert sorted(place for share in every for place, counts in share if counts) == list(
+        range(count)
+    )
 
 
 def test_ranks_that_run_in_step_end_together_and_others_when_they_are_asked() -> None:
@@ -87,7 +101,9 @@ def test_samples_that_are_ended_on_one_rank_have_no_list(tmp_path: Path, ends_he
     sampler, stages = ToySampler(torch.device("cpu")), single_stage(model, run_plain)
     assert render_samples(stages, sampler, requests_for("images"), to, on_step, shares) == []
     assert len(steps) == (3 if ends_here else 4), "two steps of each of two samples"
-    assert len(list(tmp_path.iterdir())) == (1 if ends_here else 2), "what is done stays, and nothing lists it"
+    assert len(list(tmp_path.iterdir())) == (1 if ends_here else 2), (
+        "what is done stays, and nothing lists it"
+    )
     assert model.training
 
 
@@ -101,7 +117,8 @@ def test_samples_that_are_ended_in_the_first_of_two_stages_do_not_open_the_secon
         yield model, run_plain
 
     stages = [
-        DenoiserStage(opened=partial(stage, name), min_sigma=least) for name, least in (("high", 0.6), ("low", 0.0))
+        DenoiserStage(opened=partial(stage, name), min_sigma=least)
+        for name, least in (("high", 0.6), ("low", 0.0))
     ]
     jobs = [request.job for request in requests_for("images")]
     assert list(generate(ToySampler(torch.device("cpu")), jobs, stages, lambda: True)) == []

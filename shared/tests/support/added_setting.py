@@ -1,4 +1,5 @@
-"""A setting that was added to `execution.py` alone, in the run file, in a run, in a search and back, printed as JSON; a process of its own."""
+"""A setting that was added to `execution.py` alone, in the run file, in a run, in a search and
+back, printed as JSON; a process of its own."""
 
 import importlib.util
 import json
@@ -16,7 +17,9 @@ def with_setting(folder: Path) -> None:
     """Import `ditkit_core.execution` from a copy that has one field more."""
     found = importlib.util.find_spec("ditkit_core.execution")
     assert found is not None and found.origin is not None
-    before, mark, behind = Path(found.origin).read_text(encoding="utf-8").partition("\n    def __post_init__(self)")
+    before, mark, behind = (
+        Path(found.origin).read_text(encoding="utf-8").partition("\n    def __post_init__(self)")
+    )
     assert mark
     copy = folder / "execution.py"
     copy.write_text(before + DECLARED + mark + behind, encoding="utf-8")
@@ -59,9 +62,16 @@ def main(folder: Path) -> None:
     (folder / "stored.toml").write_text(to_toml(config), encoding="utf-8")
     found = {
         "doc": field.doc,
-        "resume": [str(change) for change in compare(stored, RunConfig()).stated if change.key == "train.haste"],
-        "help": "--train.haste" in format_help("toy-train", "", RunConfig, [], topic="train", keys={}),
-        "schema": json.loads(json_schema(RunConfig, "", {}))["properties"]["train"]["properties"]["haste"]["default"],
+        "resume": [
+            str(change)
+            for change in compare(stored, RunConfig()).stated
+            if change.key == "train.haste"
+        ],
+        "help": "--train.haste"
+        in format_help("toy-train", "", RunConfig, [], topic="train", keys={}),
+        "schema": json.loads(json_schema(RunConfig, "", {}))["properties"]["train"]["properties"][
+            "haste"
+        ]["default"],
         "stored": read_config_file(RunConfig, folder / "stored.toml")["train.haste"],
         "run": run.execution.haste,
         "planned step": job_of(run, run.arch, config.adapter, None, "cuda").execution.haste,

@@ -24,7 +24,8 @@ State = dict[str, torch.Tensor]
 def original(form: str) -> State:
     torch.manual_seed(0)
     return {
-        name: tensor.detach().clone() for name, tensor in in_form(ToyModel(ToyArch(), FP32).state_dict(), form).items()
+        name: tensor.detach().clone()
+        for name, tensor in in_form(ToyModel(ToyArch(), FP32).state_dict(), form).items()
     }
 
 
@@ -50,7 +51,9 @@ def values_of(path: Path, **settings: object) -> State:
     model = prepared(path, **settings).module
     held = quantized_weights(model)
     dense = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
     }
     return {
         name: held[name].dequantize() if name in held else tensor.float()

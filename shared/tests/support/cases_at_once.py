@@ -1,4 +1,5 @@
-"""Runs the cases of a script in processes that are forked from it, several at a time, and each under torchrun's own agent."""
+"""Runs the cases of a script in processes that are forked from it, several at a time, and each
+under torchrun's own agent."""
 
 import logging
 import signal
@@ -14,7 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
-def run_cases(run: Callable[[str], None], names: Sequence[str], after: Mapping[str, str], at_once: int) -> None:
+def run_cases(
+    run: Callable[[str], None], names: Sequence[str], after: Mapping[str, str], at_once: int
+) -> None:
     """Run cases by name; much of a case's time is that of one thread, or of a wait.
 
     Args:
@@ -38,10 +41,14 @@ def run_cases(run: Callable[[str], None], names: Sequence[str], after: Mapping[s
             assert process.exitcode == 0, name
 
 
-def launch(what: Callable[..., None], folder: Path, name: str, *, num: int = 2, restarts: int = 0) -> dict[str, Any]:
-    """Run a case: which ranks torchrun says have failed, its summary, and the warnings of the ranks that it had to kill."""
+def launch(
+    what: Callable[..., None], folder: Path, name: str, *, num: int = 2, restarts: int = 0
+) -> dict[str, Any]:
+    """Run a case: which ranks torchrun says have failed, its summary, and the warnings of the ranks
+    that it had to kill."""
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num, run_id=name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        min_nodes=1, max_nodes=1, nproc_per_node=num, run_id=name, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
         max_restarts=restarts, start_method="fork", monitor_interval=0.05, local_addr="localhost",
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""A variant of the toy with what models in the wild have, and dividing upstream trips over: an optional module of the embedding, a block
-between blocks with fields and tables of its own, tables that are bare parameters, a second head."""
+"""A variant of the toy with what models in the wild have, and dividing upstream trips over: an
+optional module of the embedding, a block between blocks with fields and tables of its own, tables
+that are bare parameters, a second head."""
 
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class VariantEmbed(ToyEmbed):
 
 
 class VariantBlock(ToyBlock):
-    """The toy's, which attends to the image besides the text, and has a bare parameter without dimensions."""
+    """The toy's, which attends to the image besides the text, and has a bare parameter without
+    dimensions."""
 
     def __init__(self, arch: ToyArch, precision: Precision):
         super().__init__(arch, precision)
@@ -56,7 +58,9 @@ class VariantBlock(ToyBlock):
     def forward(self, carry: Any) -> Any:
         plain = ToyCarry(*carry[: len(ToyCarry._fields)])
         text, tokens = torch.cat([carry.text, carry.image], 1), carry.tokens + carry.table
-        return carry._replace(tokens=super().forward(plain._replace(text=text, tokens=tokens)).tokens * self.strength)
+        return carry._replace(
+            tokens=super().forward(plain._replace(text=text, tokens=tokens)).tokens * self.strength
+        )
 
 
 class Injector(nn.Module):
@@ -83,7 +87,9 @@ class TwoHeads(nn.Module):
     def forward(self, carry: Any) -> list[Tensor]:
         plain = ToyCarry(*carry[: len(ToyCarry._fields)])
         whole = self.whole(carry.tokens.mean(1) + carry.music[:, 0])
-        return [out + row[:, None, None, None] for out, row in zip(self.own(plain), whole, strict=True)]
+        return [
+            out + row[:, None, None, None] for out, row in zip(self.own(plain), whole, strict=True)
+        ]
 
 
 class VariantModel(nn.Module):

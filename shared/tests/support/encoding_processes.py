@@ -1,6 +1,8 @@
-"""What `test_claims.py` starts once: processes that fill one cache together, some of which are killed in the middle.
+"""What `test_claims.py` starts once: processes that fill one cache together, some of which are
+killed in the middle.
 
-They are forked from this script, which has computed nothing yet. Each writes what it begins to encode into a log that all of them share.
+They are forked from this script, which has computed nothing yet. Each writes what it begins to
+encode into a log that all of them share.
 """
 
 import json
@@ -40,7 +42,9 @@ class LoggedEncoder(CountingEncoder):
     def encode(
         self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, torch.Tensor]]:
-        with self._log.open("a") as log:  # appended in one write, so that lines of processes do not mix
+        with self._log.open(
+            "a"
+        ) as log:  # appended in one write, so that lines of processes do not mix
             log.write("".join(f"{os.getpid()} {self.kind} {_name(item)}\n" for item in items))
         time.sleep(self.seconds * len(items))
         return super().encode(items, advance)
@@ -55,17 +59,27 @@ def samples(folder: Path, num: int = NUM) -> list[Sample]:
         path = picture(folder / f"{number}.png", (16, 16), f"#{number * 240 // num:02x}4080")
         path.with_suffix(".txt").write_text(f"caption {number}")
     return scan(
-        DataConfig(folder=str(folder), frames=1, height=16, width=16), frame_step=4, size_step=16, fps=16.0
+        DataConfig(folder=str(folder), frames=1, height=16, width=16),
+        frame_step=4,
+        size_step=16,
+        fps=16.0,
     ).samples
 
 
-def fill(given: list[Sample], folder: Path, at_once: int, kill: Callable[[LoggedEncoder, LoggedEncoder], None]) -> None:
+def fill(
+    given: list[Sample],
+    folder: Path,
+    at_once: int,
+    kill: Callable[[LoggedEncoder, LoggedEncoder], None],
+) -> None:
     """The work of a process."""
     torch.set_num_threads(1)
     log = folder / "log"
     media, text = LoggedEncoder("media", log), LoggedEncoder("text", log, at_once)
     kill(media, text)
-    found = encode_with(given, cache=Cache(folder / "cache"), media_encoder=media, text_encoder=text, fps=16.0)
+    found = encode_with(
+        given, cache=Cache(folder / "cache"), media_encoder=media, text_encoder=text, fps=16.0
+    )
     (folder / f"{os.getpid()}.json").write_text(json.dumps([each.keys for each in found]))
 
 
@@ -123,11 +137,15 @@ CASES: dict[str, tuple[Callable[[LoggedEncoder, LoggedEncoder], None], ...]] = {
 TIMED = {"one": (as_a_gpu,), "two": (as_a_gpu, as_a_gpu)}
 
 
-def run(given: list[Sample], folder: Path, kills: Sequence[Callable[..., None]], at_once: int = 4) -> dict[str, Any]:
+def run(
+    given: list[Sample], folder: Path, kills: Sequence[Callable[..., None]], at_once: int = 4
+) -> dict[str, Any]:
     folder.mkdir()
     began = time.monotonic()
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=fill, args=(given, folder, at_once, kill)) for kill in kills]
+    processes = [
+        context.Process(target=fill, args=(given, folder, at_once, kill)) for kill in kills
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -138,7 +156,10 @@ def run(given: list[Sample], folder: Path, kills: Sequence[Callable[..., None]],
         "seconds": seconds,
         "codes": [process.exitcode for process in processes],
         "log": [line.split(" ", 1) for line in (folder / "log").read_text().splitlines()],
-        "entries": {str(path.relative_to(cache)): contents(path) for path in sorted(cache.rglob("*.safetensors"))},
+        "entries": {
+            str(path.relative_to(cache)): contents(path)
+            for path in sorted(cache.rglob("*.safetensors"))
+        },
         "claims": [path.name for path in cache.rglob("*.claim")],
         "returned": [json.loads(path.read_text()) for path in folder.glob("*.json")],
     }

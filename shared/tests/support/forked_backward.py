@@ -1,4 +1,5 @@
-"""Forks processes whose backward starts autograd's threads of a GPU that fake tensors pretend; run by `testing/test_forked.py`."""
+"""Forks processes whose backward starts autograd's threads of a GPU that fake tensors pretend; run
+by `testing/test_forked.py`."""
 
 import sys
 import time

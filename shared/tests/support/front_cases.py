@@ -1,4 +1,5 @@
-"""Random command lines, run files and datasets for the front door, each a function of a seed; and the least of one that still fails."""
+"""Random command lines, run files and datasets for the front door, each a function of a seed; and
+the least of one that still fails."""
 
 import json
 import random
@@ -17,41 +18,65 @@ KEYS = {key: field.type for key, field in config_fields(RunConfig).items()}
 LONG = "9" * 5000
 
 JUNK = [
-    "", " ", "x", "äöü 🐕", "a\0b", "a\nb", "\udcff", "\x1b[31m", "y" * 5000, "../..", "/dev/null/x", "~", "-1", "0", "1", "3",
-    "1e400", "nan", "inf", "-inf", "1.5", "1e-30", str(10**30), LONG, f"-{LONG}", "true", "false", "null", "none", "[]", '["a"',
-    "[" * 3000, "[1, 2]", '["a", 1]', "[[1]]", "{}", '{"a": 1}', "2024-01-01", "0x10", "1_000", "cuda:7", "meta", "a=b", "bf16", "[nan]",
+    "", " ", "x", "äöü 🐕", "a\0b", "a\nb", "\udcff", "\x1b[31m", "y" * 5000, "../..", "/dev/null/x",
+    "~", "-1", "0", "1", "3",
+    "1e400", "nan", "inf", "-inf", "1.5", "1e-30", str(10**30), LONG, f"-{LONG}", "true", "false",
+    "null", "none", "[]", '["a"',
+    "[" * 3000, "[1, 2]", '["a", 1]', "[[1]]", "{}", '{"a": 1}', "2024-01-01", "0x10", "1_000",
+    "cuda:7", "meta", "a=b", "bf16", "[nan]",
 ]  # fmt: skip
 """What anybody may write behind a flag."""
 
 LITERALS = [
-    "1", "-1", "0", "1.5", "nan", "-inf", "1e400", str(10**30), "true", '"x"', '""', "'~'", '"\\u0000"', "[]", "[1]", '["a", 1]',
-    "[[1]]", "[true]", "{a = 1}", "2024-01-01", "12:00:00", "[1e400]", '"äöü 🐕"', '"' + "y" * 5000 + '"', LONG,
+    "1", "-1", "0", "1.5", "nan", "-inf", "1e400", str(10**30), "true", '"x"', '""', "'~'",
+    '"\\u0000"', "[]", "[1]", '["a", 1]',
+    "[[1]]", "[true]", "{a = 1}", "2024-01-01", "12:00:00", "[1e400]", '"äöü 🐕"',
+    '"' + "y" * 5000 + '"', LONG,
 ]  # fmt: skip
 """What may stand behind a key of a run file."""
 
 TEXTS = [
-    b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"[train", b"train = 3", b"[train]\n[train]", b"[[train]]\nsteps = 1", b"a.b.c.d = 1",
-    b'"" = 1', b"[x]\ny = 1", b"x = " + b"[" * 20_000, b"x = {" * 3000, b"steps = 1", b"[train]\nsteps = 1\nsteps = 2", b"= 1",
+    b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"[train", b"train = 3", b"[train]\n[train]",
+    b"[[train]]\nsteps = 1", b"a.b.c.d = 1",
+    b'"" = 1', b"[x]\ny = 1", b"x = " + b"[" * 20_000, b"x = {" * 3000, b"steps = 1",
+    b"[train]\nsteps = 1\nsteps = 2", b"= 1",
     b"[data.deep]\nx = 1", "[дата]\nпапка = 'x'".encode(), b"x = '''", b"[train]\rsteps = 1",
 ]  # fmt: skip
 """Whole run files."""
 
 CHEAP: dict[str, list[str]] = {
-    "train.steps": ["1"], "train.batch_size": ["1", "2"], "train.accumulation": ["1", "2"], "train.threads": ["0", "1"],
-    "train.device": ["auto", "cpu"], "train.devices": ["[]"], "adapter.rank": ["1", "2"], "data.frames": ["1", "5"],
-    "data.height": ["16", "32"], "data.width": ["16", "32"], "data.clips_per_file": ["1", "2"], "data.tag_variants": ["4", "2"],
-    "prior.images": ["2"], "prior.prompt": [""], "prior.folder": [""], "sample.prompts": ["[]"], "sample.captions": ["0", "1"],
-    "sample.images": ["1"], "sample.steps": ["0", "1"], "sample.frames": ["0", "1"], "sample.height": ["0", "16"],
+    "train.steps": ["1"], "train.batch_size": ["1", "2"], "train.accumulation": ["1", "2"],
+    "train.threads": ["0", "1"],
+    "train.device": ["auto", "cpu"], "train.devices": ["[]"], "adapter.rank": ["1", "2"],
+    "data.frames": ["1", "5"],
+    "data.height": ["16", "32"], "data.width": ["16", "32"], "data.clips_per_file": ["1", "2"],
+    "data.tag_variants": ["4", "2"],
+    "prior.images": ["2"], "prior.prompt": [""], "prior.folder": [""], "sample.prompts": ["[]"],
+    "sample.captions": ["0", "1"],
+    "sample.images": ["1"], "sample.steps": ["0", "1"], "sample.frames": ["0", "1"],
+    "sample.height": ["0", "16"],
     "sample.width": ["0", "16"], "sample.every_steps": ["0", "1"], "sample.device": ["", "cuda:7"],
     "held_out.clips": ["0", "1"], "held_out.sigmas": ["[0.5]"],
-    "base.quantize": ["none"], "data.bucket_step": ["0", "16"], "train.split_points": ["[]"], "train.swap_blocks": ["[]", "[1]"],
-    "run.folder": ["run"], "encode.cache": ["cache", ""], "data.max_aspect": ["1", "2"], "train.attention": ["sdpa", "math"],
-    "optim.name": ["adamw", "muon", "adafactor"], "train.checkpointing": ["none", "full"], "export.merged": ["false", "true"],
+    "base.quantize": ["none"], "data.bucket_step": ["0", "16"], "train.split_points": ["[]"],
+    "train.swap_blocks": ["[]", "[1]"],
+    "run.folder": ["run"], "encode.cache": ["cache", ""], "data.max_aspect": ["1", "2"],
+    "train.attention": ["sdpa", "math"],
+    "optim.name": ["adamw", "muon", "adafactor"], "train.checkpointing": ["none", "full"],
+    "export.merged": ["false", "true"],
 }  # fmt: skip
-"""What is tried beyond reading where another value would take minutes or memory, as it is asked for."""
+"""What is tried beyond reading where another value would take minutes or memory, as it is asked
+for."""
 
-HEAVY = {"png with a bomb of text", "clip 10000 wide", "10000 high", "10000 wide", "caption of a megabyte"}
-ENTRIES = [name for name, each in CATALOGUE.items() if each.outcome != "refused" and name not in HEAVY]
+HEAVY = {
+    "png with a bomb of text",
+    "clip 10000 wide",
+    "10000 high",
+    "10000 wide",
+    "caption of a megabyte",
+}
+ENTRIES = [
+    name for name, each in CATALOGUE.items() if each.outcome != "refused" and name not in HEAVY
+]
 WHOLE = [name for name, each in CATALOGUE.items() if each.outcome == "refused"]
 
 
@@ -65,7 +90,8 @@ class Case:
     entries: tuple[str, ...] = ()
     """Of the catalogue."""
     lines: tuple[str, ...] = ()
-    """More of metadata.jsonl; with any, or with an entry that is one, the dataset is listed there."""
+    """More of metadata.jsonl; with any, or with an entry that is one, the dataset is listed
+    there."""
     sound: int = 2
     """Images with nothing wrong."""
     steps: tuple[Literal["plan", "check"], ...] = ()
@@ -75,12 +101,15 @@ class Case:
         """The same with one thing less."""
         for name in ("flags", "entries", "lines", "steps"):
             items = getattr(self, name)
-            yield from (replace(self, **{name: items[:i] + items[i + 1 :]}) for i in range(len(items)))
+            yield from (
+                replace(self, **{name: items[:i] + items[i + 1 :]}) for i in range(len(items))
+            )
         if self.file is not None:
             rows = self.file.split(b"\n")
             yield replace(self, file=None)
             yield from (
-                replace(self, file=b"\n".join(rows[:i] + rows[i + 1 :])) for i in range(len(rows) * (len(rows) > 1))
+                replace(self, file=b"\n".join(rows[:i] + rows[i + 1 :]))
+                for i in range(len(rows) * (len(rows) > 1))
             )
 
     def arguments(self, world: World) -> list[str]:
@@ -102,7 +131,9 @@ class Case:
             lines += [said] if each.listed else []
             listed |= each.listed
         if listed and not any(name in WHOLE for name in self.entries):
-            (folder / "metadata.jsonl").write_text("\n".join([*lines, *self.lines]), encoding="utf-8")
+            (folder / "metadata.jsonl").write_text(
+                "\n".join([*lines, *self.lines]), encoding="utf-8"
+            )
 
 
 def least(case: Case, fails: Callable[[Case], bool]) -> Case:
@@ -118,7 +149,9 @@ def random_case(seed: int) -> Case:
     if draw.random() < 0.15:
         return replace(_of_data(draw), seed=seed)
     case = _of_settings(draw)
-    return replace(case, seed=seed, steps=() if seed % 2 else case.steps)  # reading takes no time, training does
+    return replace(
+        case, seed=seed, steps=() if seed % 2 else case.steps
+    )  # reading takes no time, training does
 
 
 def _of_settings(draw: random.Random) -> Case:
@@ -138,7 +171,8 @@ def _of_settings(draw: random.Random) -> Case:
         else:
             section, name = key.split(".")
             rows.append(
-                f"[{section}]\n{_misspelt(draw, name) if draw.random() < 0.1 else name} = {draw.choice(LITERALS)}"
+                f"[{section}]\n{_misspelt(draw, name) if draw.random() < 0.1 else name} = "
+                f"{draw.choice(LITERALS)}"
             )
             wild |= key in CHEAP
     file = "\n".join(rows).encode() if rows else None
@@ -153,14 +187,17 @@ def _of_data(draw: random.Random) -> Case:
         ("--data.on_bad", draw.choice(["error", "skip", "skip", "skip"])),
     ]
     flags += [("--data.short_clips", draw.choice(["skip", "skip", "shorten", "error"]))]
-    flags += [draw.choice([("--data.windows", "all"), ("--data.buckets", "true"), ("--data.captions", "lines"), ("--data.image_folders", "true"),
-                           ("--held_out.clips", "1"), ("--train.batch_size", "2"), ("--data.shuffle_tags", "true"), ("--data.fps", "3.5")])]  # fmt: skip
+    flags += [draw.choice([("--data.windows", "all"), ("--data.buckets", "true"),
+        ("--data.captions", "lines"), ("--data.image_folders", "true"),
+                           ("--held_out.clips", "1"), ("--train.batch_size", "2"),
+                           ("--data.shuffle_tags", "true"), ("--data.fps", "3.5")])]  # fmt: skip
     entries = tuple(draw.sample(ENTRIES, draw.randint(1, 5)))
     if draw.random() < 0.1:
         entries = (draw.choice(WHOLE),)
     lines = tuple(line_of_metadata(draw) for _ in range(draw.choice([0, 0, 1, 3])))
     return Case(
-        seed=0, flags=tuple(flags), entries=entries, lines=() if entries[0] in WHOLE else lines, sound=draw.randint(0, 3),
+        seed=0, flags=tuple(flags), entries=entries, lines=() if entries[0] in WHOLE else lines,
+        sound=draw.randint(0, 3),
         steps=("check",),
     )  # fmt: skip
 
@@ -168,7 +205,8 @@ def _of_data(draw: random.Random) -> Case:
 def line_of_metadata(draw: random.Random) -> str:
     """A line of metadata."""
     values: list[Any] = [
-        None, True, 0, -1.5, float("nan"), 10**40, "", " ", "x", "good0.png", "good1.png", ".", "..", "/", "C:\\a.png", "a\0.png", "\ud800",
+        None, True, 0, -1.5, float("nan"), 10**40, "", " ", "x", "good0.png", "good1.png", ".",
+        "..", "/", "C:\\a.png", "a\0.png", "\ud800",
         "gone.mp4", [], ["x"], [["x"]], {}, {"a": "b"}, "🐕", "x" * 300, "good0.png ",
     ]  # fmt: skip
     keys = [

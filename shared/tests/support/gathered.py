@@ -9,7 +9,8 @@ from ditkit_core.distributed.shards import Shards
 
 
 def log_gathered(log: Callable[[int, int], object]) -> None:
-    """Log, for each weight that the first rank gathers from now on: bytes of all that are alive, and of this one."""
+    """Log, for each weight that the first rank gathers from now on: bytes of all that are alive,
+    and of this one."""
     gather, alive = Shards._gather, list[tuple[StorageWeakRef, int]]()
 
     def logged(*given: Any) -> Any:

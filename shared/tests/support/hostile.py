@@ -1,7 +1,10 @@
-"""Input of unknown origin, each case a function of a seed: what it is made of, and what is done with it.
+"""Input of unknown origin, each case a function of a seed: what it is made of, and what is done
+with it.
 
-A kind is prepared once in a folder of its own, and then asked for one case after the other. `tools/faults/fuzz_models.py` has the two kinds that
-need the model packages, `fuzz_media.py` the four of media and captions, and `tools/faults/fuzz.py` runs all of them with limits of time and memory.
+A kind is prepared once in a folder of its own, and then asked for one case after the other.
+`tools/faults/fuzz_models.py` has the two kinds that need the model packages, `fuzz_media.py` the
+four of media and captions, and `tools/faults/fuzz.py` runs all of them with limits of time and
+memory.
 """
 
 import contextlib
@@ -32,8 +35,10 @@ from ditkit_core.models.paths import ModelPaths, nothing_fetched
 from ditkit_core.testing.toy import TOY
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, -(10**400), 1e-320, 0.5, float("nan"), float("inf"), "", " ", "x", "\0", "\ud800",
-    "\x1b[2J", "é🐕", "../..", "/etc/passwd", "x" * 5000, [], {}, [[]], [1], ["a", 1], {"a": 1}, [[[[]]]], [0] * 1000, "(a+)+$", "((.*)*)*X",
+    None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, -(10**400), 1e-320, 0.5, float("nan"),
+    float("inf"), "", " ", "x", "\0", "\ud800",
+    "\x1b[2J", "é🐕", "../..", "/etc/passwd", "x" * 5000, [], {}, [[]], [1], ["a", 1], {"a": 1},
+    [[[[]]]], [0] * 1000, "(a+)+$", "((.*)*)*X",
 )  # fmt: skip
 """What may stand where a file has something else."""
 
@@ -63,11 +68,15 @@ def run_command(run: Callable[[], int]) -> None:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = run()
     text = said.getvalue()
-    hostile = sorted({character for character in text if not character.isprintable()} - set("\n\t "))
+    hostile = sorted(
+        {character for character in text if not character.isprintable()} - set("\n\t ")
+    )
     assert not hostile, f"prints {hostile}"
     assert status in (0, 1, 2, 3), f"ends with {status}: {text[-500:]}"
     if status in (1, 2):
-        assert any(line.startswith("error: ") for line in text.splitlines()), f"no clear line: {text[-500:]}"
+        assert any(line.startswith("error: ") for line in text.splitlines()), (
+            f"no clear line: {text[-500:]}"
+        )
         raise CommandFailed(text)
 
 
@@ -95,7 +104,11 @@ def damaged_bytes(draw: random.Random, data: bytes) -> bytes:
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     """Each container and key in a value, so far down as a file of its kind has something to say."""
     items = (
-        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
     )
     for key, inner in items[:200]:
         yield value, key
@@ -104,7 +117,8 @@ def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged_json(draw: random.Random, value: Any, values: Sequence[Any] = VALUES) -> bytes:
-    """A JSON file with a few values or keys changed, left out or moved; seldom with damaged bytes, or nested deeply."""
+    """A JSON file with a few values or keys changed, left out or moved; seldom with damaged bytes,
+    or nested deeply."""
     value = json.loads(json.dumps(value))
     for _ in range(draw.choice((1, 1, 2, 4))):
         places = list(_places(value))
@@ -128,7 +142,9 @@ def damaged_json(draw: random.Random, value: Any, values: Sequence[Any] = VALUES
     text = json.dumps(draw.choice(values) if draw.random() < 0.02 else value)
     if draw.random() < 0.03:
         text = text.replace(
-            draw.choice(("1", ": ", '"')), draw.choice(("[" * 100_000, '{"a":' * 50_000, "9" * 5000, "1e999", "-0")), 1
+            draw.choice(("1", ": ", '"')),
+            draw.choice(("[" * 100_000, '{"a":' * 50_000, "9" * 5000, "1e999", "-0")),
+            1,
         )
     return damaged_bytes(draw, text.encode()) if draw.random() < 0.1 else text.encode()
 
@@ -173,7 +189,16 @@ class Flags:
         for _ in range(draw.choice((0, 0, 1, 2))):
             given.insert(
                 draw.randrange(len(given) + 1),
-                draw.choice((draw.choice(JUNK), "--" + draw.choice(list(KEYS)), "--check", "--fit", "-h", "--")),
+                draw.choice(
+                    (
+                        draw.choice(JUNK),
+                        "--" + draw.choice(list(KEYS)),
+                        "--check",
+                        "--fit",
+                        "-h",
+                        "--",
+                    )
+                ),
             )
         command = draw.choice(("train", "train", "encode", "sample", "export"))
         run_command(lambda: self.world.run(command, *given, "--print-config"))
@@ -183,11 +208,24 @@ class HubIds:
     """Paths and hub ids of models, with nothing to fetch."""
 
     def prepare(self, folder: Path) -> None:
-        self.parts = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "image_encoder", "scheduler")
+        self.parts = (
+            "transformer",
+            "transformer_2",
+            "vae",
+            "text_encoder",
+            "tokenizer",
+            "image_encoder",
+            "scheduler",
+        )
 
     def use(self, draw: random.Random, folder: Path) -> None:
-        pieces = ("a", "Wan-AI", "..", ".", "/", "//", "\\", "~", "~x", ":", "@", "\0", "\n", "é", "-", "_", " ", "x" * 300, "\udcff", "model.safetensors", "%2e")  # fmt: skip
-        value = draw.choice(JUNK) if draw.random() < 0.3 else "".join(draw.choices(pieces, k=draw.randint(1, 6)))
+        pieces = ("a", "Wan-AI", "..", ".", "/", "//", "\\", "~", "~x", ":", "@", "\0", "\n", "é",
+            "-", "_", " ", "x" * 300, "\udcff", "model.safetensors", "%2e")  # fmt: skip
+        value = (
+            draw.choice(JUNK)
+            if draw.random() < 0.3
+            else "".join(draw.choices(pieces, k=draw.randint(1, 6)))
+        )
         if draw.random() < 0.3:
             value = f"owner/name/{value}"
         own = draw.choice((*self.parts[:6], "base", "base", "base"))
@@ -212,7 +250,9 @@ class Metadata:
 
     def prepare(self, folder: Path) -> None:
         self.names = [
-            name for name, each in CATALOGUE.items() if each.kind in ("metadata", "caption") and "megabyte" not in name
+            name
+            for name, each in CATALOGUE.items()
+            if each.kind in ("metadata", "caption") and "megabyte" not in name
         ]
 
     def use(self, draw: random.Random, folder: Path) -> None:
@@ -224,9 +264,13 @@ class Metadata:
         lines += [line_of_metadata(draw) for _ in range(draw.choice((0, 1, 3)))]
         if not any(folder.glob("metadata.*")) and draw.random() < 0.9:
             data = "\n".join(lines).encode("utf-8", "surrogatepass")
-            name = draw.choice(("metadata.jsonl", "metadata.jsonl", "metadata.json", "metadata.csv"))
+            name = draw.choice(
+                ("metadata.jsonl", "metadata.jsonl", "metadata.json", "metadata.csv")
+            )
             if name == "metadata.json":
-                data = b"[" + b",".join(line.encode("utf-8", "surrogatepass") for line in lines) + b"]"
+                data = (
+                    b"[" + b",".join(line.encode("utf-8", "surrogatepass") for line in lines) + b"]"
+                )
             elif name == "metadata.csv":
                 data = b"video,prompt\n" + b"\n".join(
                     f"good{i}.png,{draw.choice(JUNK)}".encode("utf-8", "replace") for i in range(2)
@@ -236,7 +280,9 @@ class Metadata:
             (folder / draw.choice(("good0.txt", "prompts.txt", "videos.txt"))).write_bytes(
                 damaged_bytes(draw, b"a caption\nanother")
             )
-        config = DataConfig(folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error", "skip")))
+        config = DataConfig(
+            folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error", "skip"))
+        )
         scan(config, frame_step=1, size_step=16, fps=8.0)
 
 
@@ -252,11 +298,19 @@ class SafetensorsHeaders:
         header = {
             **self.header,
             "__metadata__": {
-                draw.choice(("format", "\x1b[31m", "_quantization_metadata")): draw.choice(("pt", "[" * 20_000, "\r"))
+                draw.choice(("format", "\x1b[31m", "_quantization_metadata")): draw.choice(
+                    ("pt", "[" * 20_000, "\r")
+                )
             },
         }
-        raw = damaged_header(draw, header, len(self.data)) if draw.random() < 0.8 else json.dumps(header).encode()
-        length = draw.choice((len(raw),) * 12 + (0, len(raw) + 1, len(raw) - 1, 2**63, 2**40, 10**8))
+        raw = (
+            damaged_header(draw, header, len(self.data))
+            if draw.random() < 0.8
+            else json.dumps(header).encode()
+        )
+        length = draw.choice(
+            (len(raw),) * 12 + (0, len(raw) + 1, len(raw) - 1, 2**63, 2**40, 10**8)
+        )
         data = self.data if draw.random() < 0.9 else self.data[: draw.randrange(len(self.data))]
         path.write_bytes(length.to_bytes(8, "little") + raw + data)
         run_command(lambda: self.world.run("export", "--inspect", str(path)))
@@ -279,8 +333,10 @@ class AdapterHeaders:
                 tensors[f"{stem}.lora_B.weight"] = torch.ones(weight.shape[0], 2)
         save_file(tensors, folder / "lora.safetensors")
         self.header, self.data = header_of(folder / "lora.safetensors")
-        self.config = {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.use_rslora": False,
-                       "transformer.alpha_pattern": {"qkv": 4, r"^blocks\.0\.out": 1}, "transformer.rank_pattern": {"qkv": 2}}  # fmt: skip
+        self.config = {"transformer.r": 2, "transformer.lora_alpha": 2,
+            "transformer.use_rslora": False,
+                       "transformer.alpha_pattern": {"qkv": 4, r"^blocks\.0\.out": 1},
+                       "transformer.rank_pattern": {"qkv": 2}}  # fmt: skip
         self.endings = (
             "lora_A.weight",
             "lora_B.weight",
@@ -307,7 +363,9 @@ class AdapterHeaders:
         for name in draw.sample(list(header), draw.choice((0, 0, 1, 3))):
             stem, _, ending = name.partition(".lora_")
             ending = draw.choice((f"lora_{ending}", draw.choice(self.endings)))
-            header[draw.choice(self.starts) + stem.removeprefix("transformer.") + "." + ending] = header.pop(name)
+            header[draw.choice(self.starts) + stem.removeprefix("transformer.") + "." + ending] = (
+                header.pop(name)
+            )
         for name in draw.sample(list(header), draw.choice((0, 0, 1))):
             header[name] = {
                 **header[name],
@@ -315,15 +373,22 @@ class AdapterHeaders:
             }
         about = damaged_json(draw, self.config, (*VALUES, r".*\.qkv", "([a-z0-9_.]+)+X"))
         key = draw.choice(
-            ("lora_adapter_metadata",) * 4 + ("ditkit.config", "ditkit.base", "_quantization_metadata", "\x1b[2J")
+            ("lora_adapter_metadata",) * 4
+            + ("ditkit.config", "ditkit.base", "_quantization_metadata", "\x1b[2J")
         )
         header["__metadata__"] = {key: about.decode("utf-8", "replace"), "format": "pt"}
-        raw = json.dumps(header).encode() if draw.random() < 0.8 else damaged_header(draw, header, len(self.data))
+        raw = (
+            json.dumps(header).encode()
+            if draw.random() < 0.8
+            else damaged_header(draw, header, len(self.data))
+        )
         path = folder / "lora.safetensors"
         path.write_bytes(len(raw).to_bytes(8, "little") + raw + self.data)
         if draw.random() < 0.2:
             (folder / "adapter_config.json").write_bytes(damaged_json(draw, self.config))
-        more = draw.choice((("--inspect", str(path)), ("--inspect", str(path)), ("--adapter", str(path), "--to", draw.choice(("diffusers", "official", "musubi")), "--out", str(folder / "out.safetensors"))))  # fmt: skip
+        more = draw.choice((("--inspect", str(path)), ("--inspect", str(path)), ("--adapter",
+            str(path), "--to", draw.choice(("diffusers", "official", "musubi")), "--out",
+            str(folder / "out.safetensors"))))  # fmt: skip
         run_command(lambda: self.world.run("export", *more))
 
 
@@ -334,7 +399,16 @@ class RunFolders:
         self.world = World(folder)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             assert (
-                self.world.train("run", 2, "--save.every_steps", "1", "--save.keep_last", "2", "--sample.captions", "0")
+                self.world.train(
+                    "run",
+                    2,
+                    "--save.every_steps",
+                    "1",
+                    "--save.keep_last",
+                    "2",
+                    "--sample.captions",
+                    "0",
+                )
                 == 0
             )
         shutil.rmtree(folder / "run" / "exports", ignore_errors=True)
@@ -377,7 +451,10 @@ class MediaFiles:
 
     def use(self, draw: random.Random, folder: Path) -> None:
         source = draw.choice((self.files[0], *self.files))
-        path = folder / f"x{draw.choice((source.suffix, source.suffix, source.suffix, '.mp4', '.png', '.jpg'))}"
+        path = (
+            folder
+            / f"x{draw.choice((source.suffix, source.suffix, source.suffix, '.mp4', '.png', '.jpg'))}"
+        )
         path.write_bytes(damaged_bytes(draw, source.read_bytes()))
         path.with_suffix(".txt").write_text("a caption")
         config = DataConfig(folder=str(folder), frames=1, height=16, width=16, on_bad="skip")

@@ -1,5 +1,6 @@
-"""The cases of the run's check in more shapes, dtypes and layouts, on the device that is given, on the CPU under Triton's interpreter: a
-script, because the interpreter has to be chosen before Triton is imported."""
+"""The cases of the run's check in more shapes, dtypes and layouts, on the device that is given, on
+the CPU under Triton's interpreter: a script, because the interpreter has to be chosen before Triton
+is imported."""
 
 import json
 import math
@@ -43,20 +44,36 @@ STRIDED = 3
 
 
 def part(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """Random values as a part of a wider tensor, as the results of one matmul for several layers are."""
+    """Random values as a part of a wider tensor, as the results of one matmul for several layers
+    are."""
     return torch.randn(*shape[:-1], shape[-1] + STRIDED).to(dtype)[..., : shape[-1]]
 
 
 def norms_and_rotations() -> Iterator[KernelCase]:
-    for width, tables, dtype in [(60, 1, FP32), (60, 0, FP32), (20, 2, FP32), (20, 0, FP32), (60, 2, BF16)]:
+    for width, tables, dtype in [
+        (60, 1, FP32),
+        (60, 0, FP32),
+        (20, 2, FP32),
+        (20, 0, FP32),
+        (60, 2, BF16),
+    ]:
         table = torch.randn(tables, 5, 1, 10, 2) if tables else None
-        yield normed_heads(part(2, 5, 60, dtype=dtype), torch.randn(width), table, 3, heads_first=True)
+        yield normed_heads(
+            part(2, 5, 60, dtype=dtype), torch.randn(width), table, 3, heads_first=True
+        )
     # A weight with memory between its features, and a table with its cosines before its sines.
-    yield normed_heads(part(2, 5, 12), torch.randn(24)[::2], torch.randn(1, 5, 1, 2, 3).transpose(-1, -2), 2)
+    yield normed_heads(
+        part(2, 5, 12), torch.randn(24)[::2], torch.randn(1, 5, 1, 2, 3).transpose(-1, -2), 2
+    )
 
 
 def layer_norms() -> Iterator[KernelCase]:
-    for rows, trained, dtype in [(1, True, FP32), (1, False, FP32), (5, False, FP32), (1, True, BF16)]:
+    for rows, trained, dtype in [
+        (1, True, FP32),
+        (1, False, FP32),
+        (5, False, FP32),
+        (1, True, BF16),
+    ]:
         yield modulated(part(2, 5, 33, dtype=dtype), *torch.randn(2, 2, rows, 33), trained=trained)
     wide = torch.randn(2, 1, 24)
     # Modulation with memory between its features, and in one layout each.
@@ -69,7 +86,9 @@ def layer_norms() -> Iterator[KernelCase]:
 
     for trained in (False, True):
         rows = (row.requires_grad_(trained) for row in torch.randn(2, 33))
-        yield KernelCase("layer norm with weights", affine, (part(2, 5, 33).requires_grad_(), *rows))
+        yield KernelCase(
+            "layer norm with weights", affine, (part(2, 5, 33).requires_grad_(), *rows)
+        )
 
 
 def gated_units() -> Iterator[KernelCase]:
@@ -79,13 +98,19 @@ def gated_units() -> Iterator[KernelCase]:
 
 def gated_sums() -> Iterator[KernelCase]:
     for batch, dim, dtype in [(2, 33, FP32), (1, 1100, FP32), (2, 24, BF16)]:
-        yield gated_into(part(batch, 5, dim), part(batch, 5, dim, dtype=dtype), torch.randn(batch, 1, dim).to(dtype))
+        yield gated_into(
+            part(batch, 5, dim),
+            part(batch, 5, dim, dtype=dtype),
+            torch.randn(batch, 1, dim).to(dtype),
+        )
     # All in bf16, and features of a stream and of a gate for all samples with memory between them.
     streams = part(2, 5, 24, dtype=BF16), part(2, 5, 24, dtype=BF16)
     yield gated_into(
         *streams, torch.randn(2, 1, 24).bfloat16(), trained=False
     )  # torch would round each product for its gradient
-    yield gated_into(torch.randn(2, 5, 24)[..., ::2], part(2, 5, 12), torch.randn(1, 1, 24)[..., ::2])
+    yield gated_into(
+        torch.randn(2, 5, 24)[..., ::2], part(2, 5, 12), torch.randn(1, 1, 24)[..., ::2]
+    )
 
 
 def loras() -> Iterator[KernelCase]:
@@ -93,7 +118,13 @@ def loras() -> Iterator[KernelCase]:
         x = part(2, rows, num_in, dtype=BF16)
         factors = torch.randn(rank, num_in), torch.randn(num_out, rank)
         yield adapted(x, *factors, 0.75)
-        yield adapted(x, *factors, 0.75, over=torch.eye(num_out, num_in), rounds_products=rounds_products(x.device))
+        yield adapted(
+            x,
+            *factors,
+            0.75,
+            over=torch.eye(num_out, num_in),
+            rounds_products=rounds_products(x.device),
+        )
 
 
 def quantized() -> Iterator[KernelCase]:
@@ -109,7 +140,8 @@ def quantized() -> Iterator[KernelCase]:
 
 
 def on_hopper() -> Iterator[KernelCase]:
-    """What its kernels compute in another way: they read rows ahead, and products apply scales; of several tiles, and of fewer numbers than one has."""
+    """What its kernels compute in another way: they read rows ahead, and products apply scales; of
+    several tiles, and of fewer numbers than one has."""
     if sys.argv[1] == "cpu":
         as_on_hopper()
     elif not is_hopper(torch.empty(0)):
@@ -121,7 +153,8 @@ def on_hopper() -> Iterator[KernelCase]:
 
 
 def loras_on_hopper() -> Iterator[KernelCase]:
-    """Sums with products of every size in a kernel, if rows have multiples of 16 bytes; of several tiles, and of fewer numbers than one has."""
+    """Sums with products of every size in a kernel, if rows have multiples of 16 bytes; of several
+    tiles, and of fewer numbers than one has."""
     if not is_hopper(torch.empty(0)) and sys.argv[1] != "cpu":
         return
     bf16_parts.KERNEL_ADDS_FROM = 0
@@ -138,7 +171,10 @@ def products(kind: str, num_out: int, num_in: int, rows: int) -> KernelCase:
     x[1:3] = 0
     x[2, :4] = torch.tensor([127, 0.5, 1.5, 2.5])
     return multiplied_codes(
-        kind, x, torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None], torch.randn(num_out)
+        kind,
+        x,
+        torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None],
+        torch.randn(num_out),
     )
 
 
@@ -155,8 +191,14 @@ def bf16_writes() -> Iterator[KernelCase]:
 
 
 def parts_of_loras() -> Iterator[tuple[str, bool]]:
-    """Whether parts are in their order and sum to the numbers, which many parts do: those of the interpreter are not torch's."""
-    for rank, num_in, num_out, rows in [(1, 5, 3, 2), (8, 300, 130, 9), (5, 33, 260, 211), (32, 64, 40, 70)]:
+    """Whether parts are in their order and sum to the numbers, which many parts do: those of the
+    interpreter are not torch's."""
+    for rank, num_in, num_out, rows in [
+        (1, 5, 3, 2),
+        (8, 300, 130, 9),
+        (5, 33, 260, 211),
+        (32, 64, 40, 70),
+    ]:
         down, up, three = part(rank, num_in), part(num_out, rank), part(rows, 3 * rank)
         left, low = product_parts(three, None, rank, 0.3)
         left_again, again = product_parts(low, None, rank, 1.0)
@@ -166,9 +208,19 @@ def parts_of_loras() -> Iterator[tuple[str, bool]]:
         right &= bool((low.double() - sums).abs().max() < 2e-6 * sums.abs().max())
         right &= torch.equal(both[0], left) and torch.equal(both[1], left)
         terms = part(3 * rank, num_in), part(num_out, 3 * rank)
-        right &= all(map(torch.equal, term_sums(*terms, rank), IN_TORCH.sums(*(x.contiguous() for x in terms), rank)))
+        right &= all(
+            map(
+                torch.equal,
+                term_sums(*terms, rank),
+                IN_TORCH.sums(*(x.contiguous() for x in terms), rank),
+            )
+        )
         of_down, of_up = factor_parts(down, up)
-        for made, wide, order in ((left, low, PARTS[0]), (of_down.T, down.T, PARTS[1]), (of_up, up, PARTS[1])):
+        for made, wide, order in (
+            (left, low, PARTS[0]),
+            (of_down.T, down.T, PARTS[1]),
+            (of_up, up, PARTS[1]),
+        ):
             columns = made.unflatten(1, (6, rank)).unbind(1)
             parts = [columns[order.index(index)] for index in range(3)]
             right &= all(torch.equal(columns[i], parts[order[i]]) for i in range(6))
@@ -177,7 +229,8 @@ def parts_of_loras() -> Iterator[tuple[str, bool]]:
 
 
 def errors() -> Iterator[tuple[str, bool, float, list[str]]]:
-    """Of each case: a description, whether it is bitwise, the error, and the operations with kernels that ran."""
+    """Of each case: a description, whether it is bitwise, the error, and the operations with
+    kernels that ran."""
     for cases in (
         norms_and_rotations,
         layer_norms,
@@ -204,7 +257,9 @@ def errors() -> Iterator[tuple[str, bool, float, list[str]]]:
 if __name__ == "__main__":
     repair_interpreter()
     # So that programs that sum over rows take several of these few, as in a run.
-    norm_rotation.summing_programs = modulated_norm.summing_programs = lambda rows, samples=1: min(rows, 3)
+    norm_rotation.summing_programs = modulated_norm.summing_programs = lambda rows, samples=1: min(
+        rows, 3
+    )
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_default_device(sys.argv[1])

@@ -1,4 +1,5 @@
-"""The modules with Triton kernels, as they are found in their package, so that no test misses one."""
+"""The modules with Triton kernels, as they are found in their package, so that no test misses
+one."""
 
 import pkgutil
 from importlib import import_module
@@ -10,7 +11,8 @@ from ditkit_core.nn.kernels.launch import Launcher
 
 
 def kernels_of(module: ModuleType) -> list[tuple[Any, str]]:
-    """The kernels of a module, and functions that they call: each as an attribute of the module, or of what launches it."""
+    """The kernels of a module, and functions that they call: each as an attribute of the module, or
+    of what launches it."""
     attributes: list[tuple[Any, str]] = []
     for name, value in vars(module).items():
         if isinstance(value, Launcher):
@@ -22,5 +24,10 @@ def kernels_of(module: ModuleType) -> list[tuple[Any, str]]:
 
 def kernel_modules() -> SimpleNamespace:
     """The modules with kernels, by name; Triton has to be installed."""
-    modules = [import_module(f"{kernels.__name__}.{each.name}") for each in pkgutil.iter_modules(kernels.__path__)]
-    return SimpleNamespace(**{each.__name__.rpartition(".")[2]: each for each in modules if kernels_of(each)})
+    modules = [
+        import_module(f"{kernels.__name__}.{each.name}")
+        for each in pkgutil.iter_modules(kernels.__path__)
+    ]
+    return SimpleNamespace(
+        **{each.__name__.rpartition(".")[2]: each for each in modules if kernels_of(each)}
+    )

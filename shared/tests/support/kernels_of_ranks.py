@@ -1,4 +1,5 @@
-"""What two ranks take for `train.kernels = auto` where a kernel computes wrongly on none or on one of them: for `run/test_gpus.py`."""
+"""What two ranks take for `train.kernels = auto` where a kernel computes wrongly on none or on one
+of them: for `run/test_gpus.py`."""
 
 from collections.abc import Iterator
 
@@ -20,10 +21,14 @@ def chosen(ranks: Ranks, wrong: str) -> list[str]:
     """The kernels, and what is said of them, with a fault on the rank with this number."""
 
     def twice(x: Tensor) -> Tensor:
-        return x * (2.1 if settings_in_force().kernels == "triton" and str(ranks.rank) == wrong else 2)
+        return x * (
+            2.1 if settings_in_force().kernels == "triton" and str(ranks.rank) == wrong else 2
+        )
 
     def cases(device: torch.device, *, has_fp8: bool) -> Iterator[kernel_check.KernelCase]:
-        yield kernel_check.KernelCase("twice x", twice, (torch.linspace(1, 2, 50).bfloat16().requires_grad_(),))
+        yield kernel_check.KernelCase(
+            "twice x", twice, (torch.linspace(1, 2, 50).bfloat16().requires_grad_(),)
+        )
 
     kernel_check._cases, said = cases, list[str]()
     StepExecution.torch_devices = (torch.device("cuda", ranks.rank),)

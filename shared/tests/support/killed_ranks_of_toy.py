@@ -1,4 +1,5 @@
-"""SIGKILLs of random ranks at random moments, many of them inside a save, while torchrun starts the toy's train command again after each.
+"""SIGKILLs of random ranks at random moments, many of them inside a save, while torchrun starts the
+toy's train command again after each.
 
 python shared/tests/support/killed_ranks_of_toy.py FOLDER KILLS INSIDE    # writes FOLDER/kills.json
 """
@@ -17,7 +18,8 @@ from cases_at_once import launch
 from one_rank_of_toy import FLAGS, WORLDS, prepare
 
 FLAGS_OF_KILLS = (
-    *FLAGS, "--save.every_steps", "2", "--save.keep_last", "2", "--held_out.clips", "0", "--sample.prompts", "[]", "--sample.captions", "0",
+    *FLAGS, "--save.every_steps", "2", "--save.keep_last", "2", "--held_out.clips", "0",
+    "--sample.prompts", "[]", "--sample.captions", "0",
 )  # fmt: skip
 PATIENCE = 0.2
 """Seconds from the first save of a start until a kill, at most."""
@@ -53,7 +55,10 @@ class Killer(Thread):
             while newest(state) == before and not self.over.is_set():
                 time.sleep(0.005)
             end = time.monotonic() + patience
-            while not (is_saving(state) if inside else time.monotonic() > end) and not self.over.is_set():
+            while (
+                not (is_saving(state) if inside else time.monotonic() > end)
+                and not self.over.is_set()
+            ):
                 time.sleep(0.0005)
             if self.over.is_set():
                 return
@@ -77,8 +82,8 @@ if __name__ == "__main__":
     prepare(folder)
     killer = Killer(folder, kills, inside)
     killer.start()
-    # Each start takes at least two steps; on a busy computer many more, until the killer sees a save while it is written. What is left after the
-    # last kill is trained undisturbed.
+    # Each start takes at least two steps; on a busy computer many more, until the killer sees a
+    # save while it is written. What is left after the last kill is trained undisturbed.
     steps = 8 * kills + 100
     os.environ["STEPS"] = str(steps)
     ended = launch(train, folder, "killed", restarts=kills + 1)

@@ -1,4 +1,5 @@
-"""Clips whose contents the doctor is to judge: textures that move, cut, flash, fade and stand still."""
+"""Clips whose contents the doctor is to judge: textures that move, cut, flash, fade and stand
+still."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ def texture(seed: int, height: int, width: int) -> NDArray[Any]:
     """Blotches of several sizes, in levels of 0…255."""
     random = np.random.default_rng(seed)
     layers = [
-        np.kron(random.normal(size=(height // side + 1, width // side + 1, 3)) * side**0.7, np.ones((side, side, 1)))
+        np.kron(
+            random.normal(size=(height // side + 1, width // side + 1, 3)) * side**0.7,
+            np.ones((side, side, 1)),
+        )
         for side in (4, 16, 64)
     ]
     mixed = np.sum([layer[:height, :width] for layer in layers], axis=0)
@@ -31,10 +35,15 @@ def pan(seed: int, count: int, *, speed: int = 2, height: int = 96, width: int =
 
 def smaller(frames: Frames, height: int, width: int) -> Frames:
     """The same at another size."""
-    return [np.asarray(Image.fromarray(frame.astype(np.uint8)).resize((width, height))) for frame in frames]
+    return [
+        np.asarray(Image.fromarray(frame.astype(np.uint8)).resize((width, height)))
+        for frame in frames
+    ]
 
 
-def written(path: Path, frames: Sequence[NDArray[Any]], *, fps: int = 24, crf: int = 20, hdr: bool = False) -> Path:
+def written(
+    path: Path, frames: Sequence[NDArray[Any]], *, fps: int = 24, crf: int = 20, hdr: bool = False
+) -> Path:
     """Write frames as an mp4."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:

@@ -17,12 +17,18 @@ _STORED = {"none": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}
 
 
 def products(flops: int, number: int = 1) -> KernelCounts:
-    """Matmuls of so many floating-point operations each, so wide that their time is that of their arithmetic."""
+    """Matmuls of so many floating-point operations each, so wide that their time is that of their
+    arithmetic."""
     return frozenset({(Kernel("matmul_16", flops, 0), number)})
 
 
 def made_profile(
-    policy: str = "full", quantize: str = "none", *, num_blocks: int = 12, block_gib: float = 1.0, work: float = 1.0
+    policy: str = "full",
+    quantize: str = "none",
+    *,
+    num_blocks: int = 12,
+    block_gib: float = 1.0,
+    work: float = 1.0,
 ) -> Profile:
     """A model of equal blocks, with a step that keeps and recomputes what the policy does.
 
@@ -64,10 +70,13 @@ def made_profile(
 
 
 def made_full_profiles(config: RunConfig) -> Callable[[str, str], Profile]:
-    """A profile of a full fine-tune whose bytes follow from how its weights are stored and updated."""
+    """A profile of a full fine-tune whose bytes follow from how its weights are stored and
+    updated."""
     optim = config.optim
     weights = 4 if config.model.dtype == "fp32" else 2
-    state = {"adamw": 8, "adamw8bit": 2, "adafactor": 0}[optim.name] + 2 * (optim.rounding == "split")
+    state = {"adamw": 8, "adamw8bit": 2, "adafactor": 0}[optim.name] + 2 * (
+        optim.rounding == "split"
+    )
 
     def profile_of(policy: str, quantize: str) -> Profile:
         made = made_profile(policy, quantize)
@@ -76,7 +85,13 @@ def made_full_profiles(config: RunConfig) -> Callable[[str, str], Profile]:
         def trained(stage: StageCost) -> StageCost:
             size = gib * (stage in made.blocks)
             gradients = 0 if optim.fused_backward else weights * size
-            return replace(stage, weights=0, adapters=weights * size, gradients=gradients, optimizer=state * size)
+            return replace(
+                stage,
+                weights=0,
+                adapters=weights * size,
+                gradients=gradients,
+                optimizer=state * size,
+            )
 
         blocks = tuple(trained(block) for block in made.blocks)
         return replace(

@@ -1,6 +1,8 @@
-"""A catalogue of everything that can be wrong with a dataset, made by the tests: what it is called, how it is written, what becomes of it.
+"""A catalogue of everything that can be wrong with a dataset, made by the tests: what it is called,
+how it is written, what becomes of it.
 
-The toy family of these tests takes five frames at 8 per second; `COLUMNS` are what goes with its clips.
+The toy family of these tests takes five frames at 8 per second; `COLUMNS` are what goes with its
+clips.
 """
 
 import json
@@ -23,7 +25,8 @@ from ditkit_core.testing.specs import altered
 
 Kind = Literal["media", "caption", "metadata", "control"]
 Outcome = Literal["excluded", "accepted", "refused"]
-"""Left out alone; used, though it looks odd; or nothing of the dataset can be used, as its list cannot be read."""
+"""Left out alone; used, though it looks odd; or nothing of the dataset can be used, as its list
+cannot be read."""
 
 COLUMNS = (
     Column(name="control_video", kind="video"),
@@ -40,7 +43,9 @@ class Given:
     kind, optional, items_at_once, identity = "given", True, 1, "given"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        return tuple(column for column in ("control_video", "start_image") if column in controls.files)
+        return tuple(
+            column for column in ("control_video", "start_image") if column in controls.files
+        )
 
     def check(self, controls: ClipInputs) -> None:
         self.encode([controls])
@@ -60,7 +65,11 @@ class Given:
         size = {"height": item.height, "width": item.width}
         means = []
         for column in self.uses(item):
-            cut = {"frames": item.frames, "fps": item.fps or 1.0, "start_seconds": item.start_seconds}
+            cut = {
+                "frames": item.frames,
+                "fps": item.fps or 1.0,
+                "start_seconds": item.start_seconds,
+            }
             cut = cut if column == "control_video" else {"frames": 1, "fps": 1.0}
             means.append(read_clip(Path(item.files[column]), **cut, **size).mean())  # type: ignore[arg-type]
         advance(1.0)
@@ -79,7 +88,8 @@ class Malformed:
     name: str
     kind: Kind
     write: Callable[[Path, str], str]
-    """Writes it into a dataset folder under a name; returns the file's name, or what metadata.jsonl says of it."""
+    """Writes it into a dataset folder under a name; returns the file's name, or what metadata.jsonl
+    says of it."""
     outcome: Outcome = "excluded"
     says: str = ""
     """What its line must have in it."""
@@ -98,7 +108,8 @@ class Malformed:
 
 
 def good(folder: Path, count: int = 2) -> list[str]:
-    """Sound images with captions; returns their lines for metadata.jsonl, of which they need none without one."""
+    """Sound images with captions; returns their lines for metadata.jsonl, of which they need none
+    without one."""
     lines = []
     for i, colour in enumerate(("teal", "gold", "navy", "red", "white")[:count]):
         path = picture(folder / f"good{i}.png", (16, 16), colour)
@@ -236,13 +247,19 @@ _BAD_METADATA = {
     "key twice": (texts.raw(_HEAD + '"text": "y"}'), "'text' twice"),
     "nested deeply": (texts.raw("[" * 100_000), "nested too deeply"),
     "number of 5000 digits": (texts.raw(_HEAD + '"id": ' + "1" * 5000 + "}"), "too many digits"),
-    "caption not a number": (texts.raw('{"file_name": "NAME", "text": NaN}'), "empty or not a text"),
+    "caption not a number": (
+        texts.raw('{"file_name": "NAME", "text": NaN}'),
+        "empty or not a text",
+    ),
     "caption a number": (texts.row(text=3), "empty or not a text"),
     "caption null": (texts.row(text=None), "empty or not a text"),
     "caption an object": (texts.row(text={"en": "a dog"}), "empty or not a text"),
     "captions none": (texts.row(text=[]), "empty or not a text"),
     "captions with a number": (texts.row(text=["one", 2]), "empty or not a text"),
-    "caption with half of a character in json": (texts.row(text="a dog \ud83d"), "half of a character"),
+    "caption with half of a character in json": (
+        texts.row(text="a dog \ud83d"),
+        "half of a character",
+    ),
     "caption with a null byte in json": (texts.row(text="a\0dog"), "null bytes"),
     "caption of a megabyte in json": (texts.row(text="x" * 2**20), "characters"),
     "no caption column": (texts.without("text"), "no caption column"),
@@ -254,7 +271,10 @@ _BAD_METADATA = {
     "media a list": (texts.row(file_name=["a.png"]), "empty or not a text"),
     "media a truth": (texts.row(file_name=True), "empty or not a text"),
     "media gone": (texts.row(file_name="gone.png"), "does not exist"),
-    "media of no kind": (texts.row(file_name="notes.docx"), "does not have the extension of a media file"),
+    "media of no kind": (
+        texts.row(file_name="notes.docx"),
+        "does not have the extension of a media file",
+    ),
     "media of an address": (texts.row(file_name="https://example.com/a.png"), "does not exist"),
     "media outside": (texts.named_outside, "leaves the dataset folder"),
     "media absolute": (texts.named_absolutely, "leaves the dataset folder"),
@@ -297,9 +317,18 @@ def _metadata() -> Iterator[Malformed]:
     for name, write in _HARMLESS_METADATA.items():
         yield Malformed(name=name, kind="metadata", write=write, outcome="accepted")
     for name, (file, data) in _REFUSED_METADATA.items():
-        yield Malformed(name=name, kind="metadata", write=texts.whole(file, data), outcome="refused")
-    yield Malformed(name="csv with a long field", kind="metadata", write=texts.long_field, outcome="refused")
-    yield Malformed(name="lists of different lengths", kind="metadata", write=texts.uneven_lists, outcome="refused")
+        yield Malformed(
+            name=name, kind="metadata", write=texts.whole(file, data), outcome="refused"
+        )
+    yield Malformed(
+        name="csv with a long field", kind="metadata", write=texts.long_field, outcome="refused"
+    )
+    yield Malformed(
+        name="lists of different lengths",
+        kind="metadata",
+        write=texts.uneven_lists,
+        outcome="refused",
+    )
     yield Malformed(name="two lists", kind="metadata", write=texts.two_files, outcome="refused")
 
 
@@ -307,7 +336,10 @@ def _controls() -> Iterator[Malformed]:
     c, t = texts.controlled, texts
     bad = {
         "control missing": (c(lambda *_: "gone.mp4"), "does not exist"),
-        "control of the wrong kind": (c(t.file(".wav", b"RIFF")), "not of kind video by its extension"),
+        "control of the wrong kind": (
+            c(t.file(".wav", b"RIFF")),
+            "not of kind video by its extension",
+        ),
         "control shorter than the clip": (c(t.short_video), "make it as long as the clip"),
         "control empty": (c(t.file(".mp4", b"")), "is empty"),
         "control cut": (c(t.damaged_video), "truncated or damaged"),
@@ -330,6 +362,8 @@ def _controls() -> Iterator[Malformed]:
         yield Malformed(name=name, kind="control", write=write, says=says)
 
 
-CATALOGUE = {each.name: each for make in (_media, _captions, _metadata, _controls) for each in make()}
+CATALOGUE = {
+    each.name: each for make in (_media, _captions, _metadata, _controls) for each in make()
+}
 """By name."""
 assert len(CATALOGUE) >= 60

@@ -1,4 +1,5 @@
-"""Media files that are damaged, hostile or unusual; each function writes one and returns what it is called."""
+"""Media files that are damaged, hostile or unusual; each function writes one and returns what it is
+called."""
 
 import os
 import struct
@@ -122,7 +123,10 @@ def huge_video(folder: Path, name: str) -> str:
 
 def remuxed(source: Path, path: Path, keep: Callable[[int], bool], shift: int = 0) -> Path:
     """Copy the packets of a video that are to be kept, their times moved by milliseconds."""
-    with av.open(str(source)) as given, av.open(str(path), "w", options={"avoid_negative_ts": "disabled"}) as container:
+    with (
+        av.open(str(source)) as given,
+        av.open(str(path), "w", options={"avoid_negative_ts": "disabled"}) as container,
+    ):
         stream = container.add_stream_from_template(given.streams.video[0])
         for i, packet in enumerate(packet for packet in given.demux(video=0) if packet.size):
             if keep(i):
@@ -190,7 +194,9 @@ def tagged_transparent(folder: Path, name: str) -> str:
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         stream.metadata["alpha_mode"] = "1"
         for _ in range(8):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), "rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), "rgb24"))
+            )
         container.mux(stream.encode(None))
     return path.name
 
@@ -263,7 +269,9 @@ def named(spoilt: str) -> Callable[[Path, str], str]:
     return lambda folder, name: picture(folder / f"{name}{spoilt}.png").name
 
 
-def clip(suffix: str, size: tuple[int, int], codec: str, pixels: str, **options: str) -> Callable[[Path, str], str]:
+def clip(
+    suffix: str, size: tuple[int, int], codec: str, pixels: str, **options: str
+) -> Callable[[Path, str], str]:
     """What writes a video of noise without loss."""
 
     def write(folder: Path, name: str) -> str:
@@ -273,7 +281,9 @@ def clip(suffix: str, size: tuple[int, int], codec: str, pixels: str, **options:
             stream = container.add_stream(codec, rate=24, options=options)
             stream.height, stream.width, stream.pix_fmt = *size, pixels
             for _ in range(18):
-                frame = av.VideoFrame.from_ndarray(random.integers(0, 255, (*size, 3), np.uint8), format="rgb24")
+                frame = av.VideoFrame.from_ndarray(
+                    random.integers(0, 255, (*size, 3), np.uint8), format="rgb24"
+                )
                 container.mux(stream.encode(frame.reformat(format=pixels)))
             container.mux(stream.encode(None))
         return path.name
@@ -322,7 +332,9 @@ def tagged(tag: str, count: int) -> Callable[[Path, str], str]:
             stream = container.add_stream("libx264", rate=24)
             stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
             for _ in range(24):
-                white = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 255, np.uint8), format="rgb24")
+                white = av.VideoFrame.from_ndarray(
+                    np.full((48, 64, 3), 255, np.uint8), format="rgb24"
+                )
                 container.mux(stream.encode(white))
             container.mux(stream.encode(None))
         return path.name
@@ -370,6 +382,10 @@ def turned_picture(folder: Path, name: str) -> str:
 
 
 def moving_gif(folder: Path, name: str) -> str:
-    frames: Sequence[Image.Image] = [Image.new("RGB", (64, 48), (255, 255, 255 - i)) for i in range(18)]
-    frames[0].save(folder / f"{name}.gif", save_all=True, append_images=list(frames[1:]), duration=40)
+    frames: Sequence[Image.Image] = [
+        Image.new("RGB", (64, 48), (255, 255, 255 - i)) for i in range(18)
+    ]
+    frames[0].save(
+        folder / f"{name}.gif", save_all=True, append_images=list(frames[1:]), duration=40
+    )
     return f"{name}.gif"

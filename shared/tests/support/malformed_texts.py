@@ -1,7 +1,8 @@
-"""Captions, metadata and control files that are wrong; each function writes one into a dataset folder.
+"""Captions, metadata and control files that are wrong; each function writes one into a dataset
+folder.
 
-Captions are next to a sound image with the name that the function gets. Lines of metadata name that image, and are returned, as they are
-written to metadata.jsonl, with what is called wrong.
+Captions are next to a sound image with the name that the function gets. Lines of metadata name that
+image, and are returned, as they are written to metadata.jsonl, with what is called wrong.
 """
 
 import csv
@@ -91,7 +92,9 @@ def named_absolutely(folder: Path, name: str) -> str:
 
 def named_twice(folder: Path, name: str) -> str:
     picture(folder / f"{name}.png")
-    return "\n".join(json.dumps({"file_name": file, "text": "x"}) for file in (f"{name}.png", f"./{name}.png"))
+    return "\n".join(
+        json.dumps({"file_name": file, "text": "x"}) for file in (f"{name}.png", f"./{name}.png")
+    )
 
 
 def whole(file: str, data: str | bytes) -> Callable[[Path, str], str]:
@@ -127,7 +130,9 @@ def controlled(make: Callable[[Path, str], Any], column: str = "control_video") 
 
     def write(folder: Path, name: str) -> str:
         numbered_video(folder / f"{name}.mp4")
-        return json.dumps({"file_name": f"{name}.mp4", "text": "x", column: make(folder, f"{name}-control")})
+        return json.dumps(
+            {"file_name": f"{name}.mp4", "text": "x", column: make(folder, f"{name}-control")}
+        )
 
     return write
 

@@ -23,7 +23,8 @@ def numbered_video(
     rotation: int = 0,
     options: dict[str, str] | None = None,
 ) -> Path:
-    """Write a video whose frame i has brightness LEVELS * i; `ticks` are presentation times in milliseconds."""
+    """Write a video whose frame i has brightness LEVELS * i; `ticks` are presentation times in
+    milliseconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w", options=options or {}) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
@@ -36,7 +37,9 @@ def numbered_video(
         if ticks is not None:
             stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
         for i in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((*size, 3), LEVELS * i, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((*size, 3), LEVELS * i, np.uint8), format="rgb24"
+            )
             if ticks is not None:
                 frame.pts, frame.time_base = ticks[i], Fraction(1, 1000)
             container.mux(stream.encode(frame))
@@ -61,7 +64,9 @@ def sound_only(path: Path) -> Path:
     """Write an mp4 without an image."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
+        )
         frame.sample_rate, frame.pts = 16000, 0
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

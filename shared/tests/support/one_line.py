@@ -6,7 +6,17 @@ import pytest
 
 from ditkit_core.errors import UserError, printable
 
-REMEDIES = ("re-encode", "remove", "replace", "copy it again", "convert", "correct", "write", "put", "save it")
+REMEDIES = (
+    "re-encode",
+    "remove",
+    "replace",
+    "copy it again",
+    "convert",
+    "correct",
+    "write",
+    "put",
+    "save it",
+)
 REMEDIES = (
     *REMEDIES,
     "rename",

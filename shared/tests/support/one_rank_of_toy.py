@@ -1,4 +1,5 @@
-"""The toy's train command on two ranks that torchrun's own agent starts, where one rank alone has a trouble: for `commands/test_one_rank.py`.
+"""The toy's train command on two ranks that torchrun's own agent starts, where one rank alone has a
+trouble: for `commands/test_one_rank.py`.
 
 The agent forks the ranks from this process, which has imported everything.
 """
@@ -51,7 +52,8 @@ class LinearVae(FrozenVae):
 
 
 class VaeSampler(ToySampler):
-    """Decodes with a VAE of one layer, in the first way that memory has room for; where it lacks, only tiles fit."""
+    """Decodes with a VAE of one layer, in the first way that memory has room for; where it lacks,
+    only tiles fit."""
 
     lacks_memory = False
 
@@ -181,7 +183,8 @@ def cannot_read() -> None:
 
 
 def cannot_sample() -> None:
-    """The sample of the second preview is broken; before that of the first one comes a class image."""
+    """The sample of the second preview is broken; before that of the first one comes a class
+    image."""
     decode, count = ToySampler.decode, itertools.count(0)
 
     def failing(sampler: ToySampler, latents: torch.Tensor) -> torch.Tensor:
@@ -196,7 +199,8 @@ def cannot_generate_a_class_image() -> None:
 
 
 def is_in_another_folder() -> None:
-    """As a machine that does not share a disk, to which a relative path is a folder of its own; it waits less long for the other's file."""
+    """As a machine that does not share a disk, to which a relative path is a folder of its own; it
+    waits less long for the other's file."""
     shared_folders._SEEN_SECONDS = 1.0
     Path("elsewhere").mkdir()
     os.chdir("elsewhere")
@@ -218,7 +222,9 @@ def lacks_an_expert() -> None:
 def has_a_fast_clock() -> None:
     """An hour passes each time that the loop looks."""
     hours = itertools.count(0, 3600)
-    trainer.time = SimpleNamespace(monotonic=lambda: float(next(hours)), perf_counter=time.perf_counter)  # type: ignore[attr-defined]
+    trainer.time = SimpleNamespace(
+        monotonic=lambda: float(next(hours)), perf_counter=time.perf_counter
+    )  # type: ignore[attr-defined]
 
 
 def logs_what_is_gathered() -> None:
@@ -319,7 +325,16 @@ MORE = {
     "adapter alone": ADAPTER,
     "adapter": (*ADAPTER, "--ranks.shard", "2", "--ranks.context", "2"),
     **dict.fromkeys(
-        ("alone", "plain", "cannot sample", "sampled again", "no class image", "class images again", "old list"), CLASS
+        (
+            "alone",
+            "plain",
+            "cannot sample",
+            "sampled again",
+            "no class image",
+            "class images again",
+            "old list",
+        ),
+        CLASS,
     ),
     "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
@@ -331,13 +346,17 @@ MORE = {
     **dict.fromkeys(("sizes alone", "sizes of three"), SIZES),
     "merged alone": MERGED,
     "merged divided later": (*MERGED, "--ranks.shard", "2"),
-    **{name: (*FEW, "--prior.folder", f"classes of {name}") for name in ("experts of one", "experts alone", "experts")},
+    **{
+        name: (*FEW, "--prior.folder", f"classes of {name}")
+        for name in ("experts of one", "experts alone", "experts")
+    },
 }
 """Flags of cases that have other ones than `SAVED`."""
 
 
 def parks_a_cpu() -> None:
-    """Weights of a CPU wait as those of a GPU do, but for those in the memory of a file that was read."""
+    """Weights of a CPU wait as those of a GPU do, but for those in the memory of a file that was
+    read."""
 
     def parked(weights: list[torch.Tensor]) -> Any:
         found = [tensor for tensor in weights if tensor.untyped_storage().resizable()]
@@ -348,11 +367,16 @@ def parks_a_cpu() -> None:
 
 
 def previews_again(folder: Path, before: str, name: str) -> None:
-    """A copy of a finished run whose second expert goes on from its first save; nothing was sampled or exported since, or before training."""
+    """A copy of a finished run whose second expert goes on from its first save; nothing was sampled
+    or exported since, or before training."""
     run = copytree(folder / before, folder / name)
     for exports in (run / "exports", run / "low_noise" / "exports"):
         rmtree(exports)
-    for path in (*run.rglob("complete.json"), *run.rglob("samples"), run / "low_noise" / "state" / "step-000004"):
+    for path in (
+        *run.rglob("complete.json"),
+        *run.rglob("samples"),
+        run / "low_noise" / "state" / "step-000004",
+    ):
         if path.parent.name != "high_noise" or path.name == "samples":
             rmtree(path) if path.is_dir() else path.unlink()
 
@@ -378,12 +402,16 @@ def work(folder: Path, name: str) -> None:
         trouble()
     world = EXPERTS[folder] if name.startswith("experts") else WORLDS[folder]
     if name == "no room to decode":
-        decodes = lambda paths, device, matmul, decodings: VaeSampler(folder / "vae.safetensors", decodings)
+        decodes = lambda paths, device, matmul, decodings: VaeSampler(
+            folder / "vae.safetensors", decodings
+        )
         world.spec = altered(world.spec, sampler=decodes)
     try:
         code = world.train(name, STEPS, *FLAGS, *MORE.get(name, SAVED))
     except ValueError:
-        traceback.print_exc()  # as Python does at the end of a process; in a forked one, torchrun's agent takes the exception instead
+        # as Python does at the end of a process; in a forked one, torchrun's agent takes the
+        # exception instead
+        traceback.print_exc()
         raise
     sys.exit(code)
 
@@ -410,8 +438,11 @@ def prepare(folder: Path) -> None:
     WORLDS[folder] = World(folder)
     save_file({"weight": torch.eye(4)}, folder / "vae.safetensors")
     for place, size in enumerate(((16, 16), (32, 8), (16, 16), (32, 8), (8, 32))):
-        WORLDS[folder].add(f"sizes/{place}.png", size, f"#{place}0{place}0ff", f"picture of size {place}")
-    # Each stage of a run collects garbage: in the ranks that was half of all time, looking through what this process has imported.
+        WORLDS[folder].add(
+            f"sizes/{place}.png", size, f"#{place}0{place}0ff", f"picture of size {place}"
+        )
+    # Each stage of a run collects garbage: in the ranks that was half of all time, looking through
+    # what this process has imported.
     gc.collect()
     gc.freeze()
 

@@ -13,7 +13,8 @@ NOBODY = 65534
 
 @contextmanager
 def ordinary_user() -> Iterator[Path]:
-    """A folder of its own, and inside the block no right to read every file: permissions bind everyone but root."""
+    """A folder of its own, and inside the block no right to read every file: permissions bind
+    everyone but root."""
     if os.name == "nt":
         pytest.skip("permissions are those of POSIX")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
-"""Ranks that divide a model's weights in a loop of their own, for `api/test_load_ranks.py`, and the same loop in one process."""
+"""Ranks that divide a model's weights in a loop of their own, for `api/test_load_ranks.py`, and the
+same loop in one process."""
 
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def base_of(folder: Path) -> Path:
     file = folder / "toy.safetensors"
     if not file.exists():
         state = make_model(TOY, ToyArch()).state_dict()
-        save_file({official_name(name): tensor.contiguous() for name, tensor in state.items()}, file)
+        save_file(
+            {official_name(name): tensor.contiguous() for name, tensor in state.items()}, file
+        )
     return file
 
 

@@ -1,6 +1,8 @@
-"""Plans of ranks next to what real ranks do: bytes alive at the peak of a step, and bytes that are sent, over gloo.
+"""Plans of ranks next to what real ranks do: bytes alive at the peak of a step, and bytes that are
+sent, over gloo.
 
-Run as a script it starts every number of ranks once, and `planner/ranks/test_traffic.py` compares its table with `planned`.
+Run as a script it starts every number of ranks once, and `planner/ranks/test_traffic.py` compares
+its table with `planned`.
 """
 
 import json
@@ -89,7 +91,8 @@ def planned(job: StepJob, case: RankCase) -> RankBytes:
 
 
 class _Counter(MemoryTracker):
-    """Also counts what collectives send, as rings do, and follows storages that FSDP2 empties and fills."""
+    """Also counts what collectives send, as rings do, and follows storages that FSDP2 empties and
+    fills."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +107,9 @@ class _Counter(MemoryTracker):
         elif name == "reduce_scatter_base":
             self.sent[name] += args[1].nbytes - args[0].nbytes
         elif name == "alltoall_base":
-            self.sent[name] += args[1].nbytes - args[1].nbytes // dist.ProcessGroup.unbox(args[2]).size()
+            self.sent[name] += (
+                args[1].nbytes - args[1].nbytes // dist.ProcessGroup.unbox(args[2]).size()
+            )
         elif name == "send" or (name == "broadcast" and args[2] == dist.get_rank()):
             self.sent[name] += sum(each.nbytes for each in args[0])
         elif name == "allreduce":
@@ -122,7 +127,9 @@ def measured(job: StepJob, case: RankCase, ranks: Ranks) -> RankBytes:
     precision = job.precision
     model: Any = make_model(job.spec, job.arch, dtype=precision.matmul, adapter=_adapter(job))
     item = {
-        name: torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros_like(x, device="cpu")
+        name: torch.randn(x.shape).to(x.dtype)
+        if x.is_floating_point()
+        else torch.zeros_like(x, device="cpu")
         for name, x in job.batch[0].items()
     }
     batches = [Batch(ids=[str(number)], items=[dict(item)]) for number in range(case.micro_batches)]
@@ -151,10 +158,15 @@ def _adapter(job: StepJob) -> AdapterConfig | None:
     return job.adapter if job.adapter.method == "lora" else None
 
 
-def main(spec: ModelSpec, arch: Any, size: tuple[int, int, int], cases: Mapping[str, RankCase]) -> None:
-    """The work of a script: every case on its ranks, as a table in the folder that its command line names."""
+def main(
+    spec: ModelSpec, arch: Any, size: tuple[int, int, int], cases: Mapping[str, RankCase]
+) -> None:
+    """The work of a script: every case on its ranks, as a table in the folder that its command line
+    names."""
     torch.set_num_threads(1)
-    make_model(spec, arch, adapter=AdapterConfig(rank=4))  # imports peft, which else each of the processes would do
+    make_model(
+        spec, arch, adapter=AdapterConfig(rank=4)
+    )  # imports peft, which else each of the processes would do
     folder, found = Path(sys.argv[1]), dict[str, Any]()
     for num in sorted({case.ranks for case in cases.values()}):
 
@@ -163,7 +175,9 @@ def main(spec: ModelSpec, arch: Any, size: tuple[int, int, int], cases: Mapping[
             return {
                 name: vars(
                     measured(
-                        case.job(spec, arch, size), case, Ranks(ranks.rank, num, shard=case.shard).grouped(case.context)
+                        case.job(spec, arch, size),
+                        case,
+                        Ranks(ranks.rank, num, shard=case.shard).grouped(case.context),
                     )
                 )
                 for name, case in chosen.items()

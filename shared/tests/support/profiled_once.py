@@ -18,10 +18,12 @@ _PROFILES: "dict[tuple[Any, ...], tuple[StepJob, Any]]" = {}
 
 @pytest.fixture
 def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is made of profiles: a plan takes seconds to profile, and most tests plan one of few steps.
+    """For tests of what is made of profiles: a plan takes seconds to profile, and most tests plan
+    one of few steps.
 
-    A profile is a frozen value that the step alone decides: of a family's spec not its data, encoders and demo, which tests exchange. The step
-    is kept with it, so that no function of another step gets its address.
+    A profile is a frozen value that the step alone decides: of a family's spec not its data,
+    encoders and demo, which tests exchange. The step is kept with it, so that no function of
+    another step gets its address.
     """
     from ditkit_core.commands import oom  # noqa: F401, imported before it is patched
     from ditkit_core.planner import profiler
@@ -37,7 +39,9 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _PROFILES[key] = job, make()
         return _PROFILES[key][1]
 
-    def remembered(job: "StepJob", *, of_each: int | None = 3, like: "Profile | None" = None) -> "Profile":
+    def remembered(
+        job: "StepJob", *, of_each: int | None = 3, like: "Profile | None" = None
+    ) -> "Profile":
         return once(job, of_each, lambda: profile(job, of_each=of_each, like=like))
 
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:

@@ -1,5 +1,5 @@
-"""What each of two ranks does for `test_fsdp.py`, `test_fsdp_precision.py` and `test_shares.py`: all cases in one process, for starting it
-takes seconds."""
+"""What each of two ranks does for `test_fsdp.py`, `test_fsdp_precision.py` and `test_shares.py`:
+all cases in one process, for starting it takes seconds."""
 
 import itertools
 import sys
@@ -25,7 +25,8 @@ def prefetch(model: Any) -> None:
 
 
 COMBINATIONS = (("full", "fp32"), ("lora", "bf16"), ("lora with dropout", "fp32"))
-"""What is trained, and the dtype, under every policy; the other two of `full` and `lora` daily under one policy each."""
+"""What is trained, and the dtype, under every policy; the other two of `full` and `lora` daily
+under one policy each."""
 OTHERS = {("full", "bf16"): "attn_only", ("lora", "fp32"): "full"}
 
 
@@ -34,7 +35,9 @@ def every_step() -> dict[str, Any]:
     for trained, dtype in COMBINATIONS:
         found |= steps(TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,))
     for (trained, dtype), policy in OTHERS.items():
-        found |= steps(TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,), chosen=("none", policy))
+        found |= steps(
+            TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,), chosen=("none", policy)
+        )
     return found
 
 
@@ -50,7 +53,15 @@ def work() -> dict[str, Any]:
     written = {"islands": islands.IslandBlock, "weights' dtype": islands.WeightsDtypeBlock}
     return {
         "steps": every_step(),
-        "prefetched": steps(TOY, ARCH, toy_items(4), trained=("lora",), dtypes=("bf16",), prepare=prefetch, updates=1),
+        "prefetched": steps(
+            TOY,
+            ARCH,
+            toy_items(4),
+            trained=("lora",),
+            dtypes=("bf16",),
+            prepare=prefetch,
+            updates=1,
+        ),
         "attention": collectives.attention_over_ranks(),
         "attention is right": collectives.attention_over_ranks_is_attention(),
         "in an mlp": collectives.collective_in_an_mlp(),
@@ -62,7 +73,11 @@ def work() -> dict[str, Any]:
             for name, block in written.items()
             for fsdp in islands.FSDP
         },
-        "ours": {f"{fsdp}/{dtype}": islands.ours(fsdp, dtype) for fsdp in islands.FSDP for dtype in ("fp32", "bf16")},
+        "ours": {
+            f"{fsdp}/{dtype}": islands.ours(fsdp, dtype)
+            for fsdp in islands.FSDP
+            for dtype in ("fp32", "bf16")
+        },
         "dtypes with casts": islands.dtypes_with_casts(),
         "samples": toy_samples.over_ranks(),
     }

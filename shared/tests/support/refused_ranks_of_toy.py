@@ -1,6 +1,8 @@
-"""Random `[ranks]` tables given to the toy's train command on real ranks, up to where it would train: for `commands/test_refused_ranks.py`.
+"""Random `[ranks]` tables given to the toy's train command on real ranks, up to where it would
+train: for `commands/test_refused_ranks.py`.
 
-Each start of torchrun's agent runs many tables one after the other, in processes that are forked from this one.
+Each start of torchrun's agent runs many tables one after the other, in processes that are forked
+from this one.
 """
 
 import json
@@ -57,7 +59,9 @@ def work(folder: Path, name: str) -> None:
     nothing: Any = lambda *given: None
     train._train = train.say_results = nothing  # type: ignore[attr-defined]
     for number in range(int(num)):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # the store keeps why the ranks before a restart ended
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(
+            number
+        )  # the store keeps why the ranks before a restart ended
         flags = (f"{size} {number}.toml", "--train.device", "cpu", "--encode.device", "cpu")
         statuses.append(WORLDS[folder].train(f"{size} {number}", 1, *flags))
         if dist.is_initialized():  # a refused run leaves that to the end of its process

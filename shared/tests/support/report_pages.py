@@ -54,11 +54,17 @@ def read(folder: Path) -> Page:
 
 def metrics(folder: Path) -> dict[tuple[str, int], float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {(name, row["step"]): value for row in rows for name, value in row.items() if not isinstance(value, str)}
+    return {
+        (name, row["step"]): value
+        for row in rows
+        for name, value in row.items()
+        if not isinstance(value, str)
+    }
 
 
 def check_numbers(page: Page, folder: Path) -> None:
-    """Every number of the page is the metrics file's, and every series of the file is on the page."""
+    """Every number of the page is the metrics file's, and every series of the file is on the
+    page."""
     truth = metrics(folder)
     (section,) = page.numbers
     embedded = {

@@ -1,4 +1,5 @@
-"""What the ranks do for `loading/test_divided_loading.py`: each reads its rows of a model, and compares them with those of a whole one."""
+"""What the ranks do for `loading/test_divided_loading.py`: each reads its rows of a model, and
+compares them with those of a whole one."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,14 +43,19 @@ from ditkit_core.training.config import SaveConfig
 CPU = torch.device("cpu")
 ARCH = ToyArch(dim=96, depth=2, heads=4)
 RARER = "mlp.2.bias"
-"""Parameters in another dtype than the rest of their block: a full fine-tune in bf16 leaves them whole."""
+"""Parameters in another dtype than the rest of their block: a full fine-tune in bf16 leaves them
+whole."""
 SPEC = altered(
     TOY,
     presets={"wide": ARCH},
     infer_arch=None,
     op_group_of=lambda name: "norm" if name.endswith(RARER) else TOY.precision.op_group_of(name),
 )
-LORA, FULL, DORA = AdapterConfig(rank=4), AdapterConfig(method="full"), AdapterConfig(rank=4, use_dora=True)
+LORA, FULL, DORA = (
+    AdapterConfig(rank=4),
+    AdapterConfig(method="full"),
+    AdapterConfig(rank=4, use_dora=True),
+)
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = {
     "lora": (LORA, BaseConfig(), BF16),
@@ -66,7 +72,11 @@ CASES = {
     "dora next to an assistant": (DORA, BaseConfig(assistant="lora.safetensors"), BF16),
     "merged into nf4": (LORA, BaseConfig(quantize="nf4", merge=("lora.safetensors",)), BF16),
 }
-CASES = {name: case for name, case in CASES.items() if shards_integers() or case[1].quantize not in ("int8", "nf4")}
+CASES = {
+    name: case
+    for name, case in CASES.items()
+    if shards_integers() or case[1].quantize not in ("int8", "nf4")
+}
 """Torch 2.11 shards no integers, and the command refuses them."""
 
 
@@ -80,7 +90,9 @@ class PeakBytes(LiveBytes):
     peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # its storage is a pretended one of the whole; what it does to its rows comes here, too
+        if (
+            DTensor in types
+        ):  # its storage is a pretended one of the whole; what it does to its rows comes here, too
             return func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.peak = max(self.peak, self.total())
@@ -114,7 +126,8 @@ def built(folder: Path, name: str) -> Model:
     assistant = base.assistant and str(folder / base.assistant)
     base = replace(base, merge=merge, assistant=assistant)
     return model_on_meta(
-        SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base, precision=Precision(matmul=dtype)
+        SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base,
+        precision=Precision(matmul=dtype)
     )  # fmt: skip
 
 
@@ -125,13 +138,16 @@ def loaded(folder: Path, whole: Mapping[str, Model], ranks: Ranks) -> dict[str, 
 
 
 def exported(whole: Model, divided: Model, folder: Path) -> dict[str, Any]:
-    """The adapter, over the norm of the base's rows if it has one, of both models: whether the files are the same, and what was gathered for it."""
+    """The adapter, over the norm of the base's rows if it has one, of both models: whether the
+    files are the same, and what was gathered for it."""
     GATHERED.clear()
     files = []
     for name, prepared in (("whole", whole), ("divided", divided)):
         given = {"metadata": {}, "whole_in": prepared.whole_in}
         with prepared.readable():
-            files += export_adapter(prepared.module, SPEC, folder, name, ExportConfig(dtype="fp32"), **given)
+            files += export_adapter(
+                prepared.module, SPEC, folder, name, ExportConfig(dtype="fp32"), **given
+            )
     one, other = (path.read_bytes() for path in files)
     trained = sum(parameter.nbytes for parameter in whole.trainable.values())
     return {
@@ -143,27 +159,52 @@ def exported(whole: Model, divided: Model, folder: Path) -> dict[str, Any]:
 
 
 def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str, Any]:
-    """Load a model divided: what differs from the whole one, what was read, and what the host had at most."""
+    """Load a model divided: what differs from the whole one, what was read, and what the host had
+    at most."""
     unloaded = built(folder, name)
     give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.origin.precision))
-    division = Division(unloaded.module, trainable_parameters(unloaded.module), unloaded.origin.precision, ranks, CPU)
+    division = Division(
+        unloaded.module,
+        trainable_parameters(unloaded.module),
+        unloaded.origin.precision,
+        ranks,
+        CPU,
+    )
     with counted() as sizes, PeakBytes() as bytes:
-        found = load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0, division=division)
+        found = load_weights(
+            unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0, division=division
+        )
     shards = Shards(found.module, found.trainable, unloaded.origin.precision, ranks, CPU, division)
     parameters: dict[str, nn.Parameter] = dict(found.module.named_parameters())
     wanted = dict(expected.module.named_parameters())
     assert parameters.keys() == wanted.keys() and shards.local.keys() == expected.trainable.keys()
     own = {path: local(parameter) for path, parameter in parameters.items()}
-    differ = [path for path, rows in own.items() if not same(rows, wanted[path], division.rows(parameters[path]))]
-    differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
-    differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
+    differ = [
+        path
+        for path, rows in own.items()
+        if not same(rows, wanted[path], division.rows(parameters[path]))
+    ]
+    differ += [
+        path
+        for path, each in parameters.items()
+        if each.requires_grad != wanted[path].requires_grad
+    ]
+    differ += [
+        name
+        for name, rows in shards.local.items()
+        if not torch.equal(rows, own[division.paths[name]])
+    ]
     if (
         unloaded.origin.precision.matmul == FP32
     ):  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
-        forward(found.module)  # the first one, in which FSDP2 takes over what has changed since it divided the model
+        forward(
+            found.module
+        )  # the first one, in which FSDP2 takes over what has changed since it divided the model
     trained = {name: local(parameters[path]) for name, path in division.paths.items()}
     apart = [
-        name for name, rows in shards.local.items() if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
+        name
+        for name, rows in shards.local.items()
+        if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
     ]
     file = unloaded.origin.stored.source.tensors
     num_bytes = sum(each.num_bytes for each in file.values())
@@ -180,19 +221,26 @@ def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str
         "shard": sum(rows.nbytes for rows in own.values()),
         "whole": sum(parameter.nbytes for parameter in wanted.values()),
         "peak": bytes.peak,
-        "undivided": sorted(canonical_name(path) for path, each in parameters.items() if not isinstance(each, DTensor)),
+        "undivided": sorted(
+            canonical_name(path)
+            for path, each in parameters.items()
+            if not isinstance(each, DTensor)
+        ),
     }
 
 
 @torch.no_grad()
 def forward(model: Any) -> Tensor:
     (item,) = toy_items(1)
-    made: Tensor = model(TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0))[0]
+    made: Tensor = model(
+        TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+    )[0]
     return made
 
 
 def restored(folder: Path, whole: Model, divided: Model) -> bool:
-    """Whether a model that has run already has the weights of a save in its next forward. What is in no block stays whole after a forward."""
+    """Whether a model that has run already has the weights of a save in its next forward. What is
+    in no block stays whole after a forward."""
     run = RunFolder(folder / "run")
     for prepared in (whole, divided):
         load_trained(prepared, run)
@@ -217,7 +265,9 @@ def write(folder: Path) -> None:
     weights = ToyModel(ARCH, Precision(matmul=FP32)).state_dict()
     save_file(in_form(weights, "diffusers"), folder / "toy.safetensors")
     save(folder)
-    module = next(name.removesuffix(".weight") for name, each in weights.items() if each.shape == (96, 96))
+    module = next(
+        name.removesuffix(".weight") for name, each in weights.items() if each.shape == (96, 96)
+    )
     flat = module.replace(".", "_")
     save_file(
         {
@@ -246,7 +296,8 @@ if __name__ == "__main__":
     unloaded = {name: built(into, name) for name in CASES}
     # Once for all processes, which are copies of this one.
     whole = {
-        name: load_weights(each, placement=place_blocks(each.module, [CPU]), seed=0) for name, each in unloaded.items()
+        name: load_weights(each, placement=place_blocks(each.module, [CPU]), seed=0)
+        for name, each in unloaded.items()
     }
     for num in (2, 5):
         forked(num, partial(loaded, into, whole), into / str(num))

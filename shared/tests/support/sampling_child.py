@@ -1,4 +1,5 @@
-"""Stands in for the process that draws previews: what is said of the parent needs no second start of Python."""
+"""Stands in for the process that draws previews: what is said of the parent needs no second start
+of Python."""
 
 import io
 import signal
@@ -18,23 +19,39 @@ Behaviour = Literal["draws", "fails", "goes on", "is interrupted"]
 
 
 class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type checkers alone
-    """Draws in this process when it is waited for; or has failed at once; or goes on until the pipe to it is closed, even while this
-    process is sent SIGTERM."""
+    """Draws in this process when it is waited for; or has failed at once; or goes on until the pipe
+    to it is closed, even while this process is sent SIGTERM."""
 
     _child_created = False  # nothing to wait for when this object is deleted
     streamed = 0
     """Blocks that are streamed where they are sampled, even if none would be on a CPU."""
 
     def __init__(
-        self, spec: ModelSpec, behaviour: Behaviour, command: list[str], stdout: Any, environment: dict[str, str]
+        self,
+        spec: ModelSpec,
+        behaviour: Behaviour,
+        command: list[str],
+        stdout: Any,
+        environment: dict[str, str],
     ):
-        self.spec, self.behaviour, self.command, self.environment = spec, behaviour, command, environment
+        self.spec, self.behaviour, self.command, self.environment = (
+            spec,
+            behaviour,
+            command,
+            environment,
+        )
         self.stdin: Any = io.BytesIO()
         self.returncode: Any = None
         if behaviour == "fails":
             folder, _, _, *left_out = self._arguments
-            first = next(file.name for file in queued(RunFolder(Path(folder)).pending) if file.name not in left_out)
-            stdout.write(f"process 7 generates {first}\ndrawing\nerror: no room on this device\n\n".encode())
+            first = next(
+                file.name
+                for file in queued(RunFolder(Path(folder)).pending)
+                if file.name not in left_out
+            )
+            stdout.write(
+                f"process 7 generates {first}\ndrawing\nerror: no room on this device\n\n".encode()
+            )
             stdout.flush()
             self.returncode = 1
 
@@ -48,7 +65,9 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
     def wait(self, timeout: float | None = None) -> int:
         if self.behaviour == "draws":
             folder, device, streamed, *left_out = self._arguments
-            generate_waiting(self.spec, Path(folder), device, self.streamed or int(streamed), left_out)
+            generate_waiting(
+                self.spec, Path(folder), device, self.streamed or int(streamed), left_out
+            )
             self.returncode = 0
         elif self.stdin.closed:
             self.returncode = 130

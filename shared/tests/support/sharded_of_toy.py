@@ -37,19 +37,29 @@ DAILY = (
     "lokr",
 )
 UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether this torch sums gradients of layers that one rank alone uses. With 2.11, ranks exchange different sizes, and gloo ends them."""
+"""Whether this torch sums gradients of layers that one rank alone uses. With 2.11, ranks exchange
+different sizes, and gloo ends them."""
 WORLDS = (
     Divided(4, 2, again=True),
     Divided(4, 4, few=("full in bf16, stochastic", "lora on fp8"), again=True),
     Divided(4, 2, context=2, few=("lokr", "lora on nf4")),
 )
-BOTH = (Divided(2, 2, context=2), Divided(4, 2, context=2), Divided(4, 4, context=2), Divided(4, 2, context=4))
+BOTH = (
+    Divided(2, 2, context=2),
+    Divided(4, 2, context=2),
+    Divided(4, 4, context=2),
+    Divided(4, 2, context=4),
+)
 
 
-def work(cases: Sequence[str] = tuple(SHARDED), worlds: Sequence[Divided] = (*EVERY, *BOTH)) -> None:
+def work(
+    cases: Sequence[str] = tuple(SHARDED), worlds: Sequence[Divided] = (*EVERY, *BOTH)
+) -> None:
     """Train the cases in one process and by ranks that divide the weights."""
     items = toy_items(6, ragged=True)
-    main(TOY, ToyArch(dim=32, depth=2), items, worlds=(1,), continued=(), cases=cases, sharded=worlds)
+    main(
+        TOY, ToyArch(dim=32, depth=2), items, worlds=(1,), continued=(), cases=cases, sharded=worlds
+    )
 
 
 class Conditioned(nn.Module):
@@ -67,12 +77,19 @@ class Conditioned(nn.Module):
 
 
 def seldom(ranks: Ranks) -> dict[str, Any]:
-    """One backward where the second rank alone uses a layer, and what the first has of whole weights while it reads them."""
+    """One backward where the second rank alone uses a layer, and what the first has of whole
+    weights while it reads them."""
     ranks = replace(ranks, shard=2)
     model: Any = make_model(TOY, ToyArch(dim=32, depth=2))
     torch.manual_seed(3)
     model.embed = Conditioned(model.embed)
-    shards = Shards(model, trainable_parameters(model), Precision(matmul=torch.float32), ranks, torch.device("cpu"))
+    shards = Shards(
+        model,
+        trainable_parameters(model),
+        Precision(matmul=torch.float32),
+        ranks,
+        torch.device("cpu"),
+    )
     item = dict(toy_items(1)[0])
     if ranks.rank == 1:
         item["text"] = torch.cat([item["text"], item["text"][:1]])
@@ -87,7 +104,10 @@ def seldom(ranks: Ranks) -> dict[str, Any]:
         with shards.readable():
             return [[name, list(each.shape)] for name, each in trainable_parameters(model).items()]
 
-    return {"gradient": [] if gradient is None else gradient.norm().item(), "whole": ranks.on_first(read, shards.help)}
+    return {
+        "gradient": [] if gradient is None else gradient.norm().item(),
+        "whole": ranks.on_first(read, shards.help),
+    }
 
 
 class Broken(torch.autograd.Function):
@@ -112,7 +132,9 @@ def weight_is_not_finite(model: Any, rank: int) -> None:
 def tokens_are_not_finite(model: Any, rank: int, *, backward: bool = False) -> None:
     plain = model.layers[1].forward
     if rank == 1:
-        model.layers[1].forward = lambda carry: plain(carry._replace(tokens=Broken.apply(carry.tokens, backward)))
+        model.layers[1].forward = lambda carry: plain(
+            carry._replace(tokens=Broken.apply(carry.tokens, backward))
+        )
 
 
 BREAKS = {
@@ -123,7 +145,8 @@ BREAKS = {
 
 
 def origins(ranks: Ranks) -> dict[str, Any]:
-    """What ranks say of a step that is not finite, because of a weight of which one has a part, or of what one of them computes."""
+    """What ranks say of a step that is not finite, because of a weight of which one has a part, or
+    of what one of them computes."""
     found = {}
     for shard, context, trained in ((2, 1, "lora"), (2, 1, "full"), (1, 2, "full"), (2, 2, "lora")):
         together = replace(ranks, shard=shard).grouped(context)
@@ -137,18 +160,26 @@ def origins(ranks: Ranks) -> dict[str, Any]:
 
 
 def origin(model: Any, ranks: Ranks) -> Any:
-    """The evidence of one step of three micro-batches, of which the second rank of two replicas has two."""
+    """The evidence of one step of three micro-batches, of which the second rank of two replicas has
+    two."""
     trainable, shards = trainable_parameters(model), None
     if ranks.shard > 1:
-        shards = Shards(model, trainable, Precision(matmul=torch.float32), ranks, torch.device("cpu"))
+        shards = Shards(
+            model, trainable, Precision(matmul=torch.float32), ranks, torch.device("cpu")
+        )
         trainable = shards.local
     streams = TOY.architecture.token_streams(None)
     assert streams is not None
-    engine = BlockEngine(policy="full", context=ContextParallel(ranks, streams) if ranks.context > 1 else None)
-    batches = [Batch(ids=[f"clip {place}"], items=[dict(item)]) for place, item in enumerate(toy_items(3))]
+    engine = BlockEngine(
+        policy="full", context=ContextParallel(ranks, streams) if ranks.context > 1 else None
+    )
+    batches = [
+        Batch(ids=[f"clip {place}"], items=[dict(item)]) for place, item in enumerate(toy_items(3))
+    ]
     try:
         training_step(
-            Model(model, engine, TOY, trainable, shards=shards), batches, NamedOptimizer(trainable, OptimConfig()),
+            Model(model, engine, TOY, trainable, shards=shards), batches, NamedOptimizer(trainable,
+            OptimConfig()),
             StepContext(step=0, seed=1, flow=FlowConfig(), ranks=ranks), lr=1e-3, clip_norm=0.0,
         )  # fmt: skip
     except NonFiniteLoss as error:
@@ -158,4 +189,8 @@ def origin(model: Any, ranks: Ranks) -> Any:
 
 if __name__ == "__main__":
     work(DAILY, WORLDS)
-    forked(2, lambda ranks: (seldom(ranks) if UNUSED else {}) | {"origins": origins(ranks)}, Path(sys.argv[1]) / "two")
+    forked(
+        2,
+        lambda ranks: (seldom(ranks) if UNUSED else {}) | {"origins": origins(ranks)},
+        Path(sys.argv[1]) / "two",
+    )

@@ -1,4 +1,5 @@
-"""What the ranks do for `distributed/test_sharded_checkpoint.py`: full fine-tunes whose saves are written while they train."""
+"""What the ranks do for `distributed/test_sharded_checkpoint.py`: full fine-tunes whose saves are
+written while they train."""
 
 import json
 import multiprocessing
@@ -27,21 +28,32 @@ WRITE = sharded_checkpoint.write_part
 Part = sharded_checkpoint.Part
 
 
-def train(folder: Path, ranks: Ranks, *, name: str = NAME, shard: int = 2, steps: int = STEPS) -> Any:
+def train(
+    folder: Path, ranks: Ranks, *, name: str = NAME, shard: int = 2, steps: int = STEPS
+) -> Any:
     whole = Replicas(
-        TOY, ToyArch(dim=32, depth=2), toy_items(6, ragged=True), folder, (name,), Divided(ranks.size, shard)
+        TOY,
+        ToyArch(dim=32, depth=2),
+        toy_items(6, ragged=True),
+        folder,
+        (name,),
+        Divided(ranks.size, shard),
     )
     ranks.shard = shard
     return whole.train(name, ranks, steps=steps, into="run")
 
 
 def plain(folder: Path, ranks: Ranks) -> list[tuple[int, float]]:
-    """Ranks in each process group that this rank made, and seconds that an exchange in it may take; the group of the test is none of them."""
+    """Ranks in each process group that this rank made, and seconds that an exchange in it may take;
+    the group of the test is none of them."""
     ranks.grouped(2)  # as for `ranks.context`
     train(folder, ranks)
     groups = set(distributed_c10d._world.pg_map) - {distributed_c10d._get_default_group()}
     of_cpu = torch.device("cpu")
-    return sorted((group.size(), group._get_backend(of_cpu).options._timeout.total_seconds()) for group in groups)
+    return sorted(
+        (group.size(), group._get_backend(of_cpu).options._timeout.total_seconds())
+        for group in groups
+    )
 
 
 def adapter(folder: Path, ranks: Ranks, *, steps: int = STEPS) -> Any:
@@ -90,7 +102,8 @@ WRITE_FILE = sharded_checkpoint.write_safetensors
 
 
 def killed(folder: Path, ranks: Ranks) -> None:
-    """The second rank is killed once its part of the second save is written, before anybody else knows."""
+    """The second rank is killed once its part of the second save is written, before anybody else
+    knows."""
 
     def dying(path: Path, shapes: Any, tensor_of: Callable[[str], Tensor], metadata: Any) -> None:
         WRITE_FILE(path, shapes, tensor_of, metadata)

@@ -59,9 +59,15 @@ class Hub:
             return 200, {"url": f"{self.endpoint}/{owner}/{asked['name']}"}
         if "/preupload/" in path:
             modes = {
-                each["path"]: "lfs" if each["path"].endswith(".safetensors") else "regular" for each in asked["files"]
+                each["path"]: "lfs" if each["path"].endswith(".safetensors") else "regular"
+                for each in asked["files"]
             }
-            return 200, {"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]}
+            return 200, {
+                "files": [
+                    {"path": p, "uploadMode": mode, "shouldIgnore": False}
+                    for p, mode in modes.items()
+                ]
+            }
         if path.endswith("/info/lfs/objects/batch"):
             actions = [
                 {**each, "actions": {"upload": {"href": f"{self.endpoint}/put/{each['oid']}"}}}
@@ -98,8 +104,12 @@ def stand_in_hub(patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            is_known = self.headers.get("authorization") == f"Bearer {TOKEN}" or self.path.startswith("/put/")
-            status, found = hub.answer(self.command, self.path, body) if is_known else (401, {"error": "who?"})
+            is_known = self.headers.get(
+                "authorization"
+            ) == f"Bearer {TOKEN}" or self.path.startswith("/put/")
+            status, found = (
+                hub.answer(self.command, self.path, body) if is_known else (401, {"error": "who?"})
+            )
             content = json.dumps(found).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
@@ -126,9 +136,14 @@ def stand_in_hub(patch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def log_in(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """As HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET would, which are read when the library is imported."""
+    """As HF_ENDPOINT, HF_TOKEN and HF_HUB_DISABLE_XET would, which are read when the library is
+    imported."""
     from huggingface_hub import constants
 
     patch.setenv("HF_TOKEN", TOKEN)
-    for name, value in {"ENDPOINT": endpoint, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+    for name, value in {
+        "ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
         patch.setattr(constants, name, value)

@@ -1,4 +1,5 @@
-"""What each of two ranks does for `test_ranks.py`: collectives inside attention and behind an MLP, and gradients of whole parameters."""
+"""What each of two ranks does for `test_ranks.py`: collectives inside attention and behind an MLP,
+and gradients of whole parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +45,10 @@ def functional(x: Tensor) -> Tensor:
     return funcol.wait_tensor(funcol.all_to_all_single_autograd(x, parts, parts, dist.group.WORLD))
 
 
-EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {"functional": functional, "in place": InPlace.apply}
+EXCHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "functional": functional,
+    "in place": InPlace.apply,
+}
 
 
 def over_ranks(exchange: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -59,7 +63,9 @@ def over_ranks(exchange: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         return torch.cat(exchange(parts).unbind(), dim=2)
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        return to_tokens(BACKENDS["sdpa"].kernel(to_heads(q), to_heads(k), to_heads(v), None, dropout))
+        return to_tokens(
+            BACKENDS["sdpa"].kernel(to_heads(q), to_heads(k), to_heads(v), None, dropout)
+        )
 
     return kernel
 
@@ -73,7 +79,9 @@ def counted(model: Any, engine: BlockEngine) -> tuple[dict[str, Tensor], dict[st
     return found, {kind: calls.collectives[kind] for kind in kinds if calls.collectives[kind]}
 
 
-def under_policies(build: Callable[[], Any], backend: str, policies: Sequence[str] = POLICIES) -> dict[str, Any]:
+def under_policies(
+    build: Callable[[], Any], backend: str, policies: Sequence[str] = POLICIES
+) -> dict[str, Any]:
     """Bits and collectives under each policy, by its name."""
     table, model, plain = {}, build(), dict[str, Tensor]()
     for policy in policies:
@@ -84,10 +92,13 @@ def under_policies(build: Callable[[], Any], backend: str, policies: Sequence[st
 
 
 def attention_over_ranks() -> dict[str, Any]:
-    """By way of calling the collective and whether the model is sharded: what `under_policies` says."""
+    """By way of calling the collective and whether the model is sharded: what `under_policies`
+    says."""
     table = {}
     for name, exchange in EXCHANGES.items():
-        BACKENDS[name] = Backend(kernel=over_ranks(exchange), takes_mask=False, takes_dropout=True, half_only=False)
+        BACKENDS[name] = Backend(
+            kernel=over_ranks(exchange), takes_mask=False, takes_dropout=True, half_only=False
+        )
         for sharded in (False, True):
 
             def build(sharded: bool = sharded) -> Any:
@@ -101,7 +112,8 @@ def attention_over_ranks() -> dict[str, Any]:
 
 
 def attention_over_ranks_is_attention() -> dict[str, float]:
-    """Largest distance of result and gradients from attention of all tokens in one process, for each way to exchange."""
+    """Largest distance of result and gradients from attention of all tokens in one process, for
+    each way to exchange."""
     rank, random = dist.get_rank(), torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 8, 2, 4, generator=random) for _ in range(4)]
     whole, weight = [x.clone().requires_grad_() for x in tensors[:3]], tensors[3]
@@ -153,7 +165,10 @@ def collective_in_an_mlp() -> dict[str, Any]:
         return model
 
     policies = (*POLICIES, "full+offload", "attn_only+offload")
-    return {name: under_policies(lambda: build(name == "marked"), "sdpa", policies) for name in ("marked", "unmarked")}  # noqa: B023
+    return {
+        name: under_policies(lambda: build(name == "marked"), "sdpa", policies)  # noqa: B023
+        for name in ("marked", "unmarked")
+    }
 
 
 class Tabled(nn.Module):
@@ -182,14 +197,16 @@ def tables_of_another_dtype() -> dict[str, Any]:
     found, collectives = counted(model, BlockEngine(policy="attn_only"))
     again = under_policies(lambda: model, "sdpa")
     return {
-        "apart": apart(found, joined), "collectives": collectives, "again": again, "unreduced": refused(model),
+        "apart": apart(found, joined), "collectives": collectives, "again": again,
+        "unreduced": refused(model),
         "whole": [n for n, p in model.named_parameters() if not isinstance(p, dist.tensor.DTensor)],
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
     }  # fmt: skip
 
 
 def gradients_of_whole_parameters() -> dict[str, Any]:
-    """Added up over two backwards, with one that fails between them; and the model's gradient for the mean over ranks."""
+    """Added up over two backwards, with one that fails between them; and the model's gradient for
+    the mean over ranks."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     model, x = nn.Linear(3, 2), torch.arange(12.0).view(2, 2, 3)
     nn.init.ones_(model.weight)

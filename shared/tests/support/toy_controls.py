@@ -1,4 +1,5 @@
-"""A toy that is conditioned on where to go: by a word next to each clip, or a file of numbers, and by a video that goes with it."""
+"""A toy that is conditioned on where to go: by a word next to each clip, or a file of numbers, and
+by a video that goes with it."""
 
 import json
 import shutil
@@ -25,7 +26,8 @@ COLUMNS = (
 
 
 class Way:
-    """`way` [1]: -1 or 1 by the word in `direction`, or the number in the file `poses`; `bright` [1] of the control video."""
+    """`way` [1]: -1 or 1 by the word in `direction`, or the number in the file `poses`; `bright`
+    [1] of the control video."""
 
     kind, optional, items_at_once, identity = "way", False, 1, "way"
 
@@ -38,7 +40,9 @@ class Way:
             raise MissingDependency(f"{self.lacks} is not installed; install it")
         used = tuple(column.name for column in COLUMNS if column.name in controls.files)
         if "direction" not in used and "poses" not in used:
-            raise UserError(f"{controls.clip or 'a drawing'} has no direction and no poses; give one")
+            raise UserError(
+                f"{controls.clip or 'a drawing'} has no direction and no poses; give one"
+            )
         return used
 
     def check(self, controls: ClipInputs) -> None:
@@ -63,7 +67,8 @@ class Way:
         item, files = {}, controls.files
         if "control_video" in files:
             clip = read_clip(
-                Path(files["control_video"]), frames=controls.frames, fps=controls.fps, height=controls.height,
+                Path(files["control_video"]), frames=controls.frames, fps=controls.fps,
+                height=controls.height,
                 width=controls.width, start_seconds=controls.start_seconds,
             )  # fmt: skip
             item["bright"] = clip.mean()[None]
@@ -83,14 +88,18 @@ class Guided(World):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.way = Way()
-        self.spec = altered(self.spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [self.way])
+        self.spec = altered(
+            self.spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [self.way]
+        )
         self.clips = folder / "clips"
         shutil.rmtree(self.clips)
         self.lines: list[dict[str, Any]] = []
         for number, colour in enumerate(("teal", "gold", "navy", "red")):
             self.put(f"{number}.png", colour, direction=("left", "right")[number % 2])
 
-    def put(self, name: str, colour: str = "white", size: tuple[int, int] = (16, 16), **columns: Any) -> None:
+    def put(
+        self, name: str, colour: str = "white", size: tuple[int, int] = (16, 16), **columns: Any
+    ) -> None:
         """Add an image, and what goes with it."""
         picture(self.clips / name, size, colour)
         self.list(name, **columns)
@@ -103,5 +112,13 @@ class Guided(World):
 
     def check(self, *flags: str) -> tuple[int, dict[str, Any]]:
         """Exit status and JSON of a check."""
-        status = self.run("train", "--run.folder", str(self.folder / "run"), "--train.steps", "1", "--check", *flags)
+        status = self.run(
+            "train",
+            "--run.folder",
+            str(self.folder / "run"),
+            "--train.steps",
+            "1",
+            "--check",
+            *flags,
+        )
         return status, json.loads((self.folder / "run" / "check.json").read_text())

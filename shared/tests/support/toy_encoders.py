@@ -50,14 +50,28 @@ class CountingEncoder:
         self.items.append(item)
         self.log.append(self.kind)
         if self.kind == "media":
-            latents = item[:, ::4, ::8, ::8].clone() if self.result is None else torch.full((1, 1, 1, 1), self.result)
+            latents = (
+                item[:, ::4, ::8, ::8].clone()
+                if self.result is None
+                else torch.full((1, 1, 1, 1), self.result)
+            )
             return {"latents": latents}
         return {"text": torch.tensor([[float(len(item)), float(sum(map(ord, item)))]])}
 
 
 def encode_with(
-    samples: Sequence[Sample], *, cache: Cache, media_encoder: Encoder, text_encoder: Encoder, **given: Any
+    samples: Sequence[Sample],
+    *,
+    cache: Cache,
+    media_encoder: Encoder,
+    text_encoder: Encoder,
+    **given: Any,
 ):
-    """The encode stage with encoders and settings by name, whichever of its arguments they belong to."""
-    own = {name: given.pop(name) for name in ("extra_captions", "progress", "on_bad") if name in given}
-    return encode(samples, SampleEncoders(media=media_encoder, text=text_encoder, **given), cache, **own)
+    """The encode stage with encoders and settings by name, whichever of its arguments they belong
+    to."""
+    own = {
+        name: given.pop(name) for name in ("extra_captions", "progress", "on_bad") if name in given
+    }
+    return encode(
+        samples, SampleEncoders(media=media_encoder, text=text_encoder, **given), cache, **own
+    )

@@ -1,4 +1,5 @@
-"""What each of two ranks does for `test_fsdp_precision.py`: dtypes in forward and recompute, and blocks that are written in other ways."""
+"""What each of two ranks does for `test_fsdp_precision.py`: dtypes in forward and recompute, and
+blocks that are written in other ways."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ class IslandBlock(ToyBlock):
     """
 
     def forward(self, carry: ToyCarry) -> ToyCarry:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision.matmul == torch.bfloat16):
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=self.precision.matmul == torch.bfloat16
+        ):
             x = carry.tokens
             with torch.autocast("cpu", enabled=False):
                 shift, scale, gate = carry.modulation[:, :, None].unbind(1)
@@ -42,7 +45,9 @@ class IslandBlock(ToyBlock):
             with torch.autocast("cpu", enabled=False):
                 x = x + y * gate
             q = self.query(x).unflatten(-1, (self.heads, -1))
-            k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text).chunk(2, -1))
+            k, v = (
+                t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text).chunk(2, -1)
+            )
             x = x + attend(q, k, v, name="cross").flatten(2)
             return carry._replace(tokens=x + self.mlp(x))
 
@@ -58,12 +63,20 @@ class WeightsDtypeBlock(ToyBlock):
         y = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2)
         x = x + gate * self.out(y).float()
         q = self.query(x.to(dtype)).unflatten(-1, (self.heads, -1))
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text.to(dtype)).chunk(2, -1))
+        k, v = (
+            t.unflatten(-1, (self.heads, -1))
+            for t in self.key_value(carry.text.to(dtype)).chunk(2, -1)
+        )
         x = x + attend(q, k, v, name="cross").flatten(2).float()
         return carry._replace(tokens=x + self.mlp(x.to(dtype)).float())
 
 
-def model_of(block: type[ToyBlock], dtype: torch.dtype, arch: ToyArch = ARCH, stored: torch.dtype | None = None) -> Any:
+def model_of(
+    block: type[ToyBlock],
+    dtype: torch.dtype,
+    arch: ToyArch = ARCH,
+    stored: torch.dtype | None = None,
+) -> Any:
     """A toy with other blocks, of the same parameters.
 
     Args:
@@ -79,7 +92,8 @@ def model_of(block: type[ToyBlock], dtype: torch.dtype, arch: ToyArch = ARCH, st
 
 @contextmanager
 def recompute_without_casts() -> Iterator[None]:
-    """FSDP2 as it was up to torch 2.12: entered again for a backward, it handed inputs on as they were."""
+    """FSDP2 as it was up to torch 2.12: entered again for a backward, it handed inputs on as they
+    were."""
     present = FSDPState._pre_forward
 
     def past(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
@@ -105,18 +119,23 @@ FSDP: dict[str, Callable[[], Any]] = {"past": recompute_without_casts, "present"
 
 def shard_with_casts(model: Any) -> None:
     """FSDP2 as its defaults have it: parameters and inputs of every block are cast."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
     for unit in [*model.blocks(), model]:
         fully_shard(unit, mp_policy=policy)
 
 
 def _step(model: Any, policy: str) -> dict[str, Tensor]:
     rank = dist.get_rank()
-    return step_of(TOY, model, toy_items(2)[rank : rank + 1], BlockEngine(policy=policy), first=rank, of=2)
+    return step_of(
+        TOY, model, toy_items(2)[rank : rank + 1], BlockEngine(policy=policy), first=rank, of=2
+    )
 
 
 def written_otherwise(block: type[ToyBlock], fsdp: str) -> dict[str, Any]:
-    """A block under FSDP2 with casts, recomputed: what the checkpoint complains of, or how far gradients are from those without it."""
+    """A block under FSDP2 with casts, recomputed: what the checkpoint complains of, or how far
+    gradients are from those without it."""
     with FSDP[fsdp]():
         model = model_of(block, torch.bfloat16, stored=torch.float32)
         shard_with_casts(model)
@@ -129,7 +148,8 @@ def written_otherwise(block: type[ToyBlock], fsdp: str) -> dict[str, Any]:
 
 
 def ours(fsdp: str, dtype: str) -> dict[str, Any]:
-    """Every policy: how it differs from none, and whether each block's recompute ran what its forward did, in the same dtypes."""
+    """Every policy: how it differs from none, and whether each block's recompute ran what its
+    forward did, in the same dtypes."""
     table = {}
     with FSDP[fsdp]():
         model = model_of(ToyBlock, DTYPES[dtype])
@@ -152,7 +172,8 @@ def ours(fsdp: str, dtype: str) -> dict[str, Any]:
 
 
 def dtypes_with_casts() -> bool:
-    """Whether recomputes are alike for a block of which they are not: shows that the comparison sees it."""
+    """Whether recomputes are alike for a block of which they are not: shows that the comparison
+    sees it."""
     with recompute_without_casts():
         model = model_of(WeightsDtypeBlock, torch.bfloat16, stored=torch.float32)
         runs = watch(model)
@@ -190,7 +211,9 @@ def watch(model: Any) -> Runs:
     runs: Runs = {}
     for index, block in enumerate(model.blocks()):
 
-        def forward(carry: Any, index: int = index, inner: Callable[[Any], Any] = block.forward) -> Any:
+        def forward(
+            carry: Any, index: int = index, inner: Callable[[Any], Any] = block.forward
+        ) -> Any:
             runs.setdefault(index, []).append([("given", _dtypes(carry))])
             _running.append(index)
             try:

@@ -14,7 +14,11 @@ EXECUTION = frozenset(field.name for field in fields(Execution))
 
 
 def toy_job(
-    method: str = "lora", *, arch: ToyArch = ARCH, size: tuple[int, int, int] = (5, 64, 64), **changed: Any
+    method: str = "lora",
+    *,
+    arch: ToyArch = ARCH,
+    size: tuple[int, int, int] = (5, 64, 64),
+    **changed: Any,
 ) -> Job:
     """A step of the toy.
 
@@ -28,4 +32,6 @@ def toy_job(
         step_of(TOY, arch, size, AdapterConfig(method=method, rank=4)),
         **{name: value for name, value in changed.items() if name not in EXECUTION},
     )
-    return job.with_execution(**{name: value for name, value in changed.items() if name in EXECUTION})
+    return job.with_execution(
+        **{name: value for name, value in changed.items() if name in EXECUTION}
+    )

@@ -21,7 +21,10 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import make_model
 
 ARCH = ToyArch(dim=32, depth=2)
-SIZES = {"images": ((1, 16, 16), (1, 32, 16), (1, 16, 16)), "clips": ((9, 32, 16), (1, 16, 16), (17, 16, 32))}
+SIZES = {
+    "images": ((1, 16, 16), (1, 32, 16), (1, 16, 16)),
+    "clips": ((9, 32, 16), (1, 16, 16), (17, 16, 32)),
+}
 """Frames, height and width of each sample: three, so that one of two ranks has two of them."""
 
 
@@ -31,7 +34,8 @@ def requests_for(name: str) -> list[PromptRequest]:
     for seed, (frames, height, width) in enumerate(SIZES[name]):
         text = torch.randn(4, ARCH.text_dim, generator=torch.Generator().manual_seed(seed))
         job = GenerationRequest(
-            conditions={"text": text}, negative=None, references=[], frames=frames, height=height, width=width,
+            conditions={"text": text}, negative=None, references=[], frames=frames, height=height,
+            width=width,
             steps=2, guidance=1.0, shift=0.0, seed=seed,
         )  # fmt: skip
         made.append(PromptRequest(number=seed, prompt=f"number {seed}", job=job))
@@ -44,13 +48,19 @@ def rendered(name: str, folder: Path, shares: SampleShares) -> list[str]:
     if shares.in_step:
         precision = Precision(matmul=torch.float32)
         Shards(model, trainable_parameters(model), precision, shares.ranks, torch.device("cpu"))
-    to, stages = SampleFiles(folder=folder, stem="step-000002", fps=8.0), single_stage(model, run_plain)
-    files = render_samples(stages, ToySampler(torch.device("cpu")), requests_for(name), to, lambda: None, shares)
+    to, stages = (
+        SampleFiles(folder=folder, stem="step-000002", fps=8.0),
+        single_stage(model, run_plain),
+    )
+    files = render_samples(
+        stages, ToySampler(torch.device("cpu")), requests_for(name), to, lambda: None, shares
+    )
     return [file.name for file in files]
 
 
 def over_ranks() -> dict[str, Any]:
-    """By case, the files that this rank knows of, and on the first rank the digests of those in the folder."""
+    """By case, the files that this rank knows of, and on the first rank the digests of those in the
+    folder."""
     ranks, base, found = world() or Ranks(), Path(os.environ["RANKS_FOLDER"]), dict[str, Any]()
     both = SampleShares(ranks=ranks, num=2)
     for name in SIZES:

@@ -13,7 +13,13 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import DataLoader, MicroBatch
@@ -47,12 +53,17 @@ class ToyData:
         return [self.micro_batch(index)]
 
 
-def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A small fp32 toy and what is trained of it; `dropout` is the model's for `full`, the adapter's for `lora`."""
+def toy_model(
+    method: str = "full", *, dropout: float = 0.0
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A small fp32 toy and what is trained of it; `dropout` is the model's for `full`, the
+    adapter's for `lora`."""
     torch.manual_seed(0)
     arch = ToyArch(dim=16, depth=2, dropout=dropout if method == "full" else 0.0)
     model = TOY.architecture.build(arch, Precision(matmul=torch.float32))
-    config = adapters.AdapterConfig(method=method, rank=4, dropout=dropout if method == "lora" else 0.0)
+    config = adapters.AdapterConfig(
+        method=method, rank=4, dropout=dropout if method == "lora" else 0.0
+    )
     adapters.inject(model.requires_grad_(False), config, TOY.adapters.targets)
     adapters.initialise(model, 0, device_of=lambda module: torch.device("cpu"))
     return model, adapters.trainable_parameters(model)
@@ -60,7 +71,8 @@ def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module,
 
 @dataclass(frozen=True)
 class Calls(Callback):
-    """Calls functions at points of the loop; every `preview_steps` steps one that previews, unless a signal ends the run there."""
+    """Calls functions at points of the loop; every `preview_steps` steps one that previews, unless
+    a signal ends the run there."""
 
     save: Callable[[int], object] = int
     finish: Callable[[int], object] = int
@@ -87,8 +99,11 @@ class Finished(NamedTuple):
     parameters: dict[str, Tensor]
 
 
-def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 0.1, **given: Any) -> Finished:
-    """Train a toy made anew in a run folder: everything that is not in the folder is fresh, as in a new process."""
+def toy_run(
+    folder: Path, steps: int, *, method: str = "full", dropout: float = 0.1, **given: Any
+) -> Finished:
+    """Train a toy made anew in a run folder: everything that is not in the folder is fresh, as in a
+    new process."""
     model, trainable = toy_model(method, dropout=dropout)
     arguments: dict[str, Any] = {
         "config": TrainConfig(steps=steps, batch_size=2, accumulation=2, seed=5),
@@ -100,8 +115,12 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "log": LogConfig(tensorboard=False),
     }
     data = given.pop("data", ToyData())
-    result = train(Model(model, BlockEngine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
-    return Finished(result, {name: parameter.detach().clone() for name, parameter in trainable.items()})
+    result = train(
+        Model(model, BlockEngine(), TOY, trainable), data, folder=folder, **{**arguments, **given}
+    )
+    return Finished(
+        result, {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    )
 
 
 def train(
@@ -120,4 +139,6 @@ def train(
     validator = None
     if held_out_clips is not None:
         validator = Validator(held_out, held_out_clips, flow=config.flow)
-    return Trainer(model, data, config, folder=folder, validator=validator, callbacks=callbacks, warn=warn).fit()
+    return Trainer(
+        model, data, config, folder=folder, validator=validator, callbacks=callbacks, warn=warn
+    ).fit()

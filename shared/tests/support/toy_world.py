@@ -24,7 +24,10 @@ class World:
         self.folder = folder
         self.media, self.text = ToyMediaEncoder(), ToyTextEncoder()
         self.spec: ModelSpec = altered(
-            TOY, media_encoder=lambda *_: self.media, text_encoder=lambda *_: self.text, infer_arch=None
+            TOY,
+            media_encoder=lambda *_: self.media,
+            text_encoder=lambda *_: self.text,
+            infer_arch=None,
         )
         state = {
             official_name(name): t.contiguous()
@@ -40,17 +43,48 @@ class World:
         path.with_suffix(".txt").write_text(caption)
 
     def run(self, command: str, *flags: str) -> int:
-        common = ["--model.preset", "tiny", "--model.transformer", str(self.folder / "toy.safetensors")]
-        common += ["--model.dtype", "fp32", "--data.folder", str(self.folder / "clips"), "--adapter.rank", "2"]
-        common += ["--data.height", "16", "--data.width", "16", "--data.frames", "1", "--log.tensorboard", "false"]
-        common += ["--encode.cache", str(self.folder / "cache"), "--sample.steps", "2", "--adapter.dropout", "0.1"]
+        common = [
+            "--model.preset",
+            "tiny",
+            "--model.transformer",
+            str(self.folder / "toy.safetensors"),
+        ]
+        common += [
+            "--model.dtype",
+            "fp32",
+            "--data.folder",
+            str(self.folder / "clips"),
+            "--adapter.rank",
+            "2",
+        ]
+        common += [
+            "--data.height",
+            "16",
+            "--data.width",
+            "16",
+            "--data.frames",
+            "1",
+            "--log.tensorboard",
+            "false",
+        ]
+        common += [
+            "--encode.cache",
+            str(self.folder / "cache"),
+            "--sample.steps",
+            "2",
+            "--adapter.dropout",
+            "0.1",
+        ]
         return cli.run(self.spec, command, [*common, *flags])
 
     def train(self, name: str, steps: int, *flags: str) -> int:
-        return self.run("train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags)
+        return self.run(
+            "train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags
+        )
 
     def kill(self, train: Callable[[], object], saved: Path) -> None:
-        """Train, and end in the third micro-batch after a save as a kill ends a run: nothing handles it."""
+        """Train, and end in the third micro-batch after a save as a kill ends a run: nothing
+        handles it."""
         plain, left = self.spec, [3]
 
         def dying(*given: Any) -> Any:

@@ -27,22 +27,29 @@ STEPS = 10
 
 
 class Watching(ToySampler):
-    """Remembers which weights took each step, under which guidance; its history of velocities is a scheduler's state."""
+    """Remembers which weights took each step, under which guidance; its history of velocities is a
+    scheduler's state."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.steps: list[tuple[int, float, Tensor, float]] = []
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        latents = torch.randn(4, 1, job.height // 4, job.width // 4, generator=torch.Generator().manual_seed(job.seed))
+        latents = torch.randn(
+            4, 1, job.height // 4, job.width // 4, generator=torch.Generator().manual_seed(job.seed)
+        )
         history = torch.zeros_like(latents)
         for step in range(job.steps):
             level = 1 - step / job.steps
             denoiser = yield level
             weight: Any = denoiser.model.embed.patch.weight
-            weight = weight.detach().clone()  # a model that is kept over a `yield` stays in memory with the next
+            weight = (
+                weight.detach().clone()
+            )  # a model that is kept over a `yield` stays in memory with the next
             self.steps.append((job.seed, level, weight, denoiser.guidance))
-            velocity = denoiser(ToyInputs([latents], torch.tensor([level]), [job.conditions["text"]]))[0]
+            velocity = denoiser(
+                ToyInputs([latents], torch.tensor([level]), [job.conditions["text"]])
+            )[0]
             latents = latents - (velocity + 0.5 * history) / job.steps
             history = velocity
         return latents
@@ -61,7 +68,10 @@ class TwoExperts(World):
             sampler=lambda *_: self.sampler,
             sample_defaults=lambda arch: SampleDefaults(steps=STEPS, guidance=2.0),
         )
-        state = {official_name(name): t.contiguous() for name, t in make_model(TOY, TWO).state_dict().items()}
+        state = {
+            official_name(name): t.contiguous()
+            for name, t in make_model(TOY, TWO).state_dict().items()
+        }
         self.base = {"high_noise": state, "low_noise": {name: t * 0.9 for name, t in state.items()}}
         for name, tensors in self.base.items():
             save_file(tensors, folder / f"toy_{name}.safetensors")
@@ -69,11 +79,16 @@ class TwoExperts(World):
     def run(self, command: str, *flags: str) -> int:
         given = {flag for flag in flags if flag.startswith("--")}
         settings = {
-            "--model.preset": "two", "--model.dtype": "fp32", "--data.folder": str(self.folder / "clips"),
-            "--model.transformer": str(self.folder / "toy_high_noise.safetensors"), "--adapter.dropout": "0.1",
-            "--model.transformer_2": str(self.folder / "toy_low_noise.safetensors"), "--adapter.rank": "2",
-            "--data.height": "16", "--data.width": "16", "--data.frames": "1", "--log.tensorboard": "false",
-            "--encode.cache": str(self.folder / "cache"), "--log.every_steps": "1", "--sample.captions": "2",
+            "--model.preset": "two", "--model.dtype": "fp32",
+            "--data.folder": str(self.folder / "clips"),
+            "--model.transformer": str(self.folder / "toy_high_noise.safetensors"),
+            "--adapter.dropout": "0.1",
+            "--model.transformer_2": str(self.folder / "toy_low_noise.safetensors"),
+            "--adapter.rank": "2",
+            "--data.height": "16", "--data.width": "16", "--data.frames": "1",
+            "--log.tensorboard": "false",
+            "--encode.cache": str(self.folder / "cache"), "--log.every_steps": "1",
+            "--sample.captions": "2",
             "--optim.lr": "1e-2",
         }  # fmt: skip
         common = [part for pair in settings.items() if pair[0] not in given for part in pair]

@@ -10,7 +10,8 @@ NOBODY = 2**22 + 1
 
 
 def unfinished(path: Path, process: int = NOBODY) -> Path:
-    """The name under which another process of this machine writes a file; by default one that has ended."""
+    """The name under which another process of this machine writes a file; by default one that has
+    ended."""
     name = temporary_path(path).name
     assert f"-{os.getpid()}-" in name
     return path.with_name(name.replace(f"-{os.getpid()}-", f"-{process}-"))

@@ -41,11 +41,14 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and (trained or not parameter.requires_grad):
                 there = torch.empty(parameter.shape, dtype=parameter.dtype, device=HOST)
-                module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    there, requires_grad=parameter.requires_grad
+                )
 
 
 def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
-    """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
+    """The highest of each device in the second step of a training: every block is there, and is
+    streamed if it is to be."""
     full = of.adapter.method == "full"
     reduced = reduced_model(of, of_each=None)
     model = reduced.full_model
@@ -53,26 +56,36 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)
     with fake_tensors(of.kind) as meter:
-        for stage, device in zip((model.embed, *model.blocks(), model.head), (devices[0], *blocks, devices[-1])):
+        for stage, device in zip(
+            (model.embed, *model.blocks(), model.head), (devices[0], *blocks, devices[-1])
+        ):
             materialise(stage, names[id(stage)], of.spec, dtype=of.precision.matmul, device=device)
         for index in division.streamed:
             to_host(model.blocks()[index], trained=full)
         swap = None
         if division.streamed:
-            placement = Placement(embed=devices[0], blocks=blocks, head=devices[-1], streamed=division.streamed)
+            placement = Placement(
+                embed=devices[0], blocks=blocks, head=devices[-1], streamed=division.streamed
+            )
             swap = BlockSwap(model, placement, trained=full)
         trained = TrainState(model, trainable_parameters(model), of.optim, of.ema, swap)
         items = [
-            {name: torch.empty(x.shape, dtype=x.dtype, device=HOST) for name, x in item.items()} for item in of.batch
+            {name: torch.empty(x.shape, dtype=x.dtype, device=HOST) for name, x in item.items()}
+            for item in of.batch
         ]
         batches = [
-            Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items) for micro in range(of.micro_batches)
+            Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items)
+            for micro in range(of.micro_batches)
         ]
         fused = of.optim.fused_backward
         hooks = () if swap is None else (swap,)
-        engine = BlockEngine(policy=of.schedule, kernels=of.kernels, hooks=hooks, router=reduced.router)
+        engine = BlockEngine(
+            policy=of.schedule, kernels=of.kernels, hooks=hooks, router=reduced.router
+        )
         stage_of = stages_of(model, trained.optimizer.parameters)
-        clipping = Clipping(max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of)
+        clipping = Clipping(
+            max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of
+        )
         for step in range(2):
             for buffer in () if swap is None else (*swap.buffers, *swap.state_buffers):
                 meter.watch(buffer)
@@ -92,7 +105,9 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             meter.is_updating = True
             if not fused:
                 if of.kind == "cuda":
-                    for group in (group for part in trained.optimizer.parts for group in part.param_groups):
+                    for group in (
+                        group for part in trained.optimizer.parts for group in part.param_groups
+                    ):
                         group["foreach"] = True
                 norm = total_norm(list(trained.optimizer.gradients().values()))
                 update(trained.optimizer, norm, lr=of.optim.lr, clipping=clipping)
@@ -103,7 +118,9 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
         return [meter.peak[device] for device in devices]
 
 
-def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> Profile:
+def agree(
+    of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False
+) -> Profile:
     """Hold the plan against the step; returns the profile that the plan is made of."""
     division = divided(of.arch.depth, cuts, streamed)
     found = profile(of)

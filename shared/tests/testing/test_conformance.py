@@ -16,7 +16,8 @@ from ditkit_core.testing.world import Items, make_model, outcome
 
 
 class TestToyWithDropoutInBlockAndAttention(Conformance):
-    """Wan and FLUX.2, which have none, pass the same checks without dropout. It has no `last_layers`: a dropout's mask is saved after them."""
+    """Wan and FLUX.2, which have none, pass the same checks without dropout. It has no
+    `last_layers`: a dropout's mask is saved after them."""
 
     spec = TOY
     arch = TOY.architecture.presets["dropout"]
@@ -41,8 +42,11 @@ class _ToyWithoutDropout(Conformance):
         return toy_items(count, ragged=ragged)
 
 
-def test_a_model_of_rms_norms_passes_the_checks_of_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch composes an RMS norm: no operation of it is named after norms, and in bf16 only its result is in that dtype."""
+def test_a_model_of_rms_norms_passes_the_checks_of_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch composes an RMS norm: no operation of it is named after norms, and in bf16 only its
+    result is in that dtype."""
 
     def composed(x: Tensor, shape: list[int]) -> Tensor:
         return F.rms_norm(x, shape)

@@ -1,4 +1,5 @@
-"""The distances that conformance checks compare with tolerances: a NaN in any tensor is within none."""
+"""The distances that conformance checks compare with tolerances: a NaN in any tensor is within
+none."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ def of_kernels(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     return kernel_conformance.difference([*found.values()], [*expected.values()])
 
 
-def of_ranks_that_share_tokens(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def of_ranks_that_share_tokens(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> float:
     given: Any = [SimpleNamespace(gradients=each) for each in (found, expected)]
     return context_steps._gradients_apart(*given, Ranks())
 
@@ -33,4 +36,7 @@ def test_a_tensor_with_a_nan_is_at_no_distance(distance: Any, place: str) -> Non
 
 def test_the_largest_is_that_of_numbers() -> None:
     assert largest(each for each in (0.5, 2.0, 1.0)) == 2.0
-    assert all(math.isnan(largest(each)) for each in ([math.nan, 1.0], [1.0, math.nan], [2.0, math.nan, 3.0]))
+    assert all(
+        math.isnan(largest(each))
+        for each in ([math.nan, 1.0], [1.0, math.nan], [2.0, math.nan, 3.0])
+    )

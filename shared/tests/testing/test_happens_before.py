@@ -17,7 +17,9 @@ def log() -> HappensBefore:
 
 
 @pytest.mark.parametrize("access", [{"reads": [MEMORY]}, {"writes": [MEMORY]}])
-def test_another_stream_has_to_wait_for_a_write(log: HappensBefore, access: dict[str, list[int]]) -> None:
+def test_another_stream_has_to_wait_for_a_write(
+    log: HappensBefore, access: dict[str, list[int]]
+) -> None:
     log.launch(B, "access", **access)
     assert log.races == ["access on b does not wait for write on a"]
 
@@ -79,7 +81,8 @@ def test_memory_that_is_written_elsewhere_is_not_given_back(log: HappensBefore) 
 
 
 def test_a_result_of_memory_that_was_given_back_is_worthless(log: HappensBefore) -> None:
-    """And nothing is wrong as long as nobody reads it: the copy of a tensor that autograd dropped."""
+    """And nothing is wrong as long as nobody reads it: the copy of a tensor that autograd
+    dropped."""
     log.wait(B, log.record(A))
     log.launch(B, "copy", reads=[MEMORY], writes=[OTHER])
     log.free(MEMORY)

@@ -17,7 +17,9 @@ def test_a_loop_may_end_at_a_computed_number(monkeypatch):
     class Tensor:
         handle = SimpleNamespace(data=np.array([3], dtype=np.int32))
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", interpreter._patch_lang_tensor)  # is put back
+    monkeypatch.setattr(
+        interpreter, "_patch_lang_tensor", interpreter._patch_lang_tensor
+    )  # is put back
     repair_interpreter()
     interpreter._patch_lang_tensor(Tensor, SimpleNamespace(set_attr=setattr))
     assert operator.index(Tensor()) == 3

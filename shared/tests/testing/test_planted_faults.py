@@ -1,4 +1,5 @@
-"""Faults that authors of models make, each planted alone into the toy: a named check finds it, and says what it teaches."""
+"""Faults that authors of models make, each planted alone into the toy: a named check finds it, and
+says what it teaches."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +23,16 @@ from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.lessons import FAILURES, GUIDE, LESSONS, lesson_of, teaching
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, ToyEmbed, ToyInputs, ToyModel, toy_items
+from ditkit_core.testing.toy import (
+    TOY,
+    ToyArch,
+    ToyBlock,
+    ToyCarry,
+    ToyEmbed,
+    ToyInputs,
+    ToyModel,
+    toy_items,
+)
 from ditkit_core.testing.world import Items
 
 ARCH = ToyArch()
@@ -90,7 +100,9 @@ def random_of_its_own(block: Any, carry: ToyCarry) -> ToyCarry:
 
 
 def without_mask(block: Any, carry: ToyCarry) -> ToyCarry:
-    return ToyBlock.forward(block, carry._replace(padding_mask=None))._replace(padding_mask=carry.padding_mask)
+    return ToyBlock.forward(block, carry._replace(padding_mask=None))._replace(
+        padding_mask=carry.padding_mask
+    )
 
 
 def mask_off_by_one(block: Any, carry: ToyCarry) -> ToyCarry:
@@ -105,7 +117,9 @@ def cut_gradient(block: Any, carry: ToyCarry) -> ToyCarry:
 
 def without_device(block: Any, carry: ToyCarry) -> ToyCarry:
     ramp = torch.linspace(1, 2, carry.tokens.shape[1])[:, None]
-    return ToyBlock.forward(block, carry._replace(tokens=carry.tokens * ramp.to(carry.tokens.dtype)))
+    return ToyBlock.forward(
+        block, carry._replace(tokens=carry.tokens * ramp.to(carry.tokens.dtype))
+    )
 
 
 def narrow_stream(block: Any, carry: ToyCarry) -> ToyCarry:
@@ -115,7 +129,8 @@ def narrow_stream(block: Any, carry: ToyCarry) -> ToyCarry:
 
 def one_name_twice(block: Any, carry: ToyCarry) -> ToyCarry:
     q, k, v = (
-        t.unflatten(-1, (block.heads, -1)) for t in block.qkv(carry.tokens.to(block.precision.matmul)).chunk(3, -1)
+        t.unflatten(-1, (block.heads, -1))
+        for t in block.qkv(carry.tokens.to(block.precision.matmul)).chunk(3, -1)
     )
     extra = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2)
     carry = ToyBlock.forward(block, carry)
@@ -130,14 +145,18 @@ class Bf16Time(ToyEmbed):
     """The noise level rounded to bf16, whatever its place says."""
 
     def forward(self, inputs: ToyInputs) -> ToyCarry:
-        return super().forward(inputs._replace(sigma=inputs.sigma.bfloat16().to(inputs.sigma.dtype)))
+        return super().forward(
+            inputs._replace(sigma=inputs.sigma.bfloat16().to(inputs.sigma.dtype))
+        )
 
 
 class Cutting(ToyEmbed):
     """Takes as many features as it knows."""
 
     def forward(self, inputs: ToyInputs) -> ToyCarry:
-        return super().forward(inputs._replace(text=[x[..., : self.text.in_features] for x in inputs.text]))
+        return super().forward(
+            inputs._replace(text=[x[..., : self.text.in_features] for x in inputs.text])
+        )
 
 
 class Swapped(NamedTuple):
@@ -185,7 +204,13 @@ def with_shared_module(model: Any) -> None:
 
 def swapped_names(name: str) -> tuple[TensorSlice, ...]:
     official = toy.official_name(name)
-    return (TensorSlice(official.replace(".out.", ".OUT.").replace(".query.", ".out.").replace(".OUT.", ".query.")),)
+    return (
+        TensorSlice(
+            official.replace(".out.", ".OUT.")
+            .replace(".query.", ".out.")
+            .replace(".OUT.", ".query.")
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -216,15 +241,19 @@ FAULTS = {
         model_of(block_with(text_as_attribute), KeepingEmbed),
     ),
     "state that a forward leaves behind": fault(BITS, model_of(block_with(counts_calls))),
-    "random numbers of a generator of its own": fault(BITS, model_of(block_with(random_of_its_own))),
+    "random numbers of a generator of its own": fault(
+        BITS, model_of(block_with(random_of_its_own))
+    ),
     "padding that is attended to": fault(RAGGED, model_of(block_with(without_mask))),
     "a mask that is off by one": fault(RAGGED, model_of(block_with(mask_off_by_one))),
     "a gradient that is cut": fault(RAGGED, model_of(block_with(cut_gradient))),
     "a tensor made on the default device": fault(
-        ("test_training_on_another_device_changes_no_number", ("full", "none")), model_of(block_with(without_device))
+        ("test_training_on_another_device_changes_no_number", ("full", "none")),
+        model_of(block_with(without_device)),
     ),
     "a literal": fault(
-        ("test_training_on_another_device_changes_no_number", ("full", "none")), model_of(embed=LiteralEmbed)
+        ("test_training_on_another_device_changes_no_number", ("full", "none")),
+        model_of(embed=LiteralEmbed),
     ),
     "a stream that a block casts": fault(
         "test_the_stream_has_the_dtype_of_its_place", model_of(block_with(narrow_stream))
@@ -237,22 +266,34 @@ FAULTS = {
         "test_attention_calls_have_names_of_their_own", model_of(block_with(one_name_twice))
     ),
     "a timestep in bf16": fault(
-        ("test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone", ("timestep",)), model_of(embed=Bf16Time)
+        ("test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone", ("timestep",)),
+        model_of(embed=Bf16Time),
     ),
-    "features that are cut to fit": fault("test_an_item_that_does_not_fit_is_found_on_meta", model_of(embed=Cutting)),
-    "a carry in another order": fault("test_carries_are_what_they_are_annotated_as", model_of(embed=SwappedEmbed)),
-    "tensors inside of a tuple": fault("test_carries_are_what_they_are_annotated_as", model_of(embed=ListEmbed)),
-    "a table that is a buffer": fault("test_it_builds_on_meta_and_is_staged", model_of(finish=with_buffer)),
+    "features that are cut to fit": fault(
+        "test_an_item_that_does_not_fit_is_found_on_meta", model_of(embed=Cutting)
+    ),
+    "a carry in another order": fault(
+        "test_carries_are_what_they_are_annotated_as", model_of(embed=SwappedEmbed)
+    ),
+    "tensors inside of a tuple": fault(
+        "test_carries_are_what_they_are_annotated_as", model_of(embed=ListEmbed)
+    ),
+    "a table that is a buffer": fault(
+        "test_it_builds_on_meta_and_is_staged", model_of(finish=with_buffer)
+    ),
     "a parameter of no stage": fault(
         "test_every_parameter_belongs_to_one_stage", model_of(finish=with_loose_parameter)
     ),
-    "a module of two blocks": fault("test_every_parameter_belongs_to_one_stage", model_of(finish=with_shared_module)),
+    "a module of two blocks": fault(
+        "test_every_parameter_belongs_to_one_stage", model_of(finish=with_shared_module)
+    ),
     "two names in the other order": fault(
         "test_names_go_to_every_form_and_back",
         altered(TOY, names=replace(NAMES, from_native={"official": swapped_names})),
     ),
     "a target that matches nothing": fault(
-        "test_default_targets_are_layers_of_the_model", altered(TOY, targets={"all": ("qkv", "attn.to_q")})
+        "test_default_targets_are_layers_of_the_model",
+        altered(TOY, targets={"all": ("qkv", "attn.to_q")}),
     ),
     "every parameter a matmul's": fault(
         "test_what_stays_fp32_is_a_part_and_not_all",
@@ -280,7 +321,9 @@ def test_a_planted_fault_is_found_by_its_check_which_says_what_it_teaches(name: 
     with pytest.raises(FAILURES) as raised:
         getattr(checks_of(planted), planted.check)(*planted.arguments)
     (lesson,) = raised.value.__notes__
-    assert re.search(rf"^promise: .+\nusual cause: .+\nread: +{re.escape(GUIDE)}, \d\. ", lesson), lesson
+    assert re.search(rf"^promise: .+\nusual cause: .+\nread: +{re.escape(GUIDE)}, \d\. ", lesson), (
+        lesson
+    )
 
 
 class Unread(ToyBlock):
@@ -304,7 +347,9 @@ class Unread(ToyBlock):
     ],
     ids=str,
 )
-def test_layers_whose_result_nothing_reads_are_named(check: str, arguments: tuple[Any, ...]) -> None:
+def test_layers_whose_result_nothing_reads_are_named(
+    check: str, arguments: tuple[Any, ...]
+) -> None:
     sound = {"spec": altered(model_of(Unread), targets={"all": ("qkv", "unread")})}
     idle = {"idle": (f"layers.{ARCH.depth - 1}.unread.",)}
     getattr(type("Named", (Sound,), sound | idle)(), check)(*arguments)
@@ -317,20 +362,32 @@ def test_a_literal_has_its_lesson_in_any_check_and_a_plan_names_its_line() -> No
     with pytest.raises(UserError) as raised:
         profile(step_of(spec, ARCH, (1, 32, 32), AdapterConfig(rank=2)))
     line = LiteralEmbed.forward.__code__.co_firstlineno + 3
-    assert str(raised.value).startswith(f"{__file__}:{line}: a tensor is on the host; `torch.tensor([...]")
+    assert str(raised.value).startswith(
+        f"{__file__}:{line}: a tensor is on the host; `torch.tensor([...]"
+    )
     assert "\n" not in str(raised.value)
-    check = teaching("PolicyChecks", lambda: profile(step_of(spec, ARCH, (1, 32, 32), AdapterConfig(rank=2))))
+    check = teaching(
+        "PolicyChecks", lambda: profile(step_of(spec, ARCH, (1, 32, 32), AdapterConfig(rank=2)))
+    )
     with pytest.raises(UserError) as taught:
         check()
-    assert "torch.tensor([...]" in taught.value.__notes__[0] and lesson_of("PolicyChecks", "") is not LESSONS[DEVICES]
+    assert (
+        "torch.tensor([...]" in taught.value.__notes__[0]
+        and lesson_of("PolicyChecks", "") is not LESSONS[DEVICES]
+    )
 
 
 def test_lessons_are_of_checks_that_are_there_and_headings_of_the_guide() -> None:
-    checks = {name for owner in Conformance.__mro__ for name in vars(owner) if name.startswith("test_")}
+    checks = {
+        name for owner in Conformance.__mro__ for name in vars(owner) if name.startswith("test_")
+    }
     assert LESSONS.keys() <= checks
     page = GUIDE_PAGE.read_text(encoding="utf-8")
     headings: Sequence[str] = re.findall(r"^## (.+)$", page, re.MULTILINE)
     taught = [
-        lesson_of(owner.__name__, name) for owner in Conformance.__mro__ for name in vars(owner) if name in checks
+        lesson_of(owner.__name__, name)
+        for owner in Conformance.__mro__
+        for name in vars(owner)
+        if name in checks
     ]
     assert {lesson.heading for lesson in taught} <= set(headings)

@@ -8,7 +8,14 @@ import torch
 from ditkit_core.engine import run_block as checkpoint_policies
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.run_block import GeneratorHook
-from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, PretendTensor, divide, move_to, on_host
+from ditkit_core.testing.pretend_devices import (
+    CountCrossings,
+    PretendDevices,
+    PretendTensor,
+    divide,
+    move_to,
+    on_host,
+)
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 
@@ -107,7 +114,8 @@ def test_a_table_that_a_block_leaves_elsewhere_is_caught(policy):
 
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
 def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypatch):
-    """Devices run backwards side by side: a hook that touched another's generator would change its dropout."""
+    """Devices run backwards side by side: a hook that touched another's generator would change its
+    dropout."""
     asked: list[tuple[str, str, torch.device]] = []
     running = ["nothing"]
 
@@ -140,12 +148,16 @@ def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypa
     with PretendDevices():
         outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(Named(),)))
     assert {(block, device) for _, block, device in asked} == set(devices.items())
-    assert {block for what, block, _ in asked if what == "restore"} == set(devices), "each was recomputed"
+    assert {block for what, block, _ in asked if what == "restore"} == set(devices), (
+        "each was recomputed"
+    )
 
 
 def test_the_hook_of_a_gpu_touches_no_generator_of_the_host_or_of_another(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: asked.append(device) or torch.zeros(16))
+    monkeypatch.setattr(
+        torch.cuda, "get_rng_state", lambda device: asked.append(device) or torch.zeros(16)
+    )
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: asked.append(device))
     for name in ("get_rng_state", "set_rng_state"):
         monkeypatch.setattr(torch, name, lambda *_: pytest.fail("the host's generator"))

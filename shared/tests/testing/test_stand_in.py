@@ -58,7 +58,9 @@ def test_a_device_samples_with_a_generator_of_its_own(stand_in: StandIn) -> None
             torch.randn(3, generator=torch.Generator(other).manual_seed(2), device=ONE)
 
 
-def test_pinned_memory_is_freed_after_its_copies_but_may_be_written_too_early(stand_in: StandIn) -> None:
+def test_pinned_memory_is_freed_after_its_copies_but_may_be_written_too_early(
+    stand_in: StandIn,
+) -> None:
     pinned = torch.ones(8192).pin_memory()
     there = pinned.to(ONE, non_blocking=True)
     del pinned
@@ -69,11 +71,16 @@ def test_pinned_memory_is_freed_after_its_copies_but_may_be_written_too_early(st
     assert len(stand_in.runtime.log.races) == 1
 
 
-@pytest.mark.parametrize(("locked", "non_blocking", "races"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+@pytest.mark.parametrize(
+    ("locked", "non_blocking", "races"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+)
 def test_the_host_waits_for_copies_as_cuda_has_it(
     stand_in: StandIn, locked: bool, non_blocking: bool, races: int
 ) -> None:
-    there, here = torch.ones(8192, device=ONE), page_locked(stand_in, 8192) if locked else torch.zeros(8192)
+    there, here = (
+        torch.ones(8192, device=ONE),
+        page_locked(stand_in, 8192) if locked else torch.zeros(8192),
+    )
     here.copy_(there, non_blocking=non_blocking)
     assert float(here.sum()) == 8192  # what ran is true, whatever a GPU could have done
     assert len(stand_in.runtime.log.races) == races
@@ -85,7 +92,9 @@ def test_a_page_locked_tensor_is_read_when_the_copy_runs(stand_in: StandIn) -> N
     other.add_(1)
     assert stand_in.runtime.log.races == [] and one.device == two.device == ONE
     here.add_(1)
-    assert stand_in.runtime.log.races == ["add_ on the host does not wait for the copy to cpu:1 on cpu:1"]
+    assert stand_in.runtime.log.races == [
+        "add_ on the host does not wait for the copy to cpu:1 on cpu:1"
+    ]
 
 
 def test_a_number_that_is_read_and_a_copy_between_devices_wait(stand_in: StandIn) -> None:
@@ -94,7 +103,9 @@ def test_a_number_that_is_read_and_a_copy_between_devices_wait(stand_in: StandIn
     there = torch.ones(4, device=ONE).to(TWO, non_blocking=True)
     with runtime.stream(side):
         there * 2
-    assert runtime.log.races == ["mul on cpu:2, side stream 1 does not wait for the copy to cpu:2 on cpu:1"]
+    assert runtime.log.races == [
+        "mul on cpu:2, side stream 1 does not wait for the copy to cpu:2 on cpu:1"
+    ]
     assert float(there.sum()) == 4
     with runtime.stream(side):
         there * 2
@@ -106,7 +117,9 @@ def test_a_number_on_the_host_is_read_when_work_with_it_is_launched(stand_in: St
     there = torch.ones(4, device=ONE)
     number = there.sum().to(HOST, non_blocking=True)
     there * number
-    assert stand_in.runtime.log.races == ["mul on the host does not wait for the copy to cpu on cpu:1"]
+    assert stand_in.runtime.log.races == [
+        "mul on the host does not wait for the copy to cpu on cpu:1"
+    ]
 
 
 def test_memory_is_counted_and_returned_to_its_stream(stand_in: StandIn) -> None:
@@ -132,7 +145,9 @@ def test_each_device_has_a_generator(stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
-def test_a_recompute_restores_the_generator_of_its_own_device(stand_in: StandIn, policy: str) -> None:
+def test_a_recompute_restores_the_generator_of_its_own_device(
+    stand_in: StandIn, policy: str
+) -> None:
     """Dropout on two devices, each with random numbers of its own."""
     found = []
     for chosen in ("none", policy):
@@ -142,7 +157,9 @@ def test_a_recompute_restores_the_generator_of_its_own_device(stand_in: StandIn,
         state = [runtime_of(device).get_rng_state(device) for device in (ONE, TWO)]
         found[-1] = found[-1], state
     assert found[0][0].differences(found[1][0]) == []
-    assert all(map(torch.equal, found[0][1], found[1][1])), "a recompute leaves the generators as they were"
+    assert all(map(torch.equal, found[0][1], found[1][1])), (
+        "a recompute leaves the generators as they were"
+    )
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -153,7 +170,9 @@ def test_a_librarys_kernel_is_launched_with_its_own_device_current(
     """In the forward, which is launched for all devices in one thread, and in a recompute."""
     launched: list[tuple[int, int]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+    ) -> Tensor:
         launched.append((q.device.index, stand_in.runtime.current_device()))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)

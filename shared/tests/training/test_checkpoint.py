@@ -22,9 +22,14 @@ def state(step, *, held_out=None, size=64):
     tensors = {
         "trainable": {"a": torch.randn(size), "b": torch.randn(3, 5).bfloat16().T},
         "ema": {},
-        "optimizer": {"a|step": torch.tensor(float(step)), "a|codes": torch.arange(5, dtype=torch.uint8)},
+        "optimizer": {
+            "a|step": torch.tensor(float(step)),
+            "a|codes": torch.arange(5, dtype=torch.uint8),
+        },
     }
-    return State(step=step, tensors=tensors, values={"optimizer": {"lr": 0.1 + 0.2}}, held_out=held_out)
+    return State(
+        step=step, tensors=tensors, values={"optimizer": {"lr": 0.1 + 0.2}}, held_out=held_out
+    )
 
 
 def names(folder):
@@ -81,13 +86,16 @@ DAMAGE = {
     "index gone": lambda save: (save / "state.json").unlink(),
     "index torn": lambda save: cut(save / "state.json"),
     "index empty": lambda save: (save / "state.json").write_bytes(b"\0" * 100),
-    "foreign": lambda save: (save / "state.json").write_text(json.dumps({"format": "other", "step": 2})),
+    "foreign": lambda save: (save / "state.json").write_text(
+        json.dumps({"format": "other", "step": 2})
+    ),
     "renamed": lambda save: save.rename(save.with_name("step-000009")),
 }
 
 
 def edited(**fields):
-    """Change the index of a save as an editor does, without its digest: with or without one, the types are checked."""
+    """Change the index of a save as an editor does, without its digest: with or without one, the
+    types are checked."""
 
     def edit(save):
         index = json.loads((save / "state.json").read_text())
@@ -111,7 +119,10 @@ ODD_VALUES = {
     "clips as numbers": {"values": {"optimizer": {}, "held_out_before_clips": {"0.5": 3}}},
 }
 DAMAGE |= {name: edited(**fields) for name, fields in ODD_VALUES.items()}
-DAMAGE |= {f"{name}, of an earlier version": edited(blake2b=..., **fields) for name, fields in ODD_VALUES.items()}
+DAMAGE |= {
+    f"{name}, of an earlier version": edited(blake2b=..., **fields)
+    for name, fields in ODD_VALUES.items()
+}
 DAMAGE |= {
     "null": lambda save: (save / "state.json").write_text("null"),
     "deep": lambda save: (save / "state.json").write_text("[" * 100_000),
@@ -140,7 +151,8 @@ def test_a_save_that_may_not_be_read_is_no_damage(name):
         (last / name).chmod(0)
         try:
             with pytest.raises(
-                UserError, match=r"step-000002.* cannot be read \(Permission denied\); correct its perm"
+                UserError,
+                match=r"step-000002.* cannot be read \(Permission denied\); correct its perm",
             ):
                 latest(folder, silent)
             with pytest.raises(UserError, match="Permission denied"):
@@ -158,7 +170,8 @@ def test_a_save_chosen_by_name_is_verified(tmp_path):
     check_save(path)
     flip(path / "optimizer.safetensors")
     with pytest.raises(
-        UserError, match=r"step-000001: optimizer\.safetensors is missing or damaged; choose another save"
+        UserError,
+        match=r"step-000001: optimizer\.safetensors is missing or damaged; choose another save",
     ):
         check_save(path)
     cut(path / "state.json")
@@ -173,13 +186,19 @@ def test_a_torn_or_foreign_save_is_recognised_and_the_previous_used(damage, tmp_
     DAMAGE[damage](save_state(tmp_path, state(2), SaveConfig()))
     warnings = []
     assert latest(tmp_path, warnings.append) == first
-    assert len(warnings) == 1 and "\n" not in warnings[0] and "looking for the save before it" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "\n" not in warnings[0]
+        and "looking for the save before it" in warnings[0]
+    )
 
 
 def test_with_no_whole_save_left_the_run_does_not_start_anew(tmp_path):
     cut(save_state(tmp_path, state(1), SaveConfig()) / "trainable.safetensors")
     warnings = []
-    with pytest.raises(UserError, match="restore one, or remove the folder to start from the beginning"):
+    with pytest.raises(
+        UserError, match="restore one, or remove the folder to start from the beginning"
+    ):
         latest(tmp_path, warnings.append)
     assert len(warnings) == 1
 
@@ -219,7 +238,9 @@ def test_saves_of_an_abandoned_future_do_not_crowd_out_the_present(tmp_path):
 def test_what_is_not_ours_is_left_alone(tmp_path):
     foreign = tmp_path / "step-000001"
     foreign.mkdir()
-    (foreign / "state.json").write_text(json.dumps({"format": "ditkit-state", "version": 99, "step": 1}))
+    (foreign / "state.json").write_text(
+        json.dumps({"format": "ditkit-state", "version": 99, "step": 1})
+    )
     (tmp_path / "notes.txt").write_text("mine")
     for step in (2, 3, 4):
         save_state(tmp_path, state(step), SaveConfig(keep_last=1, keep_best=0))
@@ -234,7 +255,13 @@ def test_a_save_replaces_a_damaged_one_of_its_step(tmp_path):
     assert latest(tmp_path, silent).name == "step-000002"
 
 
-CALLS = [(checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (builtins, "open"), (shutil, "rmtree")]
+CALLS = [
+    (checkpoint, "save_file"),
+    (os, "fsync"),
+    (os, "rename"),
+    (builtins, "open"),
+    (shutil, "rmtree"),
+]
 
 
 def interrupt_at(monkeypatch, count, error):
@@ -264,7 +291,9 @@ def test_killed_at_any_write_a_good_save_remains(tmp_path, monkeypatch):
         save_state(folder, state(1), config)
         with monkeypatch.context() as patch:
             seen = interrupt_at(patch, count, Killed())
-            patch.setattr(checkpoint, "_remove", lambda folders: None)  # a killed process tidies nothing up
+            patch.setattr(
+                checkpoint, "_remove", lambda folders: None
+            )  # a killed process tidies nothing up
             try:
                 save_state(folder, state(2), config)
             except Killed:
@@ -274,7 +303,8 @@ def test_killed_at_any_write_a_good_save_remains(tmp_path, monkeypatch):
         found = latest(folder, silent)
         assert found is not None
         assert torch.equal(
-            load_state(found).tensors["trainable"]["a"], state(load_state(found).step).tensors["trainable"]["a"]
+            load_state(found).tensors["trainable"]["a"],
+            state(load_state(found).step).tensors["trainable"]["a"],
         )
         newer += found.name == "step-000002"
         save_state(folder, state(3), config)  # the next run tidies up
@@ -294,7 +324,9 @@ def test_a_full_disk_at_any_write_leaves_the_old_save_and_nothing_else(tmp_path,
                 save_state(folder, state(2), SaveConfig())
             except UserError as error:
                 refused += 1
-                assert str(error).count("No space left on device; free some space") == 1 and "\n" not in str(error)
+                assert str(error).count(
+                    "No space left on device; free some space"
+                ) == 1 and "\n" not in str(error)
             if seen() < count:
                 break
         assert names(folder) in (["step-000001"], ["step-000001", "step-000002"])
@@ -308,13 +340,18 @@ def test_a_file_that_really_cannot_be_written_is_one_line(tmp_path, monkeypatch)
     import signal
 
     save_state(tmp_path, state(1), SaveConfig())
-    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, limit = (
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     monkeypatch.setattr(
         sys, "dont_write_bytecode", True
     )  # else what is imported meanwhile is stored cut off at the limit
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-        with pytest.raises(UserError, match=r"cannot write .*step-000002.*File too large.*free some space"):
+        with pytest.raises(
+            UserError, match=r"cannot write .*step-000002.*File too large.*free some space"
+        ):
             save_state(tmp_path, state(2, size=1_000_000), SaveConfig())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -322,7 +359,9 @@ def test_a_file_that_really_cannot_be_written_is_one_line(tmp_path, monkeypatch)
     assert names(tmp_path) == ["step-000001"]
 
 
-@pytest.mark.parametrize("fields", [{"keep_last": 0}, {"keep_best": -1}, {"every_steps": -1}, {"every_minutes": -1.0}])
+@pytest.mark.parametrize(
+    "fields", [{"keep_last": 0}, {"keep_best": -1}, {"every_steps": -1}, {"every_minutes": -1.0}]
+)
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match="save"):
         SaveConfig(**fields)

@@ -23,7 +23,9 @@ def read(folder):
 def test_each_line_is_one_json_object(tmp_path):
     with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         log.write(1, {"loss": 0.5, "lr": 1e-4})
-        assert read(tmp_path) == [{"step": 1, "loss": 0.5, "lr": 1e-4}]  # readable while the run goes on
+        assert read(tmp_path) == [
+            {"step": 1, "loss": 0.5, "lr": 1e-4}
+        ]  # readable while the run goes on
         log.write(2, {"loss": 0.25})
     assert read(tmp_path)[1] == {"step": 2, "loss": 0.25}
 
@@ -47,7 +49,9 @@ def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "held_out": 9.0}\n{"step": 1, "loss": 9.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "held_out": 9.0}\n{"step": 1, "loss": 9.0}\n'
+    )
     with MetricsLog(tmp_path, LogConfig(tensorboard=False), start_step=0):
         pass
     assert read(tmp_path) == []
@@ -72,7 +76,9 @@ def test_a_full_disk_is_one_line(tmp_path):
     with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         log._file.close()
         log._file = Full()
-        with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free some space"):
+        with pytest.raises(
+            UserError, match=r"metrics\.jsonl: No space left on device; free some space"
+        ):
             log.write(1, {"loss": 1.0})
 
 
@@ -80,8 +86,12 @@ def test_a_full_disk_is_one_line(tmp_path):
 def files_of_at_most(num_bytes):
     """The kernel refuses to write more into a file, as a full disk does."""
     resource = pytest.importorskip("resource")
-    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python would store what it compiles meanwhile cut off at the limit, and fail to import it ever after.
+    before, limit = (
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+    # Python would store what it compiles meanwhile cut off at the limit, and fail to import it ever
+    # after.
     writes_bytecode, sys.dont_write_bytecode = not sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit[1]))
     try:
@@ -95,7 +105,9 @@ def files_of_at_most(num_bytes):
 def test_a_disk_that_really_is_full_is_one_line_and_no_line_is_torn_later(tmp_path):
     with (
         files_of_at_most(200),
-        pytest.raises(UserError, match=r"^cannot write .*metrics\.jsonl: File too large; free some space$"),
+        pytest.raises(
+            UserError, match=r"^cannot write .*metrics\.jsonl: File too large; free some space$"
+        ),
         MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log,
     ):
         for step in range(100):
@@ -103,7 +115,11 @@ def test_a_disk_that_really_is_full_is_one_line_and_no_line_is_torn_later(tmp_pa
     with MetricsLog(tmp_path, LogConfig(tensorboard=False), start_step=90) as log:
         log.write(91, {"loss": 0.25})
     *kept, last = read(tmp_path)
-    assert [line["step"] for line in kept] == list(range(len(kept))) and len(kept) > 5 and last["step"] == 91
+    assert (
+        [line["step"] for line in kept] == list(range(len(kept)))
+        and len(kept) > 5
+        and last["step"] == 91
+    )
 
 
 def test_curves_that_do_not_fit_on_the_disk_are_a_warning(tmp_path, capfd):
@@ -123,7 +139,9 @@ def test_a_file_in_place_of_the_curves_is_a_warning(tmp_path):
     with MetricsLog(tmp_path, LogConfig(), warn=warnings.append) as log:
         log.write(1, {"loss": 0.5})
     assert read(tmp_path) == [{"step": 1, "loss": 0.5}]
-    assert len(warnings) == 1 and "tensorboard: " in warnings[0] and "the run goes on" in warnings[0]
+    assert (
+        len(warnings) == 1 and "tensorboard: " in warnings[0] and "the run goes on" in warnings[0]
+    )
 
 
 @pytest.mark.parametrize("start_step", [0, 3])
@@ -147,12 +165,23 @@ def test_a_file_that_may_not_be_read_is_named_with_the_reason():
             pass
 
 
-ODD_LINES = ['{"step": 1e999}', "[" * 100_000, "[]", "null", '{"step": NaN}', '{"step": null}', '{"lost": 1}', "\0\0"]
+ODD_LINES = [
+    '{"step": 1e999}',
+    "[" * 100_000,
+    "[]",
+    "null",
+    '{"step": NaN}',
+    '{"step": null}',
+    '{"lost": 1}',
+    "\0\0",
+]
 
 
 def test_odd_lines_are_dropped_and_the_change_is_said(tmp_path):
     def log(**given):
-        return MetricsLog(tmp_path, LogConfig(tensorboard=False), start_step=2, warn=warnings.append, **given)
+        return MetricsLog(
+            tmp_path, LogConfig(tensorboard=False), start_step=2, warn=warnings.append, **given
+        )
 
     warnings = []
     with log() as first:
@@ -169,10 +198,15 @@ def test_odd_lines_are_dropped_and_the_change_is_said(tmp_path):
     with log(digest=digest):
         pass
     assert warnings == [] and read(tmp_path) == good, "what follows a save is not covered by it"
-    (tmp_path / "metrics.jsonl").write_text((tmp_path / "metrics.jsonl").read_text().replace("0.25", "0.15"))
+    (tmp_path / "metrics.jsonl").write_text(
+        (tmp_path / "metrics.jsonl").read_text().replace("0.25", "0.15")
+    )
     with log(digest=digest):
         pass
-    assert len(warnings) == 1 and "metrics.jsonl was changed or damaged since step 2 was saved" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "metrics.jsonl was changed or damaged since step 2 was saved" in warnings[0]
+    )
 
 
 def test_lines_are_due_every_so_many_steps():

@@ -1,4 +1,5 @@
-"""The second look at a step that went wrong: what it blames, what it must not blame, and what happens if it cannot look."""
+"""The second look at a step that went wrong: what it blames, what it must not blame, and what
+happens if it cannot look."""
 
 from typing import Any
 
@@ -26,7 +27,9 @@ ARCH = ToyArch(dim=16, depth=3)
 INF, NAN = float("inf"), float("nan")
 
 
-def failure(model: Any, engine: BlockEngine | None = None, *, ragged: bool = False) -> NonFiniteLoss:
+def failure(
+    model: Any, engine: BlockEngine | None = None, *, ragged: bool = False
+) -> NonFiniteLoss:
     batch = ToyBatch(["clip 0", "clip 1"], toy_items(2, ragged=ragged))
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss) as error:
@@ -42,19 +45,31 @@ def failure(model: Any, engine: BlockEngine | None = None, *, ragged: bool = Fal
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize(("backend", "dropout"), [("sdpa", 0.0), ("sdpa", 0.1), ("sdpa_math", 0.0), ("exact", 0.0)])
-def test_the_masks_of_blocks_before_are_not_blamed(backend: str, dropout: float, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dropout"), [("sdpa", 0.0), ("sdpa", 0.1), ("sdpa_math", 0.0), ("exact", 0.0)]
+)
+def test_the_masks_of_blocks_before_are_not_blamed(
+    backend: str, dropout: float, policy: str
+) -> None:
     model = make_model(TOY, ToyArch(dim=16, depth=3, dropout=dropout))
     with torch.no_grad():
         model.layers[2].mlp[0].weight[0, 0] = NAN
-    where = failure(model, BlockEngine(backend=backend, policy=policy), ragged=True).evidence["where"]
-    assert (where["stage"], where["module"], where["operation"]) == ("block 2", "layers.2.mlp.0", "aten.addmm")
+    where = failure(model, BlockEngine(backend=backend, policy=policy), ragged=True).evidence[
+        "where"
+    ]
+    assert (where["stage"], where["module"], where["operation"]) == (
+        "block 2",
+        "layers.2.mlp.0",
+        "aten.addmm",
+    )
 
 
 def test_a_gradient_behind_masks_is_found_in_the_backward() -> None:
     model = make_model(TOY, ARCH)
     model.layers[1].out.weight.register_hook(lambda gradient: gradient * INF)
-    where = failure(model, BlockEngine(backend="sdpa_math", policy="full"), ragged=True).evidence["where"]
+    where = failure(model, BlockEngine(backend="sdpa_math", policy="full"), ragged=True).evidence[
+        "where"
+    ]
     assert where["pass"] in ("backward", "recompute") and where["operation"] == "aten.mul"
 
 
@@ -83,9 +98,16 @@ def test_masks_made_in_a_block_are_not_blamed() -> None:
 @pytest.mark.parametrize("scale", [INF, -INF])
 def test_an_infinity_made_of_numbers_is_blamed_on_its_maker(scale: float) -> None:
     huge = torch.full((1,), 3e38)
-    for compute in (lambda x: x + huge * (10.0 if scale > 0 else -10.0), lambda x: x + huge.clone().mul_(scale)):
+    for compute in (
+        lambda x: x + huge * (10.0 if scale > 0 else -10.0),
+        lambda x: x + huge.clone().mul_(scale),
+    ):
         found = looked_at(make_model(TOY, ARCH), compute)
-        assert found is not None and found["stage"] == "block 1" and found["operation"] in ("aten.mul", "aten.mul_")
+        assert (
+            found is not None
+            and found["stage"] == "block 1"
+            and found["operation"] in ("aten.mul", "aten.mul_")
+        )
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -94,7 +116,11 @@ def test_a_weight_is_blamed_whatever_it_is(value: float) -> None:
     with torch.no_grad():
         model.head.out.bias.fill_(value)
     where = failure(model).evidence["where"]
-    assert (where["stage"], where["module"], where["weights"]) == ("head", "head.out", ["head.out.bias"])
+    assert (where["stage"], where["module"], where["weights"]) == (
+        "head",
+        "head.out",
+        ["head.out.bias"],
+    )
 
 
 # torch says it once in a process, which may have been in another test
@@ -112,10 +138,15 @@ def test_attention_that_is_a_higher_order_operator_can_be_looked_at() -> None:
         return x + flex_attention(q, q, q, scale=NAN)[:, 0]
 
     found = looked_at(make_model(TOY, ARCH), broken)
-    assert found is not None and (found["stage"], found["operation"]) == ("block 1", "flex_attention")
+    assert found is not None and (found["stage"], found["operation"]) == (
+        "block 1",
+        "flex_attention",
+    )
 
 
-def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
 
     def kernel(*given: Any) -> Tensor:
@@ -123,7 +154,8 @@ def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(monkeypatch
         return BACKENDS["sdpa"].kernel(*given)
 
     monkeypatch.setitem(
-        BACKENDS, "flex", Backend(kernel=kernel, takes_mask=True, takes_dropout=False, half_only=False)
+        BACKENDS, "flex", Backend(kernel=kernel, takes_mask=True, takes_dropout=False,
+        half_only=False)
     )  # fmt: skip
     model = make_model(TOY, ARCH)
     with torch.no_grad():
@@ -143,7 +175,9 @@ def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(monkeypatch
         UserError("attention backend cannot run this"),
     ],
 )
-def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_look_that_fails_does_not_hide_the_failure(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(model: Any, loss_of: Any, **ranks: Any) -> None:
         raise error
 
@@ -154,7 +188,9 @@ def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, mo
     found = failure(model)
     reason = str(error).partition("\n")[0] or "MemoryError"
     assert found.evidence["where"] is None and found.evidence["where_not_found"] == reason
-    assert found.evidence["loss"] == "nan" and str(found).endswith(f"(its origin was not found: {reason})")
+    assert found.evidence["loss"] == "nan" and str(found).endswith(
+        f"(its origin was not found: {reason})"
+    )
 
 
 def test_a_mistake_in_the_second_look_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Replayed micro-batches: what a replay gets wrong is seen, what cannot be replayed runs eagerly, and a run is the same with them and without."""
+"""Replayed micro-batches: what a replay gets wrong is seen, what cannot be replayed runs eagerly,
+and a run is the same with them and without."""
 
 import json
 from collections.abc import Iterator
@@ -38,10 +39,12 @@ from ditkit_core.training.trainer import Callback, Trainer
 
 ARCH = TOY.architecture.presets["tiny"]
 CASE = {
-    "policy": "full", "adapter": "lora with dropout", "quantize": "none", "dtype": "fp32", "masks": True, "accumulation": 4, "average": 0.0,
+    "policy": "full", "adapter": "lora with dropout", "quantize": "none", "dtype": "fp32",
+    "masks": True, "accumulation": 4, "average": 0.0,
     "target": "base",
 }  # fmt: skip
-"""Several kinds of micro-batch, sums of several sets of gradients, and dropout under a recompute."""
+"""Several kinds of micro-batch, sums of several sets of gradients, and dropout under a
+recompute."""
 
 
 def steps_of(case: dict[str, Any] = CASE, *, replays: bool) -> tuple[Any, ...]:
@@ -60,7 +63,8 @@ def test_several_kinds_are_replayed_bit_by_bit() -> None:
 
 
 def test_each_replay_chooses_the_tokens_that_an_eager_step_would() -> None:
-    """Of those that skip blocks: their choice is in the graph, and its seed is set before each replay."""
+    """Of those that skip blocks: their choice is in the graph, and its seed is set before each
+    replay."""
     found = steps_of(CASE | {"routed": True}, replays=True)
     assert is_bitwise(found, steps_of(CASE | {"routed": True}, replays=False))
     assert found[2:] == ([], 3) and not is_bitwise(found, steps_of(replays=False))
@@ -83,14 +87,21 @@ class _UnreadModel(ToyModel):
         self.layers = nn.ModuleList(_Unread(arch, precision) for _ in range(arch.depth))
 
 
-@pytest.mark.parametrize(("policy", "adapter"), [("none", "full"), ("full", "dora"), ("attn_only", "full")])
-def test_a_layer_whose_result_nothing_reads_is_left_alone_as_in_an_eager_step(policy: str, adapter: str) -> None:
-    """It has no gradient, or zeros where a recompute or an adapter's product makes them; zeros would be decayed and change the norm's sum."""
+@pytest.mark.parametrize(
+    ("policy", "adapter"), [("none", "full"), ("full", "dora"), ("attn_only", "full")]
+)
+def test_a_layer_whose_result_nothing_reads_is_left_alone_as_in_an_eager_step(
+    policy: str, adapter: str
+) -> None:
+    """It has no gradient, or zeros where a recompute or an adapter's product makes them; zeros
+    would be decayed and change the norm's sum."""
     spec = altered(TOY, build=_UnreadModel, targets={"all": ("qkv", "unread")})
     case = CASE | {"policy": policy, "adapter": adapter, "accumulation": 2, "target": "velocity"}
     items = toy_items(2, ragged=True)
     with recorded_graphs():
-        found, expected = (trained_steps(spec, ARCH, items, case, replays) for replays in (True, False))
+        found, expected = (
+            trained_steps(spec, ARCH, items, case, replays) for replays in (True, False)
+        )
     assert is_bitwise(found, expected)
     assert found[2:] == ([], 2)
 
@@ -101,7 +112,11 @@ def test_a_layer_whose_result_nothing_reads_is_left_alone_as_in_an_eager_step(po
 @contextmanager
 def _a_number_of_python(patch: pytest.MonkeyPatch) -> Iterator[None]:
     forward, calls = ToyBlock.forward, iter(range(10**6))
-    patch.setattr(ToyBlock, "forward", lambda block, carry: _scaled(forward(block, carry), 1 + next(calls) / 100))
+    patch.setattr(
+        ToyBlock,
+        "forward",
+        lambda block, carry: _scaled(forward(block, carry), 1 + next(calls) / 100),
+    )
     yield
 
 
@@ -109,7 +124,9 @@ def _a_number_of_python(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def _a_tensor_of_the_host(patch: pytest.MonkeyPatch) -> Iterator[None]:
     forward, calls = ToyBlock.forward, iter(range(10**6))
     patch.setattr(
-        ToyBlock, "forward", lambda block, carry: _scaled(forward(block, carry), torch.tensor(1 + next(calls) / 100))
+        ToyBlock,
+        "forward",
+        lambda block, carry: _scaled(forward(block, carry), torch.tensor(1 + next(calls) / 100)),
     )
     yield
 
@@ -120,7 +137,9 @@ def _a_decision_of_python(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(
         ToyBlock,
         "forward",
-        lambda block, carry: _scaled(forward(block, carry), 2.0) if next(calls) % 7 == 0 else forward(block, carry),
+        lambda block, carry: (
+            _scaled(forward(block, carry), 2.0) if next(calls) % 7 == 0 else forward(block, carry)
+        ),
     )
     yield
 
@@ -133,7 +152,9 @@ def _memory_that_is_freed(patch: pytest.MonkeyPatch) -> Iterator[None]:
         tables[:] = [torch.ones(1)]  # the one before is freed, which a graph has the address of
         return run(*arguments, **named)
 
-    patch.setattr(ToyBlock, "forward", lambda block, carry: _scaled(forward(block, carry), tables[0]))
+    patch.setattr(
+        ToyBlock, "forward", lambda block, carry: _scaled(forward(block, carry), tables[0])
+    )
     patch.setattr(ReplayedMicroBatches, "run", run_with_new_table)
     yield
 
@@ -189,7 +210,9 @@ def _losses_in_the_pool(patch: pytest.MonkeyPatch) -> Iterator[None]:
         Tensor,
         "clone",
         lambda tensor, **named: (
-            tensor if tensor.ndim == 1 and len(tensor) < 3 and not tensor.requires_grad else clone(tensor, **named)
+            tensor
+            if tensor.ndim == 1 and len(tensor) < 3 and not tensor.requires_grad
+            else clone(tensor, **named)
         ),
     )
     yield
@@ -198,7 +221,9 @@ def _losses_in_the_pool(patch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def _recomputes_that_wind_nothing_back(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(
-        recorded_graph._Recording, "restore", lambda recording, hook, state: hook.set_state(recording._states[state])
+        recorded_graph._Recording,
+        "restore",
+        lambda recording, hook, state: hook.set_state(recording._states[state]),
     )
     yield
 
@@ -210,8 +235,10 @@ def _the_targets_kind_is_forgotten(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 FAULTS = [
-    _a_number_of_python, _a_tensor_of_the_host, _a_decision_of_python, _memory_that_is_freed, _a_seed_that_stays, _an_input_that_stays,
-    _a_divisor_that_stays, _gradients_that_are_not_zeroed, _sums_in_reused_memory, _losses_in_the_pool, _recomputes_that_wind_nothing_back,
+    _a_number_of_python, _a_tensor_of_the_host, _a_decision_of_python, _memory_that_is_freed,
+    _a_seed_that_stays, _an_input_that_stays,
+    _a_divisor_that_stays, _gradients_that_are_not_zeroed, _sums_in_reused_memory,
+    _losses_in_the_pool, _recomputes_that_wind_nothing_back,
     _the_targets_kind_is_forgotten,
 ]  # fmt: skip
 
@@ -235,17 +262,23 @@ def test_faults_of_replays_show(fault: Any, monkeypatch: pytest.MonkeyPatch) -> 
 # What cannot be recorded.
 
 
-def test_a_number_that_the_host_reads_runs_eagerly_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_the_host_reads_runs_eagerly_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     forward = ToyBlock.forward
     monkeypatch.setattr(
-        ToyBlock, "forward", lambda block, carry: _scaled(forward(block, carry), 1.0 + 0 * carry.tokens.sum().item())
+        ToyBlock,
+        "forward",
+        lambda block, carry: _scaled(forward(block, carry), 1.0 + 0 * carry.tokens.sum().item()),
     )
     results, state, lines, num_graphs = steps_of(replays=True)
     assert is_bitwise((results, state), steps_of(replays=False))
     assert num_graphs == 0
     assert len(lines) == 3  # one of each kind
     cause = "recording them failed: aten._local_scalar_dense.default: operation not permitted"
-    assert all(line.startswith("train.cuda_graphs: micro-batches of ") and cause in line for line in lines)
+    assert all(
+        line.startswith("train.cuda_graphs: micro-batches of ") and cause in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -267,10 +300,14 @@ def test_memory_that_runs_out_while_a_kind_is_recorded_loses_nothing(
     assert is_bitwise(found, eager)
     lines, num_graphs = found[2:]
     assert num_graphs == 2 - times
-    assert len(lines) == times and lines[0].endswith("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert len(lines) == times and lines[0].endswith(
+        "CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
 
 
-def test_memory_that_runs_out_for_gradients_loses_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_for_gradients_loses_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     buffers, allocated, instances = replay._GradientBuffers, [], set()
 
     def failing(self: Any, name: str) -> Tensor:
@@ -288,20 +325,27 @@ def test_memory_that_runs_out_for_gradients_loses_none_of_them(monkeypatch: pyte
     assert [gradients._buffers for gradients in instances] == [{}], "nothing adds to them"
 
 
-def test_the_graph_that_was_replayed_the_longest_ago_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_that_was_replayed_the_longest_ago_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replay, "MOST", 2)
     found = steps_of(replays=True)
     assert is_bitwise(found, steps_of(replays=False))
     assert found[3] == 2
 
 
-def test_a_copy_that_the_host_waits_for_cannot_be_recorded_and_one_that_it_does_not_reads_its_memory_later() -> None:
+def test_a_copy_that_the_host_waits_for_cannot_be_recorded_and_one_that_it_does_not_reads_its_memory_later() -> (
+    None
+):
     with PretendDevices(), recorded_graphs():
         device = torch.device("cpu", 1)
         host, there = torch.ones(3), torch.zeros(3, device=device)
         with pytest.raises(RuntimeError, match="the host waits for its copy"):
             RecordedGraphs(device).record(lambda: there.copy_(host), RewindTrace())  # noqa: F821 - deleted below
-        graph, _ = RecordedGraphs(device).record(lambda: there.copy_(host, non_blocking=True), RewindTrace())  # noqa: F821
+        graph, _ = RecordedGraphs(device).record(
+            lambda: there.copy_(host, non_blocking=True),  # noqa: F821 - deleted below
+            RewindTrace(),
+        )
         assert there.to("cpu").tolist() == [0, 0, 0]  # recording runs nothing
         host.fill_(2)
         graph.replay(0)
@@ -336,16 +380,22 @@ class _Runtime:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_auto_replays_what_the_device_waits_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_replays_what_the_device_waits_for(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "runtime_of", lambda device: _Runtime(waits))
     model, trained = toy_model("lora")
     staged = Model(model, BlockEngine(policy="full"), TOY, trainable=trained)
     with recorded_graphs():
-        graphs = ReplayedMicroBatches("auto", trained, torch.device("cpu"), lambda line: pytest.fail(line))
+        graphs = ReplayedMicroBatches(
+            "auto", trained, torch.device("cpu"), lambda line: pytest.fail(line)
+        )
         batch = _prepared(staged)
         counts = []
         for step in range(4):
-            graphs.run(staged, batch, _work, seed=step, divisor=2.0, clock=StepClock(), is_seen=False)
+            graphs.run(
+                staged, batch, _work, seed=step, divisor=2.0, clock=StepClock(), is_seen=False
+            )
             counts.append(len(graphs))
     # The first run compiles, the second one is looked at.
     assert counts == [0, 0, int(waits), int(waits)]
@@ -382,12 +432,19 @@ def _work(model: Model, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor
 )
 def test_what_is_not_replayed_has_a_reason(changed: dict[str, Any], words: str) -> None:
     model, trained = toy_model("lora")
-    engine = BlockEngine(**{name: value for name, value in changed.items() if name in ("policy", "hooks")})
+    engine = BlockEngine(
+        **{name: value for name, value in changed.items() if name in ("policy", "hooks")}
+    )
     staged = Model(model, engine, TOY, trainable=trained)
     with recorded_graphs():
-        reason = not_replayed(staged, changed.get("train", TrainConfig()), changed.get("optim", OptimConfig()))
+        reason = not_replayed(
+            staged, changed.get("train", TrainConfig()), changed.get("optim", OptimConfig())
+        )
     assert words in reason and bool(words) == bool(reason)
-    assert not_replayed(Model(model, BlockEngine(), TOY), TrainConfig(), OptimConfig()) == "the device is no GPU"
+    assert (
+        not_replayed(Model(model, BlockEngine(), TOY), TrainConfig(), OptimConfig())
+        == "the device is no GPU"
+    )
 
 
 # Whole runs.
@@ -403,7 +460,9 @@ class _Seconds(Callback):
         self.trainer: Any = None
 
     def after_step(self, step: int, metrics: Any) -> None:
-        self.parts.append({name: value for name, value in metrics.items() if name.startswith("seconds/")})
+        self.parts.append(
+            {name: value for name, value in metrics.items() if name.startswith("seconds/")}
+        )
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         return step == self._preview_at
@@ -413,15 +472,24 @@ class _Seconds(Callback):
 
 
 def _run(folder: Path, mode: Any, steps: int = 6, **changed: Any) -> Any:
-    config = TrainConfig(steps=steps, batch_size=2, accumulation=2, seed=5, cuda_graphs=mode, sentinels=4)
+    config = TrainConfig(
+        steps=steps, batch_size=2, accumulation=2, seed=5, cuda_graphs=mode, sentinels=4
+    )
     with recorded_graphs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy_training, "BlockEngine", partial(BlockEngine, policy="full"))
         return toy_run(folder, steps, method="lora", dropout=0.2, **{"config": config, **changed})
 
 
-def test_a_run_is_the_same_with_graphs_and_without_and_goes_on_with_the_key_changed(tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_graphs_and_without_and_goes_on_with_the_key_changed(
+    tmp_path: Path,
+) -> None:
     saved = []
-    for folder, first, second in (("a", "off", "off"), ("b", "on", "on"), ("c", "on", "off"), ("d", "off", "on")):
+    for folder, first, second in (
+        ("a", "off", "off"),
+        ("b", "on", "on"),
+        ("c", "on", "off"),
+        ("d", "off", "on"),
+    ):
         _run(tmp_path / folder, first, 5)
         saved.append(load_state(_run(tmp_path / folder, second, 9).result.save).tensors)
     for other in saved[1:]:
@@ -434,10 +502,15 @@ def test_a_replayed_step_has_the_parts_of_an_eager_one(tmp_path: Path) -> None:
     _run(tmp_path, "on", callbacks=[seconds])
     assert seconds.parts[0].keys() == seconds.parts[-1].keys()
     for parts in seconds.parts:
-        assert all(parts[f"seconds/{name}"] > 0 for name in ("forward", "recompute", "backward", "optimizer"))
+        assert all(
+            parts[f"seconds/{name}"] > 0
+            for name in ("forward", "recompute", "backward", "optimizer")
+        )
 
 
-def test_a_preview_has_the_memory_of_the_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_has_the_memory_of_the_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds, fit = _Seconds(preview_at=4), Trainer.fit
 
     def noted(trainer: Trainer) -> Any:

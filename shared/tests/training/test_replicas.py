@@ -17,7 +17,8 @@ class ReplicasOfToy(ReplicaConformance):
     elsewhere = ELSEWHERE
 
     def test_more_micro_batches_need_no_more_exchanges(self, folder):
-        """Two replicas exchange gradients once a step, whether they add up two micro-batches each or four."""
+        """Two replicas exchange gradients once a step, whether they add up two micro-batches each
+        or four."""
         ranks = json.loads((folder / "ranks.json").read_text())["2"]
         names = "lora in bf16", "lora, eight micro-batches"
         four, eight = ([each[name]["exchanges"] for each in ranks] for name in names)
@@ -38,8 +39,19 @@ class ReplicasOfToy(ReplicaConformance):
         """Each is one replica of the run."""
         ranks = json.loads((folder / "ranks.json").read_text())
         for name in ranks["1 of 2"][0].keys() - {"full"}:
-            assert len({each[name]["weights"] for groups in ("1 of 2", "2 of 2") for each in ranks[groups]}) == 1
-            assert index_of(folder / f"{name} on 1 of 2") == index_of(folder / f"{name} on 2 of 2"), name
+            assert (
+                len(
+                    {
+                        each[name]["weights"]
+                        for groups in ("1 of 2", "2 of 2")
+                        for each in ranks[groups]
+                    }
+                )
+                == 1
+            )
+            assert index_of(folder / f"{name} on 1 of 2") == index_of(
+                folder / f"{name} on 2 of 2"
+            ), name
 
 
 @pytest.mark.ranks

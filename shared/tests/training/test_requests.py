@@ -30,7 +30,8 @@ from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, Trainer
 
 
 class Asking(Callback):
-    """Asks for something after some steps, as another process would in the middle of the next one."""
+    """Asks for something after some steps, as another process would in the middle of the next
+    one."""
 
     def __init__(self, folder: Path, **at: int):
         self.folder, self.at = RunFolder(folder), at
@@ -61,22 +62,33 @@ def test_samples_and_saves_come_once_and_change_no_weight(tmp_path: Path) -> Non
         done = toy_run(told, 6, callbacks=callbacks, save=SaveConfig(keep_last=10))
     assert (asking.sampled, exported, saves(told)) == ([2], [3, 6], ["step-000003", "step-000006"])
     assert saves(plain) == ["step-000006"] and not (told / "requests").exists()
-    assert all(torch.equal(expected.parameters[name], done.parameters[name]) for name in done.parameters)
+    assert all(
+        torch.equal(expected.parameters[name], done.parameters[name]) for name in done.parameters
+    )
 
 
-def test_a_stop_saves_and_the_next_start_goes_on_bitwise_and_generates_what_waits(tmp_path: Path) -> None:
+def test_a_stop_saves_and_the_next_start_goes_on_bitwise_and_generates_what_waits(
+    tmp_path: Path,
+) -> None:
     plain, told = tmp_path / "plain", tmp_path / "told"
     expected = toy_run(plain, 6)
     asking = Asking(told, stop=3, sample=3, save=3)
     with locked(told):
         stopped = toy_run(told, 6, callbacks=[asking]).result
-    assert (stopped.step, stopped.finished, saves(told), asking.sampled) == (3, False, ["step-000003"], [])
+    assert (stopped.step, stopped.finished, saves(told), asking.sampled) == (
+        3,
+        False,
+        ["step-000003"],
+        [],
+    )
     assert pending(RunFolder(told)) == {"sample"}
     with locked(told):
         remove_fulfilled(RunFolder(told))
         done = toy_run(told, 6, callbacks=[asking])
     assert done.result.finished and asking.sampled == [4] and not (told / "requests").exists()
-    assert all(torch.equal(expected.parameters[name], done.parameters[name]) for name in done.parameters)
+    assert all(
+        torch.equal(expected.parameters[name], done.parameters[name]) for name in done.parameters
+    )
 
 
 def test_a_run_without_samples_says_so(tmp_path: Path) -> None:
@@ -106,7 +118,9 @@ def test_what_an_earlier_start_left_is_not_obeyed_by_the_next(tmp_path: Path) ->
     assert not folder.requests.exists()
 
 
-def test_a_request_comes_in_however_often_the_folder_of_requests_goes(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_request_comes_in_however_often_the_folder_of_requests_goes(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """The run removes the empty folder between the two calls that write into it."""
     folder, touch, gone = RunFolder(tmp_path), Path.touch, [3]
 
@@ -127,7 +141,9 @@ def test_a_killed_run_is_not_told(tmp_path: Path) -> None:
         "import sys, time; from pathlib import Path; from ditkit_core.io.run_dir import locked\n"
         "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         assert is_locked(tmp_path)
         other.kill()
@@ -141,11 +157,18 @@ def test_a_killed_run_is_not_told(tmp_path: Path) -> None:
 
 def test_the_command_tells_a_run_and_an_experts_run_as_a_whole(tmp_path: Path, capsys: Any) -> None:
     def tell(folder: Path, word: str) -> int:
-        family = Family(name="toy", presets=(), demo=Path("demo.toml"), spec=lambda: pytest.fail("needs no spec"))
+        family = Family(
+            name="toy",
+            presets=(),
+            demo=Path("demo.toml"),
+            spec=lambda: pytest.fail("needs no spec"),
+        )
         return start(family, "train", ["--run.folder", str(folder), "--tell", word])
 
     run, expert = tmp_path / "run", tmp_path / "run" / "high_noise"
-    assert tell(run, "save") == 1 and "is not running" in capsys.readouterr().err and not run.exists()
+    assert (
+        tell(run, "save") == 1 and "is not running" in capsys.readouterr().err and not run.exists()
+    )
     with locked(run), locked(expert):
         assert tell(run, "save") == tell(expert, "sample") == 0
         assert "the state is saved, and exported, after the step" in capsys.readouterr().out
@@ -164,7 +187,8 @@ def test_a_start_begins_without_an_earlier_stop(tmp_path: Path) -> None:
 
 
 def test_several_ranks_do_it_at_the_same_step(tmp_path: Path) -> None:
-    """The request comes while the first rank is in a step; the other has no look at the folder of its own."""
+    """The request comes while the first rank is in a step; the other has no look at the folder of
+    its own."""
     run = tmp_path / "run"
 
     def work(ranks: Ranks) -> list[Any]:
@@ -172,7 +196,8 @@ def test_several_ranks_do_it_at_the_same_step(tmp_path: Path) -> None:
         asking = Asking(run, stop=2) if ranks.is_first else Callback()
         saved: list[int] = []
         config = TrainerConfig(
-            train=TrainConfig(steps=5, batch_size=2, accumulation=2), log=LogConfig(tensorboard=False)
+            train=TrainConfig(steps=5, batch_size=2, accumulation=2),
+            log=LogConfig(tensorboard=False),
         )
         trainer = Trainer(
             Model(model, BlockEngine(), TOY, trainable),
@@ -206,7 +231,11 @@ def test_a_run_without_previews_samples_when_asked_and_exports_what_it_saves(
     lists = sorted(path.name for path in (run / "samples").glob("step-*.json"))
     assert lists == ["step-000002.json", "step-000005.json"]
     exports = sorted(path.name for path in (run / "exports").glob("*.safetensors"))
-    assert exports == ["run-step-000003.safetensors", "run-step-000005.safetensors", "run.safetensors"]
+    assert exports == [
+        "run-step-000003.safetensors",
+        "run-step-000005.safetensors",
+        "run.safetensors",
+    ]
     plain = load_file(tmp_path / "plain/exports/plain.safetensors")
     assert equal(plain, load_file(run / "exports/run.safetensors"))
     assert not (run / "requests").exists()

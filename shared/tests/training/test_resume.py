@@ -27,7 +27,12 @@ def silent(message):
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_twenty_steps_equal_ten_and_ten(method, tmp_path):
-    given = {"method": method, "dropout": 0.2, "ema": EMAConfig(decay=0.95, update_every=3), "held_out_clips": CLIPS}
+    given = {
+        "method": method,
+        "dropout": 0.2,
+        "ema": EMAConfig(decay=0.95, update_every=3),
+        "held_out_clips": CLIPS,
+    }
     whole = toy_run(tmp_path / "whole", 20, save=SaveConfig(every_steps=10, keep_last=9), **given)
     toy_run(tmp_path / "halves", 10, **given)
     halves = toy_run(tmp_path / "halves", 20, **given)
@@ -44,7 +49,9 @@ def test_twenty_steps_equal_ten_and_ten(method, tmp_path):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "prodigy", "schedulefree_adamw"])
 def test_every_optimizer_resumes_bitwise(name, tmp_path):
-    pytest.importorskip({"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch"))
+    pytest.importorskip(
+        {"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch")
+    )
     given = {
         "optim": OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=5),
         "ema": EMAConfig(),
@@ -76,7 +83,9 @@ def test_a_torn_newest_save_is_as_if_it_had_not_been(tmp_path):
     torn = toy_run(tmp_path / "torn", 12, warn=warnings.append, **given)
     assert len(warnings) == 1 and "step-000008" in warnings[0]
     assert_same_state(whole.result.save, torn.result.save)
-    assert_same_state(tmp_path / "whole" / "state" / "step-000008", tmp_path / "torn" / "state" / "step-000008")
+    assert_same_state(
+        tmp_path / "whole" / "state" / "step-000008", tmp_path / "torn" / "state" / "step-000008"
+    )
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "torn")
 
 
@@ -86,7 +95,9 @@ def test_a_run_that_is_killed_before_its_first_save_measures_step_0_once(tmp_pat
 
     for _ in range(3):
         with pytest.raises(Killed):
-            toy_run(tmp_path, 4, held_out_clips=CLIPS, callbacks=[Calls(preview=kill, preview_steps=2)])
+            toy_run(
+                tmp_path, 4, held_out_clips=CLIPS, callbacks=[Calls(preview=kill, preview_steps=2)]
+            )
     toy_run(tmp_path, 4, held_out_clips=CLIPS)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out" in line] == [0, 4]
@@ -115,7 +126,10 @@ def test_metrics_that_were_changed_since_the_save_are_named(tmp_path):
     warnings = []
     toy_run(tmp_path, 5, warn=warnings.append)
     toy_run(tmp_path, 6, warn=silent)
-    assert len(warnings) == 1 and "metrics.jsonl was changed or damaged since step 4 was saved" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "metrics.jsonl was changed or damaged since step 4 was saved" in warnings[0]
+    )
 
 
 def test_a_run_that_is_continued_for_longer_goes_on_with_what_it_had(tmp_path):
@@ -130,14 +144,18 @@ def test_an_average_switched_on_later_starts_from_the_weights_of_then(tmp_path):
     second = toy_run(tmp_path, 4, ema=EMAConfig(decay=0.9))
     state = load_state(second.result.save)
     keep = min(0.9, 5 / 14)
-    expected = first.parameters["head.out.weight"].lerp(second.parameters["head.out.weight"], 1 - keep)
+    expected = first.parameters["head.out.weight"].lerp(
+        second.parameters["head.out.weight"], 1 - keep
+    )
     assert torch.allclose(state.tensors["ema"]["head.out.weight"], expected, atol=1e-7)
 
 
 def test_a_lower_learning_rate_is_obeyed_after_resuming(tmp_path):
     toy_run(tmp_path, 4)
     toy_run(tmp_path, 6, optim=OptimConfig(lr=1e-5))
-    assert [line["lr"] for line in numbers(tmp_path, first_step=4)] == pytest.approx([3e-3, 1e-5, 1e-5])
+    assert [line["lr"] for line in numbers(tmp_path, first_step=4)] == pytest.approx(
+        [3e-3, 1e-5, 1e-5]
+    )
 
 
 @pytest.mark.slow
@@ -173,8 +191,8 @@ def test_a_run_killed_at_any_moment_resumes_bitwise(method, tmp_path):
         assert_same_state(tmp_path / "whole" / "state" / found.name, found)
 
 
-# A copy of one process is forked for each moment: a run that kills itself before its n-th change of the disk.
-# No backward runs before a fork: autograd's threads would not be in the copy.
+# A copy of one process is forked for each moment: a run that kills itself before its n-th change of
+# the disk. No backward runs before a fork: autograd's threads would not be in the copy.
 KILLED_AT_EVERY_CHANGE = """
 import os, pathlib, signal, sys
 folder, tests, method, steps = sys.argv[1:]
@@ -229,12 +247,18 @@ def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_bitwis
         reached.add(found and found.name)
         if found is not None:
             assert_same_state(tmp_path / "whole" / "state" / found.name, found)
-        last = toy_run(run, steps + 1, method=method, save=SaveConfig(every_steps=1, keep_last=1)).result.save
+        last = toy_run(
+            run, steps + 1, method=method, save=SaveConfig(every_steps=1, keep_last=1)
+        ).result.save
         assert_same_state(whole, last)
         assert numbers(run) == numbers(tmp_path / "whole")
-        assert [path.name for path in (run / "state").iterdir()] == [last.name], "nothing is left of the killed save"
+        assert [path.name for path in (run / "state").iterdir()] == [last.name], (
+            "nothing is left of the killed save"
+        )
     assert reached == {None, "step-000001", "step-000002", "step-000003"}
-    assert torn >= steps * 5, "a save flushes three files of tensors, its index and its folder before it is renamed"
+    assert torn >= steps * 5, (
+        "a save flushes three files of tensors, its index and its folder before it is renamed"
+    )
 
 
 def newest_step(state: Path) -> int:

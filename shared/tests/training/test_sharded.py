@@ -21,9 +21,13 @@ class TestSharded(ShardedConformance):
     cases = DAILY
     sharded = WORLDS
 
-    @pytest.mark.skipif(not UNUSED, reason="torch 2.11 cannot sum gradients that some ranks lack; docs/limitations.md")
+    @pytest.mark.skipif(
+        not UNUSED,
+        reason="torch 2.11 cannot sum gradients that some ranks lack; docs/limitations.md",
+    )
     def test_a_layer_that_one_rank_alone_uses_is_trained_by_all(self, folder):
-        """Its gradient reaches both ranks' rows, and no exchange waits for the rank that has none."""
+        """Its gradient reaches both ranks' rows, and no exchange waits for the rank that has
+        none."""
         for rank in range(2):
             assert found_by(folder, rank)["gradient"] > 0
 
@@ -33,15 +37,16 @@ class TestSharded(ShardedConformance):
         assert whole["embed.extra.weight"] == [32, 32] and len(whole) > 20
 
     def test_ranks_that_run_a_forward_together_find_where_it_is_not_finite(self, folder):
-        """Both name the weight of which one has the row, and the operation of the rank that computed it, not the exchange that brought it."""
+        """Both name the weight of which one has the row, and the operation of the rank that
+        computed it, not the exchange that brought it."""
         first, second = (found_by(folder, rank)["origins"] for rank in range(2))
         assert first == second and len(first) == 12
         for case, where in first.items():
             trouble, _, context, _ = case.split(", ")
             place = "block 0" if trouble == "weight" else "block 1"
-            assert where["stage"] == place and where["weights"] == ["layers.0.mlp.0.weight"] * (trouble == "weight"), (
-                case
-            )
+            assert where["stage"] == place and where["weights"] == ["layers.0.mlp.0.weight"] * (
+                trouble == "weight"
+            ), case
             assert where["pass"] == ("backward" if trouble == "gradient" else "forward"), case
             assert where["operation"] == ("aten.addmm" if trouble == "weight" else "aten.mul"), case
             alone = context == "context 1" and trouble != "weight"

@@ -1,4 +1,5 @@
-"""`flow.slider_positive`: an adapter that moves predictions along the direction from one prompt to another."""
+"""`flow.slider_positive`: an adapter that moves predictions along the direction from one prompt to
+another."""
 
 import json
 from pathlib import Path
@@ -25,17 +26,28 @@ from ditkit_core.training.validation import validation_loss
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
 SLIDER = FlowConfig(slider_positive="old", slider_negative="young", slider_guidance=1.0)
-FLAGS = ("--flow.slider_positive", "old", "--flow.slider_negative", "young", "--sample.captions", "0")
+FLAGS = (
+    "--flow.slider_positive",
+    "old",
+    "--flow.slider_negative",
+    "young",
+    "--sample.captions",
+    "0",
+)
 
 
 def slider_items(count: int = 4) -> list[dict[str, torch.Tensor]]:
     """Items with the same two prompts."""
     *items, positive, negative = toy_items(count + 2)
     prompts = dict(zip(SLIDER_PREFIXES, (positive["text"], negative["text"]), strict=True))
-    return [{**item, **{f"{prefix}text": text for prefix, text in prompts.items()}} for item in items]
+    return [
+        {**item, **{f"{prefix}text": text for prefix, text in prompts.items()}} for item in items
+    ]
 
 
-def predicted(model: Any, item: dict[str, torch.Tensor], text: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def predicted(
+    model: Any, item: dict[str, torch.Tensor], text: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
     """The velocity at noise level 0.5, by the model's forward alone."""
     noised = 0.5 * item["latents"] + 0.5 * noise
     with torch.no_grad():
@@ -46,9 +58,12 @@ def predicted(model: Any, item: dict[str, torch.Tensor], text: torch.Tensor, noi
 
 
 def test_the_target_is_both_positive_targets_of_ai_toolkit() -> None:
-    """Their "enhance positive" and "erase negative", from differences to the neutral prediction, at its mean and standard deviation."""
+    """Their "enhance positive" and "erase negative", from differences to the neutral prediction, at
+    its mean and standard deviation."""
     random = torch.Generator().manual_seed(0)
-    neutral, positive, negative = torch.randn(3, 4, 1, 6, 6, generator=random, dtype=torch.float64) + 0.3
+    neutral, positive, negative = (
+        torch.randn(3, 4, 1, 6, 6, generator=random, dtype=torch.float64) + 0.3
+    )
     guidance = 3.0
     towards = (positive - neutral) - (negative - neutral)
     away = (negative - neutral) - (positive - neutral)
@@ -56,7 +71,9 @@ def test_the_target_is_both_positive_targets_of_ai_toolkit() -> None:
     assert target.dtype == torch.float64
     for theirs in (neutral + guidance * towards, neutral - guidance * away):
         standard = (theirs - theirs.mean()) / (theirs.std() + 1e-8)
-        torch.testing.assert_close(target, standard * neutral.std() + neutral.mean(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            target, standard * neutral.std() + neutral.mean(), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_predictions_are_of_the_base_whatever_the_adapter_has_learnt() -> None:
@@ -71,15 +88,22 @@ def test_predictions_are_of_the_base_whatever_the_adapter_has_learnt() -> None:
     for parameter in trained.values():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     assert not torch.allclose(predicted(model, item, item["text"], noise), neutral)
-    batch = sliding(Model(model, BlockEngine(), TOY), NoisedBatch([item], torch.tensor([0.5]), [noise]), SLIDER)
+    batch = sliding(
+        Model(model, BlockEngine(), TOY), NoisedBatch([item], torch.tensor([0.5]), [noise]), SLIDER
+    )
     assert batch.targets is not None and not batch.targets[0].requires_grad
     torch.testing.assert_close(batch.targets[0], slider_target(neutral, positive, negative, 1.0))
 
 
-def test_a_trained_slider_moves_predictions_towards_one_end_at_strength_1_and_to_the_other_at_minus_1() -> None:
+def test_a_trained_slider_moves_predictions_towards_one_end_at_strength_1_and_to_the_other_at_minus_1() -> (
+    None
+):
     model, trained = toy_model("lora")
     train, items = Model(model, BlockEngine(), TOY), slider_items()
-    optimizer, random = torch.optim.AdamW(trained.values(), lr=1e-2), torch.Generator().manual_seed(0)
+    optimizer, random = (
+        torch.optim.AdamW(trained.values(), lr=1e-2),
+        torch.Generator().manual_seed(0),
+    )
     for _ in range(60):
         flow_loss(train, items, SLIDER, generator=random).backward()
         optimizer.step()
@@ -106,7 +130,8 @@ def test_a_trained_slider_moves_predictions_towards_one_end_at_strength_1_and_to
 
 
 def test_validation_measures_the_slider() -> None:
-    """An adapter that does nothing yet is as far from the target as the target is from the neutral prediction."""
+    """An adapter that does nothing yet is as far from the target as the target is from the neutral
+    prediction."""
     model, _ = toy_model("lora")
     train, (item,) = Model(model, BlockEngine(), TOY), slider_items(1)
     same = {**item, **{f"{prefix}text": item["text"] for prefix in SLIDER_PREFIXES}}
@@ -124,7 +149,10 @@ def test_an_item_without_the_prompts_is_refused_with_what_makes_them() -> None:
     ("fields", "message"),
     [
         ({"slider_positive": " "}, "slider_positive is blank"),
-        ({"slider_positive": "a", "slider_negative": "\0"}, "slider_negative is blank or has a null byte"),
+        (
+            {"slider_positive": "a", "slider_negative": "\0"},
+            "slider_negative is blank or has a null byte",
+        ),
         ({"slider_negative": "young"}, "need flow.slider_positive"),
         ({"slider_guidance": 2.0}, "need flow.slider_positive"),
         ({"slider_positive": "old", "slider_negative": "old"}, "are the same prompt"),
@@ -158,11 +186,16 @@ def test_the_prompts_are_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
     world, prune = World(tmp_path), ("--prune-cache", "unused")
     assert world.run("encode", "--run.folder", str(tmp_path / "run"), *FLAGS, *prune) == 0
-    entries = [Cache(tmp_path / "cache").path("text", text_key(prompt, world.text)) for prompt in ("old", "young")]
+    entries = [
+        Cache(tmp_path / "cache").path("text", text_key(prompt, world.text))
+        for prompt in ("old", "young")
+    ]
     assert all(entry.exists() for entry in entries)
     assert world.train("run", 1, *FLAGS) == 0
     assert world.run("encode", "--run.folder", str(tmp_path / "other"), *FLAGS[4:], *prune) == 0
-    assert all(entry.exists() for entry in entries), "another run's pruning knows what this one needs"
+    assert all(entry.exists() for entry in entries), (
+        "another run's pruning knows what this one needs"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`flow.target_guidance`: the velocity that a base distilled with guidance learns; `testing/conformance_peers.py` compares it with diffusers."""
+"""`flow.target_guidance`: the velocity that a base distilled with guidance learns;
+`testing/conformance_peers.py` compares it with diffusers."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_an_item_without_the_empty_caption_is_refused_with_what_makes_one() -> N
 
 
 def test_a_model_that_has_its_guidance_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of samples that one caption stands for, the gradient is zero at the guided mean; of plain targets it is zero at the mean."""
+    """Of samples that one caption stands for, the gradient is zero at the guided mean; of plain
+    targets it is zero at the mean."""
     random = torch.Generator().manual_seed(0)
     unconditional, mean, spread = torch.randn(3, 1, 1, 2, 2, generator=random, dtype=torch.float64)
     monkeypatch.setattr(flow_matching, "_predicted", lambda *_: [unconditional])
@@ -50,7 +52,9 @@ def test_a_model_that_has_its_guidance_keeps_it(monkeypatch: pytest.MonkeyPatch)
     for weight in (3.0, 1.0):
         prediction = guided.clone().requires_grad_()
         for sign in (1, -1):
-            batch = NoisedBatch([guided_item()], torch.tensor([0.5]), [], targets=[mean + sign * spread])
+            batch = NoisedBatch(
+                [guided_item()], torch.tensor([0.5]), [], targets=[mean + sign * spread]
+            )
             targets = guiding(
                 Model(toy_model()[0], BlockEngine(), TOY), batch, FlowConfig(target_guidance=weight)
             ).targets
@@ -76,13 +80,17 @@ def test_no_gradient_passes_through_the_prediction_without_caption() -> None:
 def test_validation_measures_the_guided_velocity() -> None:
     model, _ = toy_model()
     losses = [
-        validation_loss(Model(model, BlockEngine(), TOY), ["clip"], [guided_item()], (0.5,), flow).mean
+        validation_loss(
+            Model(model, BlockEngine(), TOY), ["clip"], [guided_item()], (0.5,), flow
+        ).mean
         for flow in (FlowConfig(), FlowConfig(target_guidance=3.0))
     ]
     assert losses[1] > 1.5 * losses[0], "of random weights, whose prediction is far from both"
 
 
-def test_a_run_goes_on_bitwise_and_learns_another_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_bitwise_and_learns_another_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
     assert world.train("at once", 4, *FLAGS) == 0

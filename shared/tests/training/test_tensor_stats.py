@@ -1,4 +1,5 @@
-"""Numeric sentinels: what is seen of a step, that seeing changes nothing, and what is said of a step that went wrong."""
+"""Numeric sentinels: what is seen of a step, that seeing changes nothing, and what is said of a
+step that went wrong."""
 
 import json
 
@@ -42,7 +43,10 @@ INF, NAN = float("inf"), float("nan")
 
 def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3):
     items = toy_items(2 * micro_batches)
-    batches = [ToyBatch([f"clip {2 * i}", f"clip {2 * i + 1}"], items[2 * i : 2 * i + 2]) for i in range(micro_batches)]
+    batches = [
+        ToyBatch([f"clip {2 * i}", f"clip {2 * i + 1}"], items[2 * i : 2 * i + 2])
+        for i in range(micro_batches)
+    ]
     trainable = trainable_parameters(model)
     optimizer = NamedOptimizer(trainable, OptimConfig(fused_backward=fused))
     return training_step(
@@ -80,11 +84,18 @@ def test_magnitudes_are_counted_over_any_number_of_parts(monkeypatch):
 def test_numbers_at_the_edges_of_a_dtype_are_counted_as_they_are(dtype):
     limits = torch.finfo(dtype)
     smallest = torch.tensor([limits.tiny, -limits.tiny], dtype=dtype)
-    below = torch.nextafter(smallest, torch.zeros(2, dtype=dtype)) if dtype != torch.float16 else smallest / 2
+    below = (
+        torch.nextafter(smallest, torch.zeros(2, dtype=dtype))
+        if dtype != torch.float16
+        else smallest / 2
+    )
     gradient = torch.cat([smallest, below, torch.tensor([0.0, -0.0, 1.0, INF, NAN], dtype=dtype)])
     assert below_normal_and_zero(gradient) == [4.0, 2.0]
     largest = torch.tensor([limits.max, -limits.max], dtype=dtype)
-    assert [float(number) for number in magnitudes(torch.cat([gradient, largest]))] == [limits.max, 2.0]
+    assert [float(number) for number in magnitudes(torch.cat([gradient, largest]))] == [
+        limits.max,
+        2.0,
+    ]
 
 
 class Launches(TorchDispatchMode):
@@ -123,15 +134,20 @@ class Seen:
     def __init__(self, model):
         self.largest = {}
         for index, block in enumerate(model.blocks()):
-            block.register_forward_hook(lambda module, args, carry, index=index: self.note(index, carry))
+            block.register_forward_hook(
+                lambda module, args, carry, index=index: self.note(index, carry)
+            )
 
     def note(self, index, carry):
-        self.largest[index] = max(self.largest.get(index, 0.0), float(carry.tokens.detach().abs().max()))
+        self.largest[index] = max(
+            self.largest.get(index, 0.0), float(carry.tokens.detach().abs().max())
+        )
 
 
 def freeze_key_biases(model, *, but=None):
-    """Leaves the biases of keys out of training: softmax does not see them, so their gradients are 0 but for rounding, and how many elements
-    are exactly 0 depends on the CPU's instruction set. No other gradient of the toy comes near 0."""
+    """Leaves the biases of keys out of training: softmax does not see them, so their gradients are
+    0 but for rounding, and how many elements are exactly 0 depends on the CPU's instruction set. No
+    other gradient of the toy comes near 0."""
     for layer in model.layers:
         for bias in (layer.qkv.bias, layer.key_value.bias):
             bias.requires_grad_(bias is but)
@@ -184,7 +200,10 @@ def test_divided_and_streamed_models_read_the_same():
     expected = step(plain, watch=watches[0], fused=True, micro_batches=1)
     model = make_model(TOY, ARCH)
     swap = stream(model, 1, trained=True)
-    assert step(model, BlockEngine(hooks=(swap,)), watch=watches[1], fused=True, micro_batches=1) == expected
+    assert (
+        step(model, BlockEngine(hooks=(swap,)), watch=watches[1], fused=True, micro_batches=1)
+        == expected
+    )
     with PretendDevices():
         model = make_model(TOY, ARCH)
         places = [torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:1")]
@@ -206,8 +225,12 @@ def test_a_watched_run_is_the_same_bitwise(policy, tmp_path, monkeypatch):
         config = TrainConfig(steps=5, batch_size=2, accumulation=2, seed=5, sentinels=every)
         runs[every] = toy_run(tmp_path / str(every), 5, config=config, held_out_clips=CLIPS)
     assert numbers(tmp_path / "0") == numbers(tmp_path / "2")
-    assert all(torch.equal(value, runs[2].parameters[name]) for name, value in runs[0].parameters.items())
-    lines = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
+    assert all(
+        torch.equal(value, runs[2].parameters[name]) for name, value in runs[0].parameters.items()
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
+    ]
     seen = [line for line in lines if "activation_max" in line]
     assert [line["step"] for line in seen] == [1, 2, 4] and not any("loss" in line for line in seen)
     assert seen[0]["activation_drift"] == 1.0 and 0 < seen[1]["activation_drift"] < 10
@@ -220,14 +243,18 @@ def test_a_run_that_goes_on_compares_with_its_beginning(tmp_path):
     whole = toy_run(tmp_path / "whole", 6, config=TrainConfig(steps=6, **config))
     toy_run(tmp_path / "halves", 3, config=TrainConfig(steps=3, **config))
     toy_run(tmp_path / "halves", 6, config=TrainConfig(steps=6, **config))
-    texts = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "halves")]
+    texts = [
+        (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "halves")
+    ]
     seen = [[line for line in text if "activation_drift" in line] for text in texts]
     assert seen[0] == seen[1] and len(seen[0]) == 4 and whole.result.finished
 
 
 def reading(*largest, not_finite=0):
     made = {BlockStats(i, "tokens"): value for i, value in enumerate(largest)}
-    return StepStats(largest=made, not_finite=dict.fromkeys(made, not_finite), underflow=0.25, worst="a.weight")
+    return StepStats(
+        largest=made, not_finite=dict.fromkeys(made, not_finite), underflow=0.25, worst="a.weight"
+    )
 
 
 def test_drift_is_said_once_and_names_the_first_block():
@@ -236,11 +263,14 @@ def test_drift_is_said_once_and_names_the_first_block():
     assert drift.take(1, reading(2.0, 4.0, 8.0))["activation_drift"] == 1.0
     found = drift.take(51, reading(3.0, 41.0, 80.1))
     assert found == {
-        "grad_underflow": 0.25, "grad_underflow_worst": "a.weight", "activation_max": 80.1, "activation_max_block": 2,
+        "grad_underflow": 0.25, "grad_underflow_worst": "a.weight", "activation_max": 80.1,
+        "activation_max_block": 2,
         "activation_drift": 10.25, "nonfinite": 0,
     }  # fmt: skip
     assert len(said) == 1
-    assert said[0].startswith("step 51: tokens of block 1: the largest activation is 41, 10.2 times its first 4")
+    assert said[0].startswith(
+        "step 51: tokens of block 1: the largest activation is 41, 10.2 times its first 4"
+    )
     drift.take(101, reading(30.0, 500.0, 900.0))
     assert len(said) == 1
     drift.take(151, reading(3.0, 33000.0, 80.0))
@@ -280,11 +310,17 @@ def test_a_poisoned_weight_is_named_with_its_block_its_layer_and_the_samples(kin
     base.data[3, 5] = NAN
     error = failure(model, engine_of(kind, model))
     where = error.evidence["where"]
-    assert (where["stage"], where["module"], where["pass"]) == ("block 1", "layers.1.mlp.0", "forward")
+    assert (where["stage"], where["module"], where["pass"]) == (
+        "block 1",
+        "layers.1.mlp.0",
+        "forward",
+    )
     assert where["weights"] == ["layers.1.mlp.0.weight"]
     assert (where["micro_batch"], where["ids"]) == (0, ["clip 0", "clip 1"])
     assert "(first in block 1 at layers.1.mlp.0, aten." in str(error)
-    assert str(error).endswith("where layers.1.mlp.0.weight is not finite itself; samples clip 0, clip 1)")
+    assert str(error).endswith(
+        "where layers.1.mlp.0.weight is not finite itself; samples clip 0, clip 1)"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,7 +350,9 @@ def test_a_gradient_that_is_not_finite_is_named(kind):
     error = failure(model, engine_of(kind, model))
     where = error.evidence["where"]
     assert where["pass"] == "backward" and where["stage"] == "block 1" and where["weights"] == []
-    assert where["module"] in ("layers.1.mlp.1", "layers.1.mlp.2"), "at the module, or between it and the next"
+    assert where["module"] in ("layers.1.mlp.1", "layers.1.mlp.2"), (
+        "at the module, or between it and the next"
+    )
     assert error.evidence["first_parameters_with_non_finite_gradients"]
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -323,7 +361,9 @@ def test_a_sample_that_is_not_finite_is_not_the_models_fault():
     model, items = make_model(TOY, ARCH), toy_items(2)
     items[1]["latents"][0, 0, 0, 0] = INF
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
-    with pytest.raises(NonFiniteLoss, match=r"\(first in inputs, aten.mul in the forward; samples clip 1\)"):
+    with pytest.raises(
+        NonFiniteLoss, match=r"\(first in inputs, aten.mul in the forward; samples clip 1\)"
+    ):
         training_step(
             Model(model, BlockEngine(), TOY),
             [ToyBatch(["clip 0", "clip 1"], items)],
@@ -342,18 +382,26 @@ def test_the_head_and_a_divided_model_are_named_too():
         with torch.no_grad():
             model.head.out.bias.fill_(INF)
         where = failure(model).evidence["where"]
-        assert (where["stage"], where["module"], where["weights"]) == ("head", "head.out", ["head.out.bias"])
+        assert (where["stage"], where["module"], where["weights"]) == (
+            "head",
+            "head.out",
+            ["head.out.bias"],
+        )
 
 
 def test_an_adapter_that_breaks_after_some_steps_is_named(tmp_path, monkeypatch):
     class Breaking(Callback):
         def after_step(self, step, metrics):
             if step == 2:
-                dict(model.named_parameters())["layers.0.qkv.lora_B.default.weight"].data[0, 0] = NAN
+                dict(model.named_parameters())["layers.0.qkv.lora_B.default.weight"].data[0, 0] = (
+                    NAN
+                )
 
     model, _ = made = toy_model("lora")
     monkeypatch.setattr("toy_training.toy_model", lambda *args, **given: made)
-    with pytest.raises(UserError, match=r"step 2 is not finite \(first in block 0 at layers.0.qkv.*evidence is in"):
+    with pytest.raises(
+        UserError, match=r"step 2 is not finite \(first in block 0 at layers.0.qkv.*evidence is in"
+    ):
         toy_run(tmp_path, 5, method="lora", dropout=0.0, callbacks=[Breaking()])
     (file,) = tmp_path.glob("failure-step-*.json")
     found = json.loads(file.read_text())["where"]

@@ -1,4 +1,5 @@
-"""Micro-batches that are prepared while others run: the same run bit by bit, and errors and signals where they belong."""
+"""Micro-batches that are prepared while others run: the same run bit by bit, and errors and signals
+where they belong."""
 
 import json
 import threading
@@ -58,7 +59,9 @@ class LazyData(ToyData):
         return batch._replace(items=LazyItems(read, len(batch.items)))
 
 
-def prefetcher(data: Any, *, steps: int = 9, accumulation: int = 2, ranks: Ranks | None = None) -> Prefetcher[Any]:
+def prefetcher(
+    data: Any, *, steps: int = 9, accumulation: int = 2, ranks: Ranks | None = None
+) -> Prefetcher[Any]:
     def made(batches: Sequence[MicroBatch], micro: int, step: int) -> Any:
         return step, micro, list(batches[micro].items)
 
@@ -70,7 +73,10 @@ def prefetch_threads() -> list[str]:
 
 
 def test_a_run_is_that_of_steps_without_a_prefetch_bit_by_bit(tmp_path: Path) -> None:
-    config, optim = TrainConfig(steps=5, batch_size=2, accumulation=3, seed=5), OptimConfig(lr=3e-3, warmup_steps=3)
+    config, optim = (
+        TrainConfig(steps=5, batch_size=2, accumulation=3, seed=5),
+        OptimConfig(lr=3e-3, warmup_steps=3),
+    )
     data = LazyData()
     done = toy_run(tmp_path, 5, config=config, optim=optim, data=data)
     model, trained = toy_model(dropout=0.1)
@@ -135,7 +141,9 @@ def test_a_rank_reads_its_own_alone_across_steps() -> None:
     assert [index for index, _ in data.read] == [2, 3, 6, 7, 10, 11]
 
 
-def test_an_error_of_the_reading_is_raised_at_the_micro_batch_that_it_concerns(tmp_path: Path) -> None:
+def test_an_error_of_the_reading_is_raised_at_the_micro_batch_that_it_concerns(
+    tmp_path: Path,
+) -> None:
     def fail(index: int) -> None:
         if index == 4:
             raise UserError("cannot read clip 4")
@@ -144,7 +152,9 @@ def test_an_error_of_the_reading_is_raised_at_the_micro_batch_that_it_concerns(t
     with pytest.raises(UserError, match=r"^cannot read clip 4$"):
         toy_run(tmp_path, 5, data=data)
     assert data.read[-2:] == [(4, "prefetch_0"), (4, MAIN)] and prefetch_threads() == []
-    assert [row["step"] for row in numbers(tmp_path) if "loss" in row] == [1, 2], "two steps were complete"
+    assert [row["step"] for row in numbers(tmp_path) if "loss" in row] == [1, 2], (
+        "two steps were complete"
+    )
 
 
 def test_what_fails_in_the_background_alone_is_nowhere(tmp_path: Path) -> None:
@@ -154,7 +164,9 @@ def test_what_fails_in_the_background_alone_is_nowhere(tmp_path: Path) -> None:
 
     expected = toy_run(tmp_path / "sound", 4)
     made = toy_run(tmp_path / "failing", 4, data=LazyData(fail))
-    assert all(torch.equal(tensor, expected.parameters[name]) for name, tensor in made.parameters.items())
+    assert all(
+        torch.equal(tensor, expected.parameters[name]) for name, tensor in made.parameters.items()
+    )
 
 
 def test_an_interrupted_loop_leaves_no_thread(tmp_path: Path) -> None:
@@ -203,7 +215,9 @@ def test_the_time_that_the_loop_waits_is_in_its_metrics(tmp_path: Path) -> None:
 
 
 def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GPU) -> None:  # noqa: F811
-    def train(device: torch.device, prepared: Callable[[int, int], PreparedBatch] | None) -> list[torch.Tensor]:
+    def train(
+        device: torch.device, prepared: Callable[[int, int], PreparedBatch] | None
+    ) -> list[torch.Tensor]:
         model, trained = toy_model("lora")
         if device != torch.device("cpu"):
             place_model(model, [device, device])
@@ -213,7 +227,9 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
             ahead = None if prepared is None else partial(prepared, step)
             context = StepContext(step=step, seed=1, flow=FLOW, prepared=ahead)
             there = Model(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
-            training_step(there, [data.micro_batch(step)], optimizer, context, lr=1e-2, clip_norm=1.0)
+            training_step(
+                there, [data.micro_batch(step)], optimizer, context, lr=1e-2, clip_norm=1.0
+            )
         return [on_host(parameter) for parameter in trained.values()]
 
     data, locked = ToyData(), []
@@ -223,7 +239,11 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
         lazy = ToyBatch(list(batch.ids), LazyItems(lambda: list(batch.items), len(batch.items)))
         made = prepare(TOY, FLOW, [lazy], micro, seed=1, step=step).pinned()
         tensors = [made.noised.noise[0], *made.noised.items[0].values()]
-        locked.append(all(each.is_pinned() if gpu.is_real else gpu.runtime.is_locked(each) for each in tensors))
+        locked.append(
+            all(
+                each.is_pinned() if gpu.is_real else gpu.runtime.is_locked(each) for each in tensors
+            )
+        )
         return made
 
     with Prefetcher(data, pinned, accumulation=1, steps=3, ranks=Ranks()) as batches:
@@ -233,7 +253,9 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
     assert all(map(torch.equal, ahead, in_place))
 
 
-def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_page_locks_each_micro_batch_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def on_a_gpu(*args: Any, **fields: Any) -> Any:
         model, _ = toy_model(*args, **fields)
         place_model(model, [torch.device("cpu:1")] * 2)
@@ -241,7 +263,9 @@ def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch
 
     locked, pinned = list[PreparedBatch](), PreparedBatch.pinned
     monkeypatch.setattr(toy_training, "toy_model", on_a_gpu)
-    monkeypatch.setattr(PreparedBatch, "pinned", lambda batch: locked.append(batch) or pinned(batch))
+    monkeypatch.setattr(
+        PreparedBatch, "pinned", lambda batch: locked.append(batch) or pinned(batch)
+    )
     with StandIn():
         toy_run(tmp_path, 2, dropout=0.0, method="lora")
     assert len(locked) == 2 * 2  # of two steps
@@ -249,8 +273,12 @@ def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(("micro_batches", "watched"), [(1, False), (3, False), (3, True)])
 def test_the_host_waits_once_a_step(micro_batches: int, watched: bool) -> None:
-    """For the loss, the norm of the gradients and all that is watched. All that is copied to the device, masks included, is not waited for."""
-    items = [{**item, LOSS_WEIGHTS: torch.ones(1, *item["latents"].shape[1:])} for item in toy_items(micro_batches)]
+    """For the loss, the norm of the gradients and all that is watched. All that is copied to the
+    device, masks included, is not waited for."""
+    items = [
+        {**item, LOSS_WEIGHTS: torch.ones(1, *item["latents"].shape[1:])}
+        for item in toy_items(micro_batches)
+    ]
     batches = [ToyBatch([f"clip {index}"], [item]) for index, item in enumerate(items)]
     with StandIn() as stand_in:
         model, _ = toy_model("lora")
@@ -258,9 +286,15 @@ def test_the_host_waits_once_a_step(micro_batches: int, watched: bool) -> None:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = NamedOptimizer(trained, OptimConfig())
         waits, synchronize = list[tuple[str, ...]](), stand_in.runtime.log.synchronize
-        stand_in.runtime.log.synchronize = lambda *streams: (waits.append(streams), synchronize(*streams))  # type: ignore[assignment,func-returns-value]
+        stand_in.runtime.log.synchronize = lambda *streams: (
+            waits.append(streams),
+            synchronize(*streams),
+        )  # type: ignore[assignment,func-returns-value]
         for step in range(2):
-            ready = [prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned() for micro in range(micro_batches)]
+            ready = [
+                prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned()
+                for micro in range(micro_batches)
+            ]
             context = StepContext(step=step, seed=1, flow=FLOW, prepared=ready.__getitem__)
             there = Model(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
             watch = StatsRecorder() if watched else None

@@ -10,7 +10,10 @@ from ditkit_core.training.train_state import EMA
 
 
 def parameters(dtype=torch.float32):
-    return {"a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype)), "b": nn.Parameter(torch.zeros(2, 2, dtype=dtype))}
+    return {
+        "a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype)),
+        "b": nn.Parameter(torch.zeros(2, 2, dtype=dtype)),
+    }
 
 
 def test_the_average_follows_its_recursion_in_fp32():

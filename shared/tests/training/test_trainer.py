@@ -24,7 +24,13 @@ from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
 from ditkit_core.training.checkpoint import load_state
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.trainer import Callback, ProgressBar
@@ -63,18 +69,31 @@ def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     assert done.finished and done.step == 40 and done.save == tmp_path / "state" / "step-000040"
     assert done.held_out < 0.95 * done.held_out_before
     assert steps_of(tmp_path, "held_out") == [0, 40]
-    assert [line["held_out"] for line in lines(tmp_path) if "held_out" in line] == [done.held_out_before, done.held_out]
+    assert [line["held_out"] for line in lines(tmp_path) if "held_out" in line] == [
+        done.held_out_before,
+        done.held_out,
+    ]
     assert load_state(done.save).held_out == done.held_out
     assert progress.steps == 40 and progress.fields["held_out"] == done.held_out
     last = next(line for line in lines(tmp_path) if line["step"] == 40)
-    assert last["tokens_per_second"] * last["seconds"] == pytest.approx(4 * 32)  # positions of four samples
-    assert last["lr"] == pytest.approx(3e-3) and last["grad_norm"] > 0 and last["peak_memory_bytes"] > 10_000_000
+    assert last["tokens_per_second"] * last["seconds"] == pytest.approx(
+        4 * 32
+    )  # positions of four samples
+    assert (
+        last["lr"] == pytest.approx(3e-3)
+        and last["grad_norm"] > 0
+        and last["peak_memory_bytes"] > 10_000_000
+    )
     assert steps_of(tmp_path, "loss") == list(range(1, 41))
 
 
 def test_a_line_counts_the_micro_batches_that_were_replayed(tmp_path: Path) -> None:
     with recorded_graphs():
-        toy_run(tmp_path, 3, config=TrainConfig(steps=3, batch_size=2, accumulation=2, seed=5, cuda_graphs="on"))
+        toy_run(
+            tmp_path,
+            3,
+            config=TrainConfig(steps=3, batch_size=2, accumulation=2, seed=5, cuda_graphs="on"),
+        )
     toy_run(tmp_path / "without a graph", 1)
     counts = [line["replays"] for line in lines(tmp_path) if "loss" in line]
     assert counts == [0, 2, 2], "in the first step Python sees all operations"
@@ -82,9 +101,13 @@ def test_a_line_counts_the_micro_batches_that_were_replayed(tmp_path: Path) -> N
 
 
 def test_on_a_gpu_the_peak_with_gaps_is_measured_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("ditkit_core.training.trainer.peak_reserved_bytes", lambda devices: 3 * 2**29)
+    monkeypatch.setattr(
+        "ditkit_core.training.trainer.peak_reserved_bytes", lambda devices: 3 * 2**29
+    )
     toy_run(tmp_path, 2, callbacks=[ProgressBar(console._PlainBar("train", 2, 0))])
-    assert [line["peak_reserved_bytes"] for line in lines(tmp_path) if "loss" in line] == [3 * 2**29] * 2
+    assert [line["peak_reserved_bytes"] for line in lines(tmp_path) if "loss" in line] == [
+        3 * 2**29
+    ] * 2
     assert "with gaps 1.50 GiB" in capsys.readouterr().out
 
 
@@ -93,7 +116,9 @@ def test_a_printed_step_has_its_own_figures(tmp_path, capsys):
         toy_run(tmp_path, 5, callbacks=[ProgressBar(bar)])
     losses = [f"loss {line['loss']:.4f}" for line in lines(tmp_path) if "loss" in line]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train ")]
-    assert len(printed) == 5 and all(loss in line for loss, line in zip(losses, printed, strict=True))
+    assert len(printed) == 5 and all(
+        loss in line for loss, line in zip(losses, printed, strict=True)
+    )
 
 
 def test_saves_measurements_and_lines_come_on_schedule(tmp_path):
@@ -108,7 +133,9 @@ def test_saves_measurements_and_lines_come_on_schedule(tmp_path):
         callbacks=[Calls(save=exported.append)],
     )
     assert exported == [2, 4, 6, 7]
-    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"step-{n:06d}" for n in exported]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [
+        f"step-{n:06d}" for n in exported
+    ]
     assert steps_of(tmp_path, "held_out") == [0, 3, 6, 7]
     assert steps_of(tmp_path, "loss") == [2, 4, 6]
 
@@ -131,22 +158,32 @@ def test_without_a_schedule_of_its_own_the_loss_is_measured_at_each_save(tmp_pat
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run_in_words(tmp_path):
-    """The training loss of a step is from before its update: what an update broke is first seen here."""
-    with pytest.raises(UserError, match=r"^before training, the loss is not finite at held-out clip b, noise level "):
+    """The training loss of a step is from before its update: what an update broke is first seen
+    here."""
+    with pytest.raises(
+        UserError,
+        match=r"^before training, the loss is not finite at held-out clip b, noise level ",
+    ):
         broken = [{**item} for item in CLIPS.items]
         broken[1]["latents"] = torch.full_like(broken[1]["latents"], torch.inf)
         toy_run(tmp_path / "clip", 2, held_out_clips=CLIPS._replace(ids=["a", "b"], items=broken))
     toy_run(tmp_path / "run", 2, held_out_clips=CLIPS)
-    with pytest.raises(UserError, match=r"after step 3 .*; the last save is .*step-000002: lower optim\.lr"):
+    with pytest.raises(
+        UserError, match=r"after step 3 .*; the last save is .*step-000002: lower optim\.lr"
+    ):
         toy_run(tmp_path / "run", 3, held_out_clips=CLIPS, optim=OptimConfig(lr=1e37))
     assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-000002"]
 
 
 def test_saves_come_by_time(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(train_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0])
+    monkeypatch.setattr(
+        train_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0]
+    )
     exported = []
-    toy_run(tmp_path, 9, save=SaveConfig(every_minutes=1.0), callbacks=[Calls(save=exported.append)])
+    toy_run(
+        tmp_path, 9, save=SaveConfig(every_minutes=1.0), callbacks=[Calls(save=exported.append)]
+    )
     assert exported[-1] == 9 and len(exported) > 2 and exported != list(range(1, 10))
 
 
@@ -170,8 +207,15 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
 
     def look(step):
         state = load_state(tmp_path / "state" / f"step-{step:06d}")
-        seen.append(all(torch.equal(model_weights[name], state.tensors["ema"][name]) for name in model_weights))
-        assert not torch.equal(state.tensors["ema"]["head.out.weight"], state.tensors["trainable"]["head.out.weight"])
+        seen.append(
+            all(
+                torch.equal(model_weights[name], state.tensors["ema"][name])
+                for name in model_weights
+            )
+        )
+        assert not torch.equal(
+            state.tensors["ema"]["head.out.weight"], state.tensors["trainable"]["head.out.weight"]
+        )
 
     original = train_module.TrainState
 
@@ -201,16 +245,22 @@ def test_a_signal_ends_the_run_after_the_step_with_a_save(name, tmp_path):
     done = toy_run(tmp_path, 10, held_out_clips=CLIPS, callbacks=callbacks).result
     assert (done.step, done.finished, finished) == (3, False, [])
     assert exported == [3] and done.save.name == "step-000003"
-    assert steps_of(tmp_path, "held_out") == [0]  # a person who ends a run does not want to wait for it
+    assert steps_of(tmp_path, "held_out") == [
+        0
+    ]  # a person who ends a run does not want to wait for it
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_signal_in_a_preview_ends_the_run_at_its_step(at, tmp_path):
-    calls = Calls(preview=lambda step: step == at and signal.raise_signal(signal.SIGTERM), preview_steps=2)
+    calls = Calls(
+        preview=lambda step: step == at and signal.raise_signal(signal.SIGTERM), preview_steps=2
+    )
     done = toy_run(tmp_path, 10, callbacks=[calls]).result
     assert (done.step, done.finished) == (at, False)
-    assert done.save == (tmp_path / "state" / "step-000002" if at else None), "before the first step nothing is trained"
+    assert done.save == (tmp_path / "state" / "step-000002" if at else None), (
+        "before the first step nothing is trained"
+    )
 
 
 def test_a_second_ctrl_c_interrupts_at_once_and_handlers_are_put_back():
@@ -270,11 +320,18 @@ def test_a_complete_run_is_left_as_it_is(tmp_path):
     written = (tmp_path / "metrics.jsonl").read_bytes()
     times = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "state").rglob("*")}
     exported, finished = [], []
-    again = toy_run(tmp_path, 4, held_out_clips=CLIPS, callbacks=[Calls(save=exported.append, finish=finished.append)])
+    again = toy_run(
+        tmp_path,
+        4,
+        held_out_clips=CLIPS,
+        callbacks=[Calls(save=exported.append, finish=finished.append)],
+    )
     assert again.result == first.result and exported == [] and finished == [4]
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
     assert {path: os.stat(path).st_mtime_ns for path in (tmp_path / "state").rglob("*")} == times
-    assert all(torch.equal(again.parameters[name], first.parameters[name]) for name in first.parameters)
+    assert all(
+        torch.equal(again.parameters[name], first.parameters[name]) for name in first.parameters
+    )
 
 
 def test_a_run_of_other_parameters_is_refused_with_the_remedy(tmp_path):
@@ -288,9 +345,13 @@ def test_a_full_disk_is_one_line_and_the_old_save_stays(tmp_path, monkeypatch):
 
     toy_run(tmp_path, 2)
     monkeypatch.setattr(
-        checkpoint, "save_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        checkpoint,
+        "save_file",
+        lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
-    with pytest.raises(UserError, match=r"cannot write .*step-000004: No space left on device; free some space"):
+    with pytest.raises(
+        UserError, match=r"cannot write .*step-000004: No space left on device; free some space"
+    ):
         toy_run(tmp_path, 4)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-000002"]
 
@@ -311,7 +372,14 @@ def test_two_averages_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"steps": -1}, {"batch_size": 0}, {"accumulation": 0}, {"clip_norm": -1.0}, {"caption_dropout": 1.5}]
+    "fields",
+    [
+        {"steps": -1},
+        {"batch_size": 0},
+        {"accumulation": 0},
+        {"clip_norm": -1.0},
+        {"caption_dropout": 1.5},
+    ],
 )
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match=r"train\."):
@@ -378,7 +446,9 @@ def test_several_are_called_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopping_too", [False, True])
-def test_whoever_needs_no_time_previews_after_a_signal_too(stopping_too: bool, tmp_path: Path) -> None:
+def test_whoever_needs_no_time_previews_after_a_signal_too(
+    stopping_too: bool, tmp_path: Path
+) -> None:
     """After the save, which must not wait for it."""
 
     class Signalling(Callback):
@@ -388,7 +458,9 @@ def test_whoever_needs_no_time_previews_after_a_signal_too(stopping_too: bool, t
 
     log = Log((0, 1, 2), stopping_too=stopping_too)
     toy_run(tmp_path, 4, callbacks=[Signalling(), log])
-    assert log.told[-2:] == ([("save", 2), ("preview", 2)] if stopping_too else [("step", 2), ("save", 2)])
+    assert log.told[-2:] == (
+        [("save", 2), ("preview", 2)] if stopping_too else [("step", 2), ("save", 2)]
+    )
 
 
 def test_weights_are_averaged_wherever_they_are_handed_out(tmp_path: Path) -> None:
@@ -409,7 +481,9 @@ def test_weights_are_averaged_wherever_they_are_handed_out(tmp_path: Path) -> No
 
         def look(self, what: str) -> None:
             average = load_state(max((tmp_path / "state").iterdir())).tensors["ema"]
-            seen.append((what, all(torch.equal(trainable[name], average[name]) for name in average)))
+            seen.append(
+                (what, all(torch.equal(trainable[name], average[name]) for name in average))
+            )
 
     trainable: dict[str, Any] = {}
     original = toy_training.toy_model
@@ -431,12 +505,18 @@ def test_the_parts_of_a_step_add_up_to_its_time(tmp_path, policy):
     model, trainable = toy_model()
     engine = BlockEngine(policy=policy)
     toy_training.train(
-        Model(model, engine, TOY, trainable), ToyData(), folder=tmp_path, config=TrainConfig(steps=4, accumulation=2),
-        flow=FlowConfig(), optim=OptimConfig(), ema=EMAConfig(), save=SaveConfig(), held_out=HeldOutConfig(),
+        Model(model, engine, TOY, trainable), ToyData(), folder=tmp_path,
+        config=TrainConfig(steps=4, accumulation=2),
+        flow=FlowConfig(), optim=OptimConfig(), ema=EMAConfig(), save=SaveConfig(),
+        held_out=HeldOutConfig(),
         log=LogConfig(tensorboard=False),
     )  # fmt: skip
     for line in (each for each in lines(tmp_path) if "loss" in each):
-        parts = {name.removeprefix("seconds/"): value for name, value in line.items() if name.startswith("seconds/")}
+        parts = {
+            name.removeprefix("seconds/"): value
+            for name, value in line.items()
+            if name.startswith("seconds/")
+        }
         assert parts.keys() == set(PARTS) and all(value >= 0 for value in parts.values())
         assert sum(parts.values()) <= line["seconds"], "nothing is counted twice"
         assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0

@@ -27,7 +27,9 @@ SIGMAS = (0.2, 0.5, 0.9)
 
 def measure(model, ids=("a", "b", "c"), sigmas=SIGMAS):
     items = dict(zip("abc", toy_items(3, ragged=True), strict=True))
-    return validation_loss(Model(model, BlockEngine(), TOY), ids, [items[name] for name in ids], sigmas)
+    return validation_loss(
+        Model(model, BlockEngine(), TOY), ids, [items[name] for name in ids], sigmas
+    )
 
 
 def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
@@ -85,7 +87,12 @@ def test_modes_are_put_back_after_an_error():
     model, _ = toy_model()
     model.train()
     with pytest.raises(KeyError):
-        validation_loss(Model(model, BlockEngine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
+        validation_loss(
+            Model(model, BlockEngine(), TOY),
+            ["a"],
+            [{"latents": toy_items(1)[0]["latents"]}],
+            SIGMAS,
+        )
     assert all(module.training for module in model.modules())
 
 
@@ -99,7 +106,13 @@ def test_a_better_model_has_a_lower_loss():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"clips": -1}, {"every_steps": -1}, {"sigmas": ()}, {"sigmas": (0.5, 1.5)}, {"sigmas": (0.3, 0.5, 0.3000001)}],
+    [
+        {"clips": -1},
+        {"every_steps": -1},
+        {"sigmas": ()},
+        {"sigmas": (0.5, 1.5)},
+        {"sigmas": (0.3, 0.5, 0.3000001)},
+    ],
 )
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match=r"held_out\."):
@@ -111,7 +124,9 @@ def test_settings_out_of_range_are_refused(fields):
 
 def grid_of(*clips, sigmas=(0.2, 0.8)):
     """A measurement with these errors at each level: clip by clip, level by level."""
-    return ValidationResult.of({sigma: [clip[place] for clip in clips] for place, sigma in enumerate(sigmas)})
+    return ValidationResult.of(
+        {sigma: [clip[place] for clip in clips] for place, sigma in enumerate(sigmas)}
+    )
 
 
 def test_the_interval_is_of_each_clip_against_itself():
@@ -119,12 +134,20 @@ def test_the_interval_is_of_each_clip_against_itself():
     before = grid_of((1.0, 2.0), (5.0, 9.0), (30.0, 40.0))
     course = ValidationHistory()
     first = course.take(before, first=True)
-    assert first == {"held_out": before.mean, "held_out/sigma_0.2": 12.0, "held_out/sigma_0.8": 17.0}
+    assert first == {
+        "held_out": before.mean,
+        "held_out/sigma_0.2": 12.0,
+        "held_out/sigma_0.8": 17.0,
+    }
     assert course.interval is None
     now = grid_of((0.8, 1.8), (4.7, 8.7), (29.9, 39.9))  # lower by 0.2, 0.3, 0.1
     numbers = course.take(now, first=False)
     half = 4.3027 * 0.1 / 3**0.5
-    for name, value in {"held_out": now.mean, "held_out/sigma_0.2": 11.8, "held_out/sigma_0.8": 16.8}.items():
+    for name, value in {
+        "held_out": now.mean,
+        "held_out/sigma_0.2": 11.8,
+        "held_out/sigma_0.8": 16.8,
+    }.items():
         assert numbers[name] == pytest.approx(value)
         assert numbers[f"{name}_low"] == pytest.approx(value - half, abs=1e-4)
         assert numbers[f"{name}_high"] == pytest.approx(value + half, abs=1e-4)
@@ -153,7 +176,9 @@ def test_windows_of_one_file_are_one_unit():
         course.take(before, first=True)
         numbers = course.take(now, first=False, files=files)
         for name in ("held_out", "held_out/sigma_0.2"):
-            assert (numbers[f"{name}_high"] - numbers[f"{name}_low"]) / 2 == pytest.approx(half, abs=1e-3)
+            assert (numbers[f"{name}_high"] - numbers[f"{name}_low"]) / 2 == pytest.approx(
+                half, abs=1e-3
+            )
 
 
 def test_one_clip_has_no_interval_and_neither_has_a_grid_that_changed():
@@ -176,26 +201,48 @@ def test_a_course_goes_on_from_what_a_save_holds():
     course.take(grid_of((1.0, 2.0), (3.0, 4.0)), first=True)
     course.take(grid_of((0.5, 1.0), (2.0, 3.5)), first=False)
     again = ValidationHistory(json.loads(json.dumps(course.state())))
-    assert (again.before, again.last, again.interval) == (course.before, course.last, course.interval)
+    assert (again.before, again.last, again.interval) == (
+        course.before,
+        course.last,
+        course.interval,
+    )
     assert again.state() == course.state()
     later = grid_of((0.25, 0.5), (1.0, 1.5))
     assert again.take(later, first=False) == course.take(later, first=False)
-    old = ValidationHistory({"held_out_before": 2.5, "held_out_last": 2.0})  # of a version without intervals
-    assert (old.before, old.last) == (2.5, 2.0) and "held_out_low" not in old.take(later, first=False)
+    old = ValidationHistory(
+        {"held_out_before": 2.5, "held_out_last": 2.0}
+    )  # of a version without intervals
+    assert (old.before, old.last) == (2.5, 2.0) and "held_out_low" not in old.take(
+        later, first=False
+    )
 
 
 def test_noise_levels_are_those_that_an_expert_sees():
     levels = (0.1, 0.3, 0.5, 0.7, 0.9)
-    assert sigmas_between(levels, 0.0, 1.0) == levels and sigmas_between((0.0, 1.0), 0.0, 1.0) == (0.0, 1.0)
+    assert sigmas_between(levels, 0.0, 1.0) == levels and sigmas_between((0.0, 1.0), 0.0, 1.0) == (
+        0.0,
+        1.0,
+    )
     assert sigmas_between(levels, 0.0, 0.875) == (0.1, 0.3, 0.5, 0.7)
-    assert sigmas_between(levels, 0.875, 1.0) == (0.8875, 0.9125, 0.9375, 0.9625, 0.9875), "one level would say little"
+    assert sigmas_between(levels, 0.875, 1.0) == (0.8875, 0.9125, 0.9375, 0.9625, 0.9875), (
+        "one level would say little"
+    )
     assert sigmas_between((0.9,), 0.9, 1.0) == (0.9,), "a boundary belongs to the noisier expert"
     assert sigmas_between((0.9,), 0.0, 0.9) == (0.81,)
 
 
 @pytest.mark.parametrize(
     ("degrees", "expected"),
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042), (120, 1.980)],
+    [
+        (1, 12.706),
+        (2, 4.303),
+        (3, 3.182),
+        (4, 2.776),
+        (9, 2.262),
+        (10, 2.228),
+        (30, 2.042),
+        (120, 1.980),
+    ],
 )
 def test_quantiles_are_those_of_printed_tables(degrees: int, expected: float) -> None:
     assert t_quantile(degrees) == pytest.approx(expected, abs=6e-4)
@@ -203,9 +250,9 @@ def test_quantiles_are_those_of_printed_tables(degrees: int, expected: float) ->
 
 
 def test_another_confidence_is_another_column_of_the_table() -> None:
-    assert t_quantile(5, 0.99) == pytest.approx(4.032, abs=6e-4) and t_quantile(6, 0.9) == pytest.approx(
-        1.943, abs=6e-4
-    )
+    assert t_quantile(5, 0.99) == pytest.approx(4.032, abs=6e-4) and t_quantile(
+        6, 0.9
+    ) == pytest.approx(1.943, abs=6e-4)
 
 
 def test_the_interval_of_a_mean() -> None:
@@ -220,6 +267,7 @@ def test_values_of_one_unit_count_as_one() -> None:
     assert half_width([1.0, 1.0, 3.0, 3.0], ["a", "a", "b", "b"]) == pytest.approx(12.706, abs=1e-3)
     assert half_width([1.0, 3.0], "ab") == half_width([1.0, 3.0]) == pytest.approx(12.706, abs=1e-3)
     assert half_width([1.0, 2.0, 3.0], "aaa") is None
-    # by hand, of sizes 3 and 1 about the mean 1.75: sums -2.25 and 2.25, squares 10.125, times 2 / 1, its root over 4 values
+    # by hand, of sizes 3 and 1 about the mean 1.75: sums -2.25 and 2.25, squares 10.125, times 2 /
+    # 1, its root over 4 values
     uneven = half_width([1.0, 1.0, 1.0, 4.0], "aaab")
     assert uneven == pytest.approx(12.706 * (2 * 2 * 2.25**2) ** 0.5 / 4, abs=1e-3)

@@ -26,8 +26,11 @@ from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 FP8 = torch.float8_e4m3fn
 
 
-def scaled(state: State, *, rows: bool = False, rest: torch.dtype = torch.bfloat16) -> tuple[State, State, State]:
-    """Codes, scales by the weight's name, and what they stand for: blocks' matrices are scaled, the rest is not."""
+def scaled(
+    state: State, *, rows: bool = False, rest: torch.dtype = torch.bfloat16
+) -> tuple[State, State, State]:
+    """Codes, scales by the weight's name, and what they stand for: blocks' matrices are scaled, the
+    rest is not."""
     codes, scales, values = {}, {}, {}
     for name, tensor in state.items():
         if tensor.ndim == 2 and "blocks." in name:
@@ -49,14 +52,26 @@ def legacy(codes: State, scales: State) -> tuple[State, dict[str, str]]:
 
 def marked(codes: State, scales: State) -> tuple[State, dict[str, str]]:
     about = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
-    beside = {name.replace("weight", "weight_scale"): scale.reshape(-1) for name, scale in scales.items()}
-    return {**codes, **beside, **{name.replace("weight", "comfy_quant"): about.clone() for name in scales}}, {}
+    beside = {
+        name.replace("weight", "weight_scale"): scale.reshape(-1) for name, scale in scales.items()
+    }
+    return {
+        **codes,
+        **beside,
+        **{name.replace("weight", "comfy_quant"): about.clone() for name in scales},
+    }, {}
 
 
 def in_header(codes: State, scales: State) -> tuple[State, dict[str, str]]:
-    beside = {f"model.{name.replace('weight', 'weight_scale')}": scale for name, scale in scales.items()}
-    beside |= {f"model.{name.replace('weight', 'input_scale')}": torch.tensor(0.3) for name in scales}
-    layers = {f"model.{name.removesuffix('.weight')}": {"format": "float8_e4m3fn"} for name in scales}
+    beside = {
+        f"model.{name.replace('weight', 'weight_scale')}": scale for name, scale in scales.items()
+    }
+    beside |= {
+        f"model.{name.replace('weight', 'input_scale')}": torch.tensor(0.3) for name in scales
+    }
+    layers = {
+        f"model.{name.removesuffix('.weight')}": {"format": "float8_e4m3fn"} for name in scales
+    }
     header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     return {**{f"model.{name}": code for name, code in codes.items()}, **beside}, header
 
@@ -78,10 +93,24 @@ def test_a_scaled_file_is_planned_as_it_is_held(tmp_path, capsys):
     found = {}
     for name, tensors in (("scaled", legacy(codes, scales)), ("dense", (values, {}))):
         path = write(tmp_path / name, *tensors)
-        argv = ["--model.transformer", str(path), "--model.preset", "tiny", "--plan", "--json", "--gpus", "24GiB"]
+        argv = [
+            "--model.transformer",
+            str(path),
+            "--model.preset",
+            "tiny",
+            "--plan",
+            "--json",
+            "--gpus",
+            "24GiB",
+        ]
         for quantize in ("none", "fp8"):
             assert (
-                cli.run(TOY, "train", [*argv, "--run.folder", str(tmp_path / "run"), "--base.quantize", quantize]) == 0
+                cli.run(
+                    TOY,
+                    "train",
+                    [*argv, "--run.folder", str(tmp_path / "run"), "--base.quantize", quantize],
+                )
+                == 0
             )
             found[name, quantize] = json.loads(capsys.readouterr().out)
     weights = {key: plan["devices"][0]["weights"] for key, plan in found.items()}
@@ -97,7 +126,10 @@ def test_a_scaled_file_is_multiplied_as_it_is(tmp_path, rows):
     path, lines = write(tmp_path, *legacy(codes, scales)), list[str]()
     stored, computed = prepared(path), prepared(path, compute="fp8", say=lines.append)
     layers = quantized_weights(computed.module)
-    assert lines[-1] == f"base.compute = fp8: {len(layers)} matrices are multiplied in 8 bits, forward and backward"
+    assert (
+        lines[-1]
+        == f"base.compute = fp8: {len(layers)} matrices are multiplied in 8 bits, forward and backward"
+    )
     assert layers and all(layer.in_8_bits for layer in layers.values())
     plain, found = outputs(stored.module), outputs(computed.module)
     assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
@@ -107,12 +139,16 @@ def test_a_scaled_file_is_multiplied_as_it_is(tmp_path, rows):
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
-    """In the diffusers form rows of a module are three tensors' and several modules one tensor's, each with its scale."""
+    """In the diffusers form rows of a module are three tensors' and several modules one tensor's,
+    each with its scale."""
     codes, scales, values = scaled(original(form), rows=rows)
     path = write(tmp_path / "scaled", *WRITERS[kind](codes, scales))
     lines: list[str] = []
     model = prepared(path, say=lines.append).module
-    assert f"{path}: 12 matrices stay as they are stored, in fp8; the base takes" in lines[0] and len(lines) == 1
+    assert (
+        f"{path}: 12 matrices stay as they are stored, in fp8; the base takes" in lines[0]
+        and len(lines) == 1
+    )
     held = quantized_weights(model)
     assert len(held) == 12 and {layer.kind for layer in held.values()} == {"fp8"}
     dense = write(tmp_path / "dense", values)
@@ -148,7 +184,8 @@ def test_plain_8_bit_matrices_and_dense_ones_next_to_scaled_ones_stay_what_they_
     assert len(quantized_weights(prepared(path, "fp8").module)) == 12
     assert equal(values_of(path), values_of(write(tmp_path / "dense", values)))
     mark_alone = write(
-        tmp_path / "plain", {"scaled_fp8": torch.zeros(2).to(FP8), **{n: t.to(FP8) for n, t in state.items()}}
+        tmp_path / "plain",
+        {"scaled_fp8": torch.zeros(2).to(FP8), **{n: t.to(FP8) for n, t in state.items()}},
     )
     assert quantized_weights(prepared(mark_alone).module) == {}
 
@@ -174,11 +211,16 @@ def test_another_form_is_made_of_its_values_and_said(tmp_path, kind):
 
 def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     codes, scales, values = scaled(original("official"))
-    path, dense = write(tmp_path / "scaled", *legacy(codes, scales)), write(tmp_path / "dense", values)
+    path, dense = (
+        write(tmp_path / "scaled", *legacy(codes, scales)),
+        write(tmp_path / "dense", values),
+    )
     model = prepared(dense, adapter=AdapterConfig(rank=4, targets=("qkv",))).module
     for layer in adapter_layers(model).values():
         nn.init.normal_(layer.lora_B["default"].weight)
-    (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
+    (file,) = export_adapter(
+        model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={}
+    )
     lines: list[str] = []
     merged = prepared(path, merge=(str(file),), say=lines.append)
     assert "those that a merged adapter changes are rounded once more" in lines[0]
@@ -191,14 +233,20 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
             assert torch.equal(layer.dequantize(), plain[name]), name
     lines.clear()
     unchanged = quantized_weights(prepared(path, merge=(f"{file}@0",), say=lines.append).module)
-    assert "base.merge" not in lines[0], "nothing is changed at strength 0, which says that an expert has no file"
-    assert all(torch.equal(layer.weight, codes[official_name(name)]) for name, layer in unchanged.items())
+    assert "base.merge" not in lines[0], (
+        "nothing is changed at strength 0, which says that an expert has no file"
+    )
+    assert all(
+        torch.equal(layer.weight, codes[official_name(name)]) for name, layer in unchanged.items()
+    )
 
 
 def test_a_full_fine_tune_of_it_is_refused(tmp_path):
     codes, scales, _ = scaled(original("official"))
     path = write(tmp_path, *legacy(codes, scales))
-    with pytest.raises(UserError, match="get the bf16 file, or set adapter.method = lora") as caught:
+    with pytest.raises(
+        UserError, match="get the bf16 file, or set adapter.method = lora"
+    ) as caught:
         prepared(path, adapter=AdapterConfig(method="full"))
     assert "\n" not in str(caught.value)
 
@@ -213,14 +261,18 @@ def test_a_scale_is_part_of_the_fingerprint(tmp_path):
 
 BLOCK = "blocks.0.out"
 OTHERS = {
-    "nvfp4": {f"{BLOCK}.weight": torch.zeros(32, 16, dtype=torch.uint8), f"{BLOCK}.weight_scale": torch.ones(32, 2).to(FP8)},
+    "nvfp4": {f"{BLOCK}.weight": torch.zeros(32, 16, dtype=torch.uint8),
+    f"{BLOCK}.weight_scale": torch.ones(32, 2).to(FP8)},
     "two scales": {f"{BLOCK}.weight_scale_2": torch.ones(())},
     "inverse": {f"{BLOCK}.weight_scale_inv": torch.ones(1, 1)},
     "smoothed": {f"{BLOCK}.pre_quant_scale": torch.ones(32)},
     "blocks": {f"{BLOCK}.weight_scale": torch.ones(2, 2)},
-    "int8": {f"{BLOCK}.weight": torch.ones(32, 32, dtype=torch.int8), f"{BLOCK}.weight_scale": torch.ones(())},
-    "e5m2": {f"{BLOCK}.weight": torch.ones(32, 32).to(torch.float8_e5m2), f"{BLOCK}.weight_scale": torch.ones(())},
-    "format": {f"{BLOCK}.comfy_quant": torch.tensor(list(b'{"format": "svdquant_w4a4"}'), dtype=torch.uint8)},
+    "int8": {f"{BLOCK}.weight": torch.ones(32, 32, dtype=torch.int8),
+    f"{BLOCK}.weight_scale": torch.ones(())},
+    "e5m2": {f"{BLOCK}.weight": torch.ones(32, 32).to(torch.float8_e5m2),
+    f"{BLOCK}.weight_scale": torch.ones(())},
+    "format": {f"{BLOCK}.comfy_quant": torch.tensor(list(b'{"format": "svdquant_w4a4"}'),
+    dtype=torch.uint8)},
 }  # fmt: skip
 
 
@@ -230,7 +282,9 @@ def test_other_forms_are_refused_in_a_line(tmp_path, other):
     del scales[f"{BLOCK}.weight"]
     state, _ = marked(codes, scales)
     path = write(tmp_path, {**state, **OTHERS[other]})
-    with pytest.raises(UserError, match=f"{BLOCK}.*is not supported; get the bf16 or the fp8_scaled file") as caught:
+    with pytest.raises(
+        UserError, match=f"{BLOCK}.*is not supported; get the bf16 or the fp8_scaled file"
+    ) as caught:
         prepared(path)
     assert "\n" not in str(caught.value)
 
@@ -247,7 +301,9 @@ def test_scales_without_their_matrices_are_named_as_such(tmp_path):
     codes, scales, _ = scaled(original("official"))
     del codes["blocks.0.out.weight"]
     path = write(tmp_path, *legacy(codes, scales))
-    with pytest.raises(UserError, match="has scales for 8-bit weights that it lacks; fetch it again"):
+    with pytest.raises(
+        UserError, match="has scales for 8-bit weights that it lacks; fetch it again"
+    ):
         prepared(path)
 
 
@@ -265,7 +321,8 @@ def adapted(path: Path, quantize: str = "none") -> Model:
 def exported(result: Model, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
     config = ExportConfig(dtype=dtype, merged=True)
     (target,) = export_merged(
-        result.module, TOY, folder, config, metadata={"a": "b"}, original=result.origin.stored.read, **settings
+        result.module, TOY, folder, config, metadata={"a": "b"}, original=result.origin.stored.read,
+        **settings
     )  # fmt: skip
     return target
 
@@ -274,31 +331,50 @@ def exported(result: Model, folder: Path, dtype: str = "fp8_scaled", **settings:
 def test_a_merged_model_is_written_in_that_form_and_read_back(tmp_path, quantize):
     base = write(tmp_path / "base", original("official"))
     result = adapted(base, quantize)
-    dense = load_file(exported(result, tmp_path / "dense", "fp32") / "diffusion_pytorch_model.safetensors")
+    dense = load_file(
+        exported(result, tmp_path / "dense", "fp32") / "diffusion_pytorch_model.safetensors"
+    )
     folder = exported(result, tmp_path / "scaled")
     state = load_file(folder / "diffusion_pytorch_model.safetensors")
-    matrices = {name for name, tensor in dense.items() if tensor.ndim == 2 and name.startswith("blocks.")}
+    matrices = {
+        name for name, tensor in dense.items() if tensor.ndim == 2 and name.startswith("blocks.")
+    }
     assert len(matrices) == 12
-    assert state.keys() == dense.keys() | {"scaled_fp8"} | {name.replace("weight", "scale_weight") for name in matrices}
+    assert state.keys() == dense.keys() | {"scaled_fp8"} | {
+        name.replace("weight", "scale_weight") for name in matrices
+    }
     assert state["scaled_fp8"].dtype == FP8 and len(state["scaled_fp8"]) == 2
     found = values_of(folder)
     for name, tensor in dense.items():
-        ours = "embed." + name.replace("_in", "") if "_in." in name else name.replace("blocks", "layers")
+        ours = (
+            "embed." + name.replace("_in", "")
+            if "_in." in name
+            else name.replace("blocks", "layers")
+        )
         if name in matrices:
             scale = state[name.replace("weight", "scale_weight")]
-            assert scale.shape == () and scale.dtype == torch.float32 and torch.equal(scale, tensor.abs().max() / 448)
+            assert (
+                scale.shape == ()
+                and scale.dtype == torch.float32
+                and torch.equal(scale, tensor.abs().max() / 448)
+            )
             assert torch.equal(state[name].float(), (tensor / scale).to(FP8).float()), name
             assert torch.equal(found[ours], state[name].float() * scale), name
         else:
             kept = torch.float32 if name.startswith(("time_in", "head")) else torch.bfloat16
-            assert state[name].dtype == kept and torch.equal(found[ours], tensor.to(kept).float()), name
+            assert state[name].dtype == kept and torch.equal(
+                found[ours], tensor.to(kept).float()
+            ), name
     with safe_open(folder / "diffusion_pytorch_model.safetensors", "pt") as file:
         assert file.metadata()["a"] == "b"
 
 
 def test_a_sharded_one_reads_back_the_same(tmp_path):
     result = adapted(write(tmp_path / "base", original("official")))
-    whole, parts = exported(result, tmp_path / "whole"), exported(result, tmp_path / "parts", shard_bytes=5000)
+    whole, parts = (
+        exported(result, tmp_path / "whole"),
+        exported(result, tmp_path / "parts", shard_bytes=5000),
+    )
     assert len(list(parts.glob("*.safetensors"))) > 3
     assert num_scaled(open_weights(parts)) == 12
     assert equal(values_of(parts), values_of(whole))
@@ -308,11 +384,15 @@ def test_zeros_are_written_as_zeros(tmp_path):
     state = original("official")
     state["blocks.0.out.weight"].zero_()
     found = values_of(exported(prepared(write(tmp_path / "base", state)), tmp_path / "out"))
-    assert not found["layers.0.out.weight"].any() and all(tensor.isfinite().all() for tensor in found.values())
+    assert not found["layers.0.out.weight"].any() and all(
+        tensor.isfinite().all() for tensor in found.values()
+    )
 
 
 def test_adapters_and_other_forms_are_not_written_in_8_bits(tmp_path):
-    with pytest.raises(UserError, match=r"set export.merged = true \(--merge\), or export.dtype = bf16"):
+    with pytest.raises(
+        UserError, match=r"set export.merged = true \(--merge\), or export.dtype = bf16"
+    ):
         check_export(TOY, ExportConfig(dtype="fp8_scaled"), AdapterConfig())
     with pytest.raises(UserError, match="set export.forms = \\['official'\\]"):
         ExportConfig(dtype="fp8_scaled", forms=("diffusers",), merged=True)
@@ -321,7 +401,9 @@ def test_adapters_and_other_forms_are_not_written_in_8_bits(tmp_path):
     check_export(TOY, config, AdapterConfig())
     result = adapted(write(tmp_path, original("official")))
     (file,) = export_adapter(result.module, TOY, tmp_path, "adapter", config, metadata={})
-    assert {stored.dtype for stored in SafetensorsSource.open(file).tensors.values()} == {torch.bfloat16}
+    assert {stored.dtype for stored in SafetensorsSource.open(file).tensors.values()} == {
+        torch.bfloat16
+    }
 
 
 def test_a_run_trains_over_what_another_wrote(tmp_path, capsys):
@@ -331,7 +413,10 @@ def test_a_run_trains_over_what_another_wrote(tmp_path, capsys):
     where = ("--model.transformer", str(written))
     assert world.train("whole", 3, *where) == 0
     assert world.train("parts", 1, *where) == 0
-    assert world.train("parts", 3, *where, "--base.quantize", "fp8", "--train.checkpointing", "full") == 0
+    assert (
+        world.train("parts", 3, *where, "--base.quantize", "fp8", "--train.checkpointing", "full")
+        == 0
+    )
     assert "12 matrices stay as they are stored, in fp8" in capsys.readouterr().out
     assert equal(world.adapter("whole"), world.adapter("parts"))
     folder = ("--run.folder", str(world.folder / "whole"), *where)

@@ -26,7 +26,9 @@ class LinearVae(FrozenVae):
     strides = (1, 1)
 
 
-def vae(folder: Path, *, mode: VaeMode = WHOLE, decodings: Sequence[VaeMode] = (), room: int = 64) -> LinearVae:
+def vae(
+    folder: Path, *, mode: VaeMode = WHOLE, decodings: Sequence[VaeMode] = (), room: int = 64
+) -> LinearVae:
     """A VAE for which memory has room for `room` latent pixels at a time."""
 
     def work(layer: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -75,10 +77,14 @@ def test_the_last_way_is_the_host_and_then_there_is_none(tmp_path: Path) -> None
 def test_what_encodes_otherwise_has_another_identity(tmp_path: Path) -> None:
     modes = (WHOLE, VaeMode(torch.bfloat16), TILED)
     assert len({vae(tmp_path, mode=mode).identity for mode in modes}) == 3
-    assert vae(tmp_path, decodings=(TILED,)).identity == vae(tmp_path).identity, "decoding makes no latents"
+    assert vae(tmp_path, decodings=(TILED,)).identity == vae(tmp_path).identity, (
+        "decoding makes no latents"
+    )
 
 
-def test_a_clip_whose_sides_do_not_fit_is_no_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_whose_sides_do_not_fit_is_no_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoder = vae(tmp_path)
     encoder.load()
     monkeypatch.setattr(LinearVae, "strides", (4, 8))

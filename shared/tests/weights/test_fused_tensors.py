@@ -1,4 +1,5 @@
-"""Adapters in forms that stack modules otherwise than the model: written, read, and what other programs wrote."""
+"""Adapters in forms that stack modules otherwise than the model: written, read, and what other
+programs wrote."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,11 @@ THEIRS = "transformer_blocks.0."
 def linears() -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = ToyModel(ToyArch(), Precision())
-    return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 SHAPES = linears()
@@ -57,7 +62,9 @@ def written(
 ) -> dict[str, Tensor]:
     """The file's tensors by their module and matrix, of the diffusers form."""
     adapters = {module: Scaled(matrices, scaling) for module, matrices in values.items()}
-    write_adapter(path, adapters, TOY.architecture.names, form="diffusers", dtype=dtype, metadata={})
+    write_adapter(
+        path, adapters, TOY.architecture.names, form="diffusers", dtype=dtype, metadata={}
+    )
     return {key.removeprefix("transformer."): tensor for key, tensor in load_file(path).items()}
 
 
@@ -76,8 +83,12 @@ def test_modules_that_share_a_tensor_become_one_adapter_of_their_ranks_sum(tmp_p
     values = state()
     tensors = written(tmp_path / "x.safetensors", values, 0.5)
     down, up = (tensors[f"{THEIRS}to_out_query.lora_{part}.weight"] for part in "AB")
-    assert torch.equal(down, torch.cat([values[f"layers.0.{name}"].down for name in ("out", "query")]))
-    assert torch.equal(up, torch.block_diag(*(values[f"layers.0.{name}"].up * 0.5 for name in ("out", "query"))))
+    assert torch.equal(
+        down, torch.cat([values[f"layers.0.{name}"].down for name in ("out", "query")])
+    )
+    assert torch.equal(
+        up, torch.block_diag(*(values[f"layers.0.{name}"].up * 0.5 for name in ("out", "query")))
+    )
 
 
 def test_a_fused_module_becomes_several_that_share_a(tmp_path):
@@ -94,13 +105,17 @@ def test_rows_in_another_order_are_rows_of_b_in_another_order(tmp_path):
     key, value = values["layers.0.key_value"].up.chunk(2)
     assert torch.equal(tensors[f"{THEIRS}to_vk.lora_B.weight"], torch.cat([value, key]))
     norms = values["layers.0.key_value"].magnitude
-    assert torch.equal(tensors[f"{THEIRS}to_vk.lora_magnitude_vector"], torch.cat([norms[32:], norms[:32]]))
+    assert torch.equal(
+        tensors[f"{THEIRS}to_vk.lora_magnitude_vector"], torch.cat([norms[32:], norms[:32]])
+    )
 
 
 def test_a_module_without_adapter_is_rows_of_zeros_next_to_one_that_has_one(tmp_path):
     values = state(("layers.0.query",))
     tensors = written(tmp_path / "x.safetensors", values)
-    assert torch.equal(tensors[f"{THEIRS}to_out_query.lora_A.weight"], values["layers.0.query"].down)
+    assert torch.equal(
+        tensors[f"{THEIRS}to_out_query.lora_A.weight"], values["layers.0.query"].down
+    )
     up = tensors[f"{THEIRS}to_out_query.lora_B.weight"]
     assert torch.equal(up, torch.cat([torch.zeros(32, RANK), values["layers.0.query"].up]))
     file = opened(tmp_path / "x.safetensors")
@@ -110,7 +125,9 @@ def test_a_module_without_adapter_is_rows_of_zeros_next_to_one_that_has_one(tmp_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("untrained", [(), ("layers.0.out",), ("layers.0.out", "layers.0.query", "layers.0.qkv")])
+@pytest.mark.parametrize(
+    "untrained", [(), ("layers.0.out",), ("layers.0.out", "layers.0.query", "layers.0.qkv")]
+)
 def test_what_was_stacked_is_read_as_it_was_trained(tmp_path, dtype, dora, untrained):
     values = state(dora=dora, untrained=untrained)
     written(tmp_path / "x.safetensors", values, 0.3, dtype)
@@ -135,13 +152,16 @@ def test_an_adapter_of_one_stacked_module_that_says_nothing_yet_is_written_too(t
 
 
 def test_ranks_of_stacked_modules_are_in_the_header_where_peft_reads_them(tmp_path):
-    """diffusers builds peft's configuration of the header alone; every module must get its rank, and scale 1."""
+    """diffusers builds peft's configuration of the header alone; every module must get its rank,
+    and scale 1."""
     import peft
 
     tensors = written(tmp_path / "x.safetensors", state())
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         header = json.loads(file.metadata()["lora_adapter_metadata"])
-    config = peft.LoraConfig(**{key.removeprefix("transformer."): value for key, value in header.items()})
+    config = peft.LoraConfig(
+        **{key.removeprefix("transformer."): value for key, value in header.items()}
+    )
     model = nn.Module()
     for key, up in tensors.items():
         if "lora_B" in key:
@@ -156,19 +176,26 @@ def test_ranks_of_stacked_modules_are_in_the_header_where_peft_reads_them(tmp_pa
     layers = adapter_layers(model)
     ranks = {name: (layer.r["default"], layer.scaling["default"]) for name, layer in layers.items()}
     assert ranks == {
-        key.removesuffix(".lora_A.weight"): (len(down), 1.0) for key, down in tensors.items() if "lora_A" in key
+        key.removesuffix(".lora_A.weight"): (len(down), 1.0)
+        for key, down in tensors.items()
+        if "lora_A" in key
     }
     assert {rank for rank, _ in ranks.values()} == {RANK, 2 * RANK}
 
 
 @pytest.mark.parametrize(
-    ("prefix", "flat"), [("transformer.", False), ("diffusion_model.", False), ("", False), ("lora_unet_", True)]
+    ("prefix", "flat"),
+    [("transformer.", False), ("diffusion_model.", False), ("", False), ("lora_unet_", True)],
 )
 def test_one_adapter_of_others_on_a_stacked_tensor_is_ones_that_share_a(tmp_path, prefix, flat):
     down, up = random(4, 32), random(64, 4)
     name = f"{THEIRS}to_out_query"
     name = prefix + (name.replace(".", "_") if flat else name)
-    tensors = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(1.0)}
+    tensors = {
+        f"{name}.lora_down.weight": down,
+        f"{name}.lora_up.weight": up,
+        f"{name}.alpha": torch.tensor(1.0),
+    }
     save_file(tensors, tmp_path / "x.safetensors")
     file = opened(tmp_path / "x.safetensors")
     for module, rows in (("layers.0.out", up[:32]), ("layers.0.query", up[32:])):
@@ -183,15 +210,22 @@ def test_columns_that_say_nothing_of_a_module_are_left_out_and_its_scale_stays(t
     down, up = random(5, 32), random(64, 5)
     up[:32, 3:] = 0
     up[32:, 1] = 0
-    tensors = {f"{THEIRS}to_out_query.lora_A.weight": down, f"{THEIRS}to_out_query.lora_B.weight": up}
-    save_file({**tensors, f"{THEIRS}to_out_query.alpha": torch.tensor(10.0)}, tmp_path / "x.safetensors")
+    tensors = {
+        f"{THEIRS}to_out_query.lora_A.weight": down,
+        f"{THEIRS}to_out_query.lora_B.weight": up,
+    }
+    save_file(
+        {**tensors, f"{THEIRS}to_out_query.alpha": torch.tensor(10.0)}, tmp_path / "x.safetensors"
+    )
     file = opened(tmp_path / "x.safetensors")
     assert [(found.rank, found.scale) for found in file.modules.values()] == [(3, 2.0), (4, 2.0)]
     torch.testing.assert_close(change(file, "layers.0.out"), 2 * up[:32] @ down)
     torch.testing.assert_close(change(file, "layers.0.query"), 2 * up[32:] @ down)
 
 
-@pytest.mark.parametrize(("names", "alphas"), [("qkv", (2, 2, 2)), ("qkv", (2, 1, 4)), ("qv", (2, 1)), ("k", (4,))])
+@pytest.mark.parametrize(
+    ("names", "alphas"), [("qkv", (2, 2, 2)), ("qkv", (2, 1, 4)), ("qv", (2, 1)), ("k", (4,))]
+)
 def test_adapters_of_others_on_parts_of_our_module_are_one(tmp_path, names, alphas):
     tensors, expected = {}, torch.zeros(96, 32)
     for name, alpha in zip(names, alphas, strict=True):
@@ -203,16 +237,24 @@ def test_adapters_of_others_on_parts_of_our_module_are_one(tmp_path, names, alph
     save_file(tensors, tmp_path / "x.safetensors")
     file = opened(tmp_path / "x.safetensors")
     found = file.modules["layers.0.qkv"]
-    assert (found.rank, found.scale) == (2 * len(names), alphas[0] / 2 if len(set(alphas)) == 1 else 1.0)
+    assert (found.rank, found.scale) == (
+        2 * len(names),
+        alphas[0] / 2 if len(set(alphas)) == 1 else 1.0,
+    )
     torch.testing.assert_close(change(file, "layers.0.qkv"), expected)
 
 
 def test_rows_that_two_adapters_of_a_file_claim_are_an_error(tmp_path):
     tensors = {}
     for name, rows in (("transformer_blocks.0.to_q", 32), ("blocks.0.qkv", 96)):
-        tensors |= {f"{name}.lora_A.weight": random(2, 32), f"{name}.lora_B.weight": random(rows, 2)}
+        tensors |= {
+            f"{name}.lora_A.weight": random(2, 32),
+            f"{name}.lora_B.weight": random(rows, 2),
+        }
     save_file(tensors, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match="2 of 4 keys fit no adapter of this model: .*to_q.lora_A.weight"):
+    with pytest.raises(
+        UserError, match="2 of 4 keys fit no adapter of this model: .*to_q.lora_A.weight"
+    ):
         opened(tmp_path / "x.safetensors")
 
 
@@ -235,7 +277,9 @@ def test_magnitudes_of_some_rows_alone_are_an_error(tmp_path):
         key = f"{THEIRS}to_{name}"
         tensors |= {f"{key}.lora_A.weight": random(2, 32), f"{key}.lora_B.weight": random(32, 2)}
     save_file({**tensors, f"{THEIRS}to_k.dora_scale": torch.ones(32)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"to_k.dora_scale is a norm of some outputs of layers.0.qkv"):
+    with pytest.raises(
+        UserError, match=r"to_k.dora_scale is a norm of some outputs of layers.0.qkv"
+    ):
         opened(tmp_path / "x.safetensors")
 
 
@@ -243,14 +287,23 @@ def test_magnitudes_of_some_rows_alone_are_an_error(tmp_path):
 def test_dora_next_to_a_module_without_adapter_is_refused_before_training(tmp_path, use_dora):
     with torch.device("meta"):
         model = ToyModel(ToyArch(), Precision())
-    inject(model, AdapterConfig(rank=RANK, use_dora=use_dora, targets=("attention",)), TOY.adapters.targets)
+    inject(
+        model,
+        AdapterConfig(rank=RANK, use_dora=use_dora, targets=("attention",)),
+        TOY.adapters.targets,
+    )
     config = ExportConfig(forms=("diffusers",))
     if not use_dora:
         return check_adapted(TOY, config, model)
-    with pytest.raises(UserError, match=r"has layers.0.query in transformer_blocks.0.to_out_query with modules that"):
+    with pytest.raises(
+        UserError,
+        match=r"has layers.0.query in transformer_blocks.0.to_out_query with modules that",
+    ):
         check_adapted(TOY, config, model)
     values = state(("layers.0.query",), dora=True)
-    with pytest.raises(UserError, match="add them to adapter.targets, or set adapter.use_dora = false"):
+    with pytest.raises(
+        UserError, match="add them to adapter.targets, or set adapter.use_dora = false"
+    ):
         written(tmp_path / "x.safetensors", values)
     return None
 
@@ -270,7 +323,10 @@ def test_the_model_is_asked_about_every_form_and_its_adapted_modules(tmp_path):
     assert asked == []  # nothing is adapted: nothing can be ignored
     inject(model, AdapterConfig(rank=RANK, targets=("qkv",)), TOY.adapters.targets)
     initialise(model, 0, device_of=lambda module: torch.device("cpu"))
-    assert trainable_parameters(model).keys() == {"layers.0.qkv.lora_A.weight", "layers.0.qkv.lora_B.weight"}
+    assert trainable_parameters(model).keys() == {
+        "layers.0.qkv.lora_A.weight",
+        "layers.0.qkv.lora_B.weight",
+    }
     check_adapted(spec, ExportConfig(), model)
     assert asked == [("official", ("layers.0.qkv",))]
     for do in (
@@ -298,7 +354,8 @@ def test_columns_go_back_to_whom_they_came_from(owners, ranks):
     sizes = dict(zip(distinct, ranks, strict=False))
     downs = {owner: random(rank, 8, seed=ord(owner)) for owner, rank in sizes.items()}
     pieces = [
-        (owner, LoraMatrices(downs[owner], random(4, sizes[owner], seed=place))) for place, owner in enumerate(owners)
+        (owner, LoraMatrices(downs[owner], random(4, sizes[owner], seed=place)))
+        for place, owner in enumerate(owners)
     ]
     joined = join(pieces)
     columns = columns_of_owners(joined.up, owners)
@@ -317,4 +374,6 @@ def test_rows_are_noted_once_and_cut_in_one_way():
     assert assembly.parts == {"qkv": (None, TensorSlice("to_k"), None)}
     assert not assembly.complete
     assert assembly.add("rest", [TensorSlice("qkv", 2, 3), TensorSlice("qkv", 0, 3)])
-    assert assembly.complete == {"qkv": (TensorSlice("rest", 1, 2), TensorSlice("to_k"), TensorSlice("rest", 0, 2))}
+    assert assembly.complete == {
+        "qkv": (TensorSlice("rest", 1, 2), TensorSlice("to_k"), TensorSlice("rest", 0, 2))
+    }

@@ -1,4 +1,5 @@
-"""Quantized values and products in 8 bits have the same bits on a GPU, whose arithmetic differs from a CPU's where CUDA's kernels do."""
+"""Quantized values and products in 8 bits have the same bits on a GPU, whose arithmetic differs
+from a CPU's where CUDA's kernels do."""
 
 from typing import Any
 
@@ -18,8 +19,8 @@ _DIVISIONS = {_aten.div.Tensor: _aten.mul.Tensor, _aten.div_.Tensor: _aten.mul_.
 
 
 class GPUArithmetic(TorchDispatchMode):
-    """On a pretended device, what torch's CUDA kernels do otherwise: they multiply by the reciprocal of a number of the host, and sum in
-    another order, which may change the last bit."""
+    """On a pretended device, what torch's CUDA kernels do otherwise: they multiply by the
+    reciprocal of a number of the host, and sum in another order, which may change the last bit."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         there = bool(args) and isinstance(args[0], Tensor) and args[0].device == THERE
@@ -31,7 +32,10 @@ class GPUArithmetic(TorchDispatchMode):
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-2, 0, shape[0])[:, None]
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        * torch.logspace(-2, 0, shape[0])[:, None]
+    )
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -41,9 +45,14 @@ def test_codes_and_scales(kind: str) -> None:
     expected = layer.values(), layer.dequantize()
     with PretendDevices(), GPUArithmetic():
         layer.set_weight(rows(300, 256).to(THERE))
-        found = {name: on_host(value) for name, value in layer.values().items()}, on_host(layer.dequantize())
+        found = (
+            {name: on_host(value) for name, value in layer.values().items()},
+            on_host(layer.dequantize()),
+        )
     assert found[0].keys() == expected[0].keys()
-    assert [name for name, value in found[0].items() if not torch.equal(value, expected[0][name])] == []
+    assert [
+        name for name, value in found[0].items() if not torch.equal(value, expected[0][name])
+    ] == []
     assert torch.equal(found[1], expected[1])
 
 
@@ -54,8 +63,14 @@ def test_products_in_8_bits(kind: str, dtype: torch.dtype) -> None:
     given = rows(300, 128, seed=1).to(dtype), rows(300, 64, seed=2).to(dtype)
 
     def both(device: torch.device) -> list[Tensor]:
-        weight, (x, gradient) = [value.to(device) for value in values.values()], (each.to(device) for each in given)
-        return [product(x, None, *weight, fused=False), transposed_product(gradient, *weight, fused=False)]
+        weight, (x, gradient) = (
+            [value.to(device) for value in values.values()],
+            (each.to(device) for each in given),
+        )
+        return [
+            product(x, None, *weight, fused=False),
+            transposed_product(gradient, *weight, fused=False),
+        ]
 
     expected = both(torch.device("cpu"))
     with PretendDevices(), GPUArithmetic():
@@ -67,5 +82,7 @@ def test_the_arithmetic_is_another_one() -> None:
     x = rows(300, 64).abs()
     with PretendDevices(), GPUArithmetic():
         there = x.to(THERE)
-        assert not torch.equal(on_host(there / 127.5), x / 127.5) and not torch.equal(on_host(there.mean()), x.mean())
+        assert not torch.equal(on_host(there / 127.5), x / 127.5) and not torch.equal(
+            on_host(there.mean()), x.mean()
+        )
         assert torch.equal(on_host(there / there.new_full((), 127.5)), x / 127.5)

@@ -48,7 +48,9 @@ def shard(folder: Path, tensors: dict[str, torch.Tensor], count: int) -> None:
         name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
         save_file(part, folder / name)
         weight_map |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
@@ -67,11 +69,18 @@ def test_a_model_is_loaded_from_every_layout_and_form(tmp_path, prefix, layout, 
         save_file(tensors, tmp_path / "x.safetensors")
     else:
         shard(tmp_path / "s", tensors, 3)
-    where = {"file": "x.safetensors", "folder": ".", "shards": "s", "index": "s/model.safetensors.index.json"}
+    where = {
+        "file": "x.safetensors",
+        "folder": ".",
+        "shards": "s",
+        "index": "s/model.safetensors.index.json",
+    }
     loaded = on_meta()
     source = SafetensorsSource.open(tmp_path / where[layout])
     mapping = match(source, TOY.architecture.names, shapes(loaded))
-    load_into(loaded, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    load_into(
+        loaded, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32
+    )
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
@@ -82,17 +91,23 @@ def test_each_parameter_gets_its_own_dtype_and_keeps_requires_grad(tmp_path):
     model.layers[0].requires_grad_(False)
     source = SafetensorsSource.open(tmp_path)
     load_into(
-        model, source, match(source, TOY.architecture.names, shapes(model)), device_of=lambda name: CPU,
+        model, source, match(source, TOY.architecture.names, shapes(model)),
+        device_of=lambda name: CPU,
         dtype_of=lambda name: torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16,
     )  # fmt: skip
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
+        assert parameter.dtype == (
+            torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16
+        ), name
         assert parameter.requires_grad == (not name.startswith("layers.0.")), name
         assert not parameter.is_meta, name
 
 
 def test_an_edit_gets_its_tensor_in_fp32_and_no_other_is_touched(tmp_path):
-    save_file({name: tensor.half() for name, tensor in official(toy()).items()}, tmp_path / "x.safetensors")
+    save_file(
+        {name: tensor.half() for name, tensor in official(toy()).items()},
+        tmp_path / "x.safetensors",
+    )
     model, source = on_meta(), SafetensorsSource.open(tmp_path)
     seen = []
 
@@ -101,7 +116,8 @@ def test_an_edit_gets_its_tensor_in_fp32_and_no_other_is_touched(tmp_path):
         tensor *= 2
 
     load_into(
-        model, source, match(source, TOY.architecture.names, shapes(model)), device_of=lambda name: CPU,
+        model, source, match(source, TOY.architecture.names, shapes(model)),
+        device_of=lambda name: CPU,
         dtype_of=lambda name: torch.float16 if "layers" in name else torch.float32,
         edits={"head.out.weight": double, "layers.1.out.weight": double},
     )  # fmt: skip
@@ -131,7 +147,9 @@ def test_missing_unexpected_and_misshapen_keys_are_listed_ten_of_each(tmp_path):
 
 def test_another_number_of_blocks_is_named_as_the_reason(tmp_path):
     save_file(official(toy(depth=3)), tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match="does not fit the weights, which have 3 layers where it has 2") as error:
+    with pytest.raises(
+        UserError, match="does not fit the weights, which have 3 layers where it has 2"
+    ) as error:
         match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy(depth=2)))
     one_line(error)
 
@@ -150,12 +168,17 @@ def test_scales_that_belong_to_no_weight_are_named_as_such(tmp_path):
 
 
 def test_left_over_names_may_be_ignored_by_the_caller_alone(tmp_path):
-    save_file({**official(toy()), "first_stage_model.conv": torch.zeros(2)}, tmp_path / "x.safetensors")
+    save_file(
+        {**official(toy()), "first_stage_model.conv": torch.zeros(2)}, tmp_path / "x.safetensors"
+    )
     source = SafetensorsSource.open(tmp_path)
     with pytest.raises(UserError, match="1 unexpected: first_stage_model.conv"):
         match(source, TOY.architecture.names, shapes(toy()))
     found = match(
-        source, TOY.architecture.names, shapes(toy()), ignore=lambda name: name.startswith("first_stage_model.")
+        source,
+        TOY.architecture.names,
+        shapes(toy()),
+        ignore=lambda name: name.startswith("first_stage_model."),
     )
     assert found.keys() == shapes(toy()).keys()
 
@@ -167,7 +190,8 @@ def test_two_names_of_one_parameter_are_refused(tmp_path):
         match(SafetensorsSource.open(tmp_path), names, {"x": (1,)})
 
 
-# A file's tensor of two parameters, and a parameter of two tensors with its rows in the other order.
+# A file's tensor of two parameters, and a parameter of two tensors with its rows in the other
+# order.
 STACKED = {
     "kv": (TensorSlice("k"), TensorSlice("v")),
     "shift": (TensorSlice("mod", 1, 2),),
@@ -195,12 +219,21 @@ def stacked_model() -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("edited", [False, True])
 def test_rows_of_a_parameter_are_found_where_they_lie(tmp_path, dtype, edited):
-    save_file({"kv": numbered(4), "shift": numbered(2, 12), "scale": numbered(2, 18)}, tmp_path / "x.safetensors")
+    save_file(
+        {"kv": numbered(4), "shift": numbered(2, 12), "scale": numbered(2, 18)},
+        tmp_path / "x.safetensors",
+    )
     model, source = stacked_model(), SafetensorsSource.open(tmp_path)
     edits = {name: lambda tensor: tensor.add_(1) for name in STACKED_SHAPES} if edited else {}
     mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
-    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: dtype, edits=edits)
-    expected = {"k": numbered(4)[:2], "v": numbered(4)[2:], "mod": torch.cat([numbered(2, 18), numbered(2, 12)])}
+    load_into(
+        model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: dtype, edits=edits
+    )
+    expected = {
+        "k": numbered(4)[:2],
+        "v": numbered(4)[2:],
+        "mod": torch.cat([numbered(2, 18), numbered(2, 12)]),
+    }
     for name, tensor in expected.items():
         assert torch.equal(model.state_dict()[name], (tensor + edited).to(dtype)), name
 
@@ -217,7 +250,9 @@ def test_of_a_stacked_tensor_only_the_rows_that_are_wanted_are_read(tmp_path, mo
 
     monkeypatch.setattr(SafetensorsSource, "read", counted)
     mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
-    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    load_into(
+        model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32
+    )
     assert sorted(read) == [("halves", 24), ("halves", 24), ("kv", 24), ("kv", 24)]
     assert torch.equal(model.state_dict()["mod"], torch.cat([numbered(4)[2:], numbered(4)[:2]]))
 
@@ -246,10 +281,14 @@ def test_a_part_of_a_tensor_that_the_model_does_not_have_makes_the_tensor_unexpe
 
 
 def test_a_convolution_of_one_pixel_is_a_matrix(tmp_path):
-    save_file({"mod": torch.rand(4, 3, 1, 1), "kv": torch.rand(4, 3, 1)}, tmp_path / "x.safetensors")
+    save_file(
+        {"mod": torch.rand(4, 3, 1, 1), "kv": torch.rand(4, 3, 1)}, tmp_path / "x.safetensors"
+    )
     model, source = stacked_model(), SafetensorsSource.open(tmp_path)
     mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
-    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    load_into(
+        model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32
+    )
     assert torch.equal(model.state_dict()["mod"], source.read("mod").view(4, 3))
     save_file({"mod": torch.rand(4, 1, 3), "kv": torch.rand(4, 3)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"mod \[4, 1, 3\] instead of \[4, 3\]"):
@@ -261,12 +300,20 @@ def test_the_words_about_what_does_not_fit_are_the_callers(tmp_path):
     wider = {**official(toy()), "head.out.bias": torch.zeros(7)}
     for tensors, said in (
         ({"conv.weight": torch.zeros(2)}, "unknown names; A;"),
-        (official(toy(depth=3)), "its config does not fit the weights, which have 3 layers where it has 2; A;"),
+        (
+            official(toy(depth=3)),
+            "its config does not fit the weights, which have 3 layers where it has 2; A;",
+        ),
         (wider, "its config does not fit the weights; A;"),
     ):
         save_file(tensors, tmp_path / "x.safetensors")
         with pytest.raises(UserError, match=said):
-            match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy()), advice=advice)
+            match(
+                SafetensorsSource.open(tmp_path),
+                TOY.architecture.names,
+                shapes(toy()),
+                advice=advice,
+            )
 
 
 def test_a_truncated_file_is_refused(tmp_path):
@@ -294,11 +341,19 @@ def test_a_foreign_file_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize(
     "change",
-    [{"data_offsets": [0, 100]}, {"shape": [3]}, {"dtype": "F4096"}, {"data_offsets": [-8, 0]}, {"shape": [-1, -2]}],
+    [
+        {"data_offsets": [0, 100]},
+        {"shape": [3]},
+        {"dtype": "F4096"},
+        {"data_offsets": [-8, 0]},
+        {"shape": [-1, -2]},
+    ],
     ids=str,
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
+    ).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(UserError) as error:
         SafetensorsSource.open(tmp_path)
@@ -355,7 +410,8 @@ def test_one_name_in_two_files_is_refused(tmp_path):
 def test_every_dtype_and_shape_comes_back_as_the_library_wrote_it(tmp_path):
     tensors = {
         str(dtype): torch.randn(3, 5).mul(9).to(dtype)
-        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8,
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
+        torch.int8, torch.uint8,
                       torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
     } | {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 4)}  # fmt: skip
     save_file(tensors, tmp_path / "x.safetensors", {"who": "library"})
@@ -364,13 +420,20 @@ def test_every_dtype_and_shape_comes_back_as_the_library_wrote_it(tmp_path):
     for name, tensor in tensors.items():
         read = source.read(name)
         assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 def test_what_is_written_is_what_the_library_reads(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(5, 2).T, "c": torch.tensor(1.5)}
-    write_safetensors(path, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, tensors.__getitem__, {"k": "ü"})
+    write_safetensors(
+        path,
+        {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()},
+        tensors.__getitem__,
+        {"k": "ü"},
+    )
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
@@ -384,7 +447,11 @@ def test_a_file_that_fails_its_check_never_gets_its_name(tmp_path):
 
     with pytest.raises(UserError, match="no"):
         write_safetensors(
-            tmp_path / "x.safetensors", {"a": ((1,), torch.float32)}, lambda name: torch.zeros(1), {}, check=check
+            tmp_path / "x.safetensors",
+            {"a": ((1,), torch.float32)},
+            lambda name: torch.zeros(1),
+            {},
+            check=check,
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -426,9 +493,12 @@ print(status("VmHWM") - before, total, sum(t.num_bytes for t in source.tensors.v
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through /proc")
 @pytest.mark.slow
 def test_the_host_holds_at_most_the_model_and_one_tensor_while_loading(tmp_path):
-    """Each dtype in a process of its own: an allocator that keeps freed memory would hide the second load in the first."""
+    """Each dtype in a process of its own: an allocator that keeps freed memory would hide the
+    second load in the first."""
     layer_bytes = 1024 * 2048 * 4
-    shard(tmp_path / "model", {f"{number}.weight": torch.rand(2048, 1024) for number in range(12)}, 4)
+    shard(
+        tmp_path / "model", {f"{number}.weight": torch.rand(2048, 1024) for number in range(12)}, 4
+    )
     for dtype, model in (("bfloat16", 6 * layer_bytes), ("float32", 12 * layer_bytes)):
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -440,16 +510,23 @@ def test_the_host_holds_at_most_the_model_and_one_tensor_while_loading(tmp_path)
 
 
 def test_a_constant_may_be_in_a_file_and_a_vector_may_have_more_axes_of_one(tmp_path):
-    """As of official files of Wan's Animate: kernels of blurs, and biases of images as [1, channels, 1, 1]."""
+    """As of official files of Wan's Animate: kernels of blurs, and biases of images as [1,
+    channels, 1, 1]."""
     bias = torch.arange(6.0)
-    save_file({"bias": bias.view(1, 6, 1, 1), "kernel": torch.ones(4, 4)}, tmp_path / "x.safetensors")
+    save_file(
+        {"bias": bias.view(1, 6, 1, 1), "kernel": torch.ones(4, 4)}, tmp_path / "x.safetensors"
+    )
     source = SafetensorsSource.open(tmp_path / "x.safetensors")
     slices = {"bias": (TensorSlice("bias"),), "kernel": ()}
-    mapping = match(source, StateDictNames(prefixes=(), to_native=slices.get, from_native={}), {"bias": (6,)})
+    mapping = match(
+        source, StateDictNames(prefixes=(), to_native=slices.get, from_native={}), {"bias": (6,)}
+    )
     assert mapping == {"bias": (TensorSlice("bias"),)}
     with pytest.raises(UserError, match="1 unexpected: kernel"):
         match(
-            source, StateDictNames(prefixes=(), to_native={"bias": slices["bias"]}.get, from_native={}), {"bias": (6,)}
+            source,
+            StateDictNames(prefixes=(), to_native={"bias": slices["bias"]}.get, from_native={}),
+            {"bias": (6,)},
         )
     reader, rows, whole = ParameterReader(source), torch.empty(2), torch.empty(6)
     reader.fill(whole, mapping["bias"])

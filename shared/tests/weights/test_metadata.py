@@ -11,20 +11,31 @@ from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import to_toml
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.run.config import RunConfig
-from ditkit_core.weights.metadata import published_header, redact_description, redact_path, redact_paths
+from ditkit_core.weights.metadata import (
+    published_header,
+    redact_description,
+    redact_path,
+    redact_paths,
+)
 
 TEXTS = {
-    "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",
-    "train.devices", "train.checkpointing", "train.token_routing", "train.attention", "sample.prompts", "sample.negative", "sample.device",
+    "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt",
+    "encode.device", "train.device",
+    "train.devices", "train.checkpointing", "train.token_routing", "train.attention",
+    "sample.prompts", "sample.negative", "sample.device",
     "export.forms", "export.dtype", "log.project",
-    "adapter.rank_pattern", "adapter.alpha_pattern", "optim.lr_pattern", "flow.slider_positive", "flow.slider_negative",
+    "adapter.rank_pattern", "adapter.alpha_pattern", "optim.lr_pattern", "flow.slider_positive",
+    "flow.slider_negative",
 }  # fmt: skip
-"""Every key of the configuration that is free text and no path: a new key of text belongs here, or says that it holds a path."""
+"""Every key of the configuration that is free text and no path: a new key of text belongs here, or
+says that it holds a path."""
 
 
 def test_every_key_of_text_is_known_to_hold_a_path_or_not() -> None:
     known = config_fields(RunConfig)
-    texts = {key for key, field in known.items() if field.type in (str, tuple[str, ...], bool | str)}
+    texts = {
+        key for key, field in known.items() if field.type in (str, tuple[str, ...], bool | str)
+    }
     assert texts - {key for key in texts if known[key].holds != "value"} == TEXTS
     assert {key for key in known if known[key].holds != "value"} <= texts
 
@@ -46,12 +57,24 @@ def test_every_key_of_text_is_known_to_hold_a_path_or_not() -> None:
     ],
 )
 def test_of_a_path_the_last_part_is_shown(given: str, shown: str) -> None:
-    values = {"data.folder": given, "data.controls": [given], "data.trigger": given, "none.such": given}
-    again = {"data.folder": shown, "data.controls": [shown], "data.trigger": given, "none.such": given}
+    values = {
+        "data.folder": given,
+        "data.controls": [given],
+        "data.trigger": given,
+        "none.such": given,
+    }
+    again = {
+        "data.folder": shown,
+        "data.controls": [shown],
+        "data.trigger": given,
+        "none.such": given,
+    }
     assert redact_paths(RunConfig, values) == again
 
 
-def test_the_id_of_a_hub_is_shown_whole_unless_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_a_hub_is_shown_whole_unless_it_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert redact_path("some-org/some-model/transformer") == "some-org/some-model/transformer"
     (tmp_path / "some-org" / "some-model").mkdir(parents=True)
@@ -89,7 +112,8 @@ def test_where_there_is_no_home_nothing_is_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_path_that_is_none_is_shown_too(
     given: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Headers of files from elsewhere hold whatever somebody typed; what no file system takes as a name lies nowhere here."""
+    """Headers of files from elsewhere hold whatever somebody typed; what no file system takes as a
+    name lies nowhere here."""
     (tmp_path / "name").mkdir()
     monkeypatch.chdir(tmp_path)
     assert redact_path(given) == shown and is_hub_id(given) == given.startswith("name/")
@@ -99,23 +123,33 @@ def test_a_path_that_is_none_is_shown_too(
 def test_a_header_holds_the_settings_and_no_folder(tmp_path: Path) -> None:
     config = RunConfig()
     config = replace(
-        config, model=replace(config.model, base=f"{tmp_path}/base"), optim=replace(config.optim, lr=3e-5),
+        config, model=replace(config.model, base=f"{tmp_path}/base"), optim=replace(config.optim,
+        lr=3e-5),
         data=replace(config.data, folders=(f"{tmp_path}/a", f"{tmp_path}/b"), repeats=(1.0, 2.0)),
     )  # fmt: skip
     text = to_toml(config, shown=redact_paths)
     found = tomllib.loads(text)
     assert str(tmp_path) not in text and str(tmp_path) in to_toml(config)
-    assert (found["model"]["base"], found["data"]["folders"], found["optim"]["lr"]) == ("base", ["a", "b"], 3e-5)
+    assert (found["model"]["base"], found["data"]["folders"], found["optim"]["lr"]) == (
+        "base",
+        ["a", "b"],
+        3e-5,
+    )
     assert {name for name in found} == {field.name for field in fields(config)}
 
 
 def test_the_header_of_an_older_file_loses_its_folders() -> None:
     older = {
-        "ditkit.base": "/srv/somebody/base", "ditkit.config": 'top = 1\n[data]\nfolder = "/srv/somebody/cats"\nframes = 5\n', "who": "/x/y",
+        "ditkit.base": "/srv/somebody/base",
+        "ditkit.config": 'top = 1\n[data]\nfolder = "/srv/somebody/cats"\nframes = 5\n',
+        "who": "/x/y",
     }  # fmt: skip
     found = published_header(RunConfig, older)
     assert (found["ditkit.base"], found["who"]) == ("base", "/x/y")
-    assert tomllib.loads(found["ditkit.config"]) == {"top": 1, "data": {"folder": "cats", "frames": 5}}
+    assert tomllib.loads(found["ditkit.config"]) == {
+        "top": 1,
+        "data": {"folder": "cats", "frames": 5},
+    }
     assert published_header(RunConfig, found) == found
     for other in (
         "no = toml = here /srv/somebody", 'a = 1\n"a.b" = 2', '"a.b" = 2\na = 1', f"a = {'[' * 9999}", '[a]\n"" = 1\nb = 2',

@@ -1,4 +1,5 @@
-"""Files with matrices in int8, mxfp8 and nvfp4, as ComfyUI's have them: read by the formats' definitions, number by number."""
+"""Files with matrices in int8, mxfp8 and nvfp4, as ComfyUI's have them: read by the formats'
+definitions, number by number."""
 
 import json
 import math
@@ -48,7 +49,9 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
     for row in range(rows):
         for column in range(columns):
             tile = row // 128 * across + column // 4
-            tiles[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
+            tiles[512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[
+                row, column
+            ]
     return tiles.view(down * 128, across * 4)
 
 
@@ -61,7 +64,9 @@ def int8(
     about: dict[str, object] = {"format": "int8_tensorwise"}
     if group:
         about |= {"convrot": True, "convrot_groupsize": group}
-        quarter = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).double() / 2
+        quarter = (
+            torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).double() / 2
+        )
         rotation = quarter
         while len(rotation) < group:
             rotation = torch.kron(rotation, quarter)
@@ -74,12 +79,19 @@ def mxfp8(rows: int, columns: int, random: torch.Generator) -> tuple[State, torc
     exponents = torch.randint(115, 123, (rows, columns // 32), generator=random, dtype=torch.uint8)
     values = torch.tensor(
         [
-            [float(codes[i, j].float()) * 2.0 ** (int(exponents[i, j // 32]) - 127) for j in range(columns)]
+            [
+                float(codes[i, j].float()) * 2.0 ** (int(exponents[i, j // 32]) - 127)
+                for j in range(columns)
+            ]
             for i in range(rows)
         ]
     ).double()
     scale = in_tiles(exponents).view(torch.float8_e8m0fnu)
-    return {"weight": codes, "weight_scale": scale, "comfy_quant": described(format="mxfp8")}, values
+    return {
+        "weight": codes,
+        "weight_scale": scale,
+        "comfy_quant": described(format="mxfp8"),
+    }, values
 
 
 def nvfp4(rows: int, columns: int, random: torch.Generator) -> tuple[State, torch.Tensor]:
@@ -118,7 +130,9 @@ def layer_file(folder: Path, tensors: State) -> Path:
 
 @pytest.mark.parametrize("size", [(32, 32), (40, 160), (132, 64)], ids=str)
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_matrix_has_the_values_of_its_definition(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
+def test_a_matrix_has_the_values_of_its_definition(
+    tmp_path: Path, name: str, size: tuple[int, int]
+) -> None:
     tensors, values = WRITERS[name](*size, torch.Generator().manual_seed(0))
     source = open_weights(layer_file(tmp_path, tensors))
     assert list(source.tensors) == ["x.weight"] and num_packed(source) == 1
@@ -137,14 +151,22 @@ def test_parts_of_a_matrix_are_those_of_all_of_it(tmp_path: Path, name: str) -> 
         (source.read("x.weight", rows=range(5, 9)), read[5:9]),
         (source.read("x.weight", index=2, of=3), read[32:]),
         (
-            source.read("x.weight", torch.empty(4 * 4 * 64, dtype=torch.uint8), index=1, of=3, rows=range(2, 6)),
+            source.read(
+                "x.weight",
+                torch.empty(4 * 4 * 64, dtype=torch.uint8),
+                index=1,
+                of=3,
+                rows=range(2, 6),
+            ),
             read[18:22],
         ),
     ):
         assert torch.equal(part, expected)
 
 
-def test_a_large_matrix_is_unpacked_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_matrix_is_unpacked_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, _ = nvfp4(48, 64, torch.Generator().manual_seed(0))
     source = open_weights(layer_file(tmp_path, tensors))
     expected = source.read("x.weight").clone()
@@ -156,7 +178,9 @@ def test_scales_of_columns_multiply_the_matrix(tmp_path: Path) -> None:
     tensors, values = nvfp4(32, 32, torch.Generator().manual_seed(0))
     columns = torch.linspace(0.5, 2, 32)
     source = open_weights(layer_file(tmp_path, {**tensors, "pre_quant_scale": columns}))
-    torch.testing.assert_close(source.read("x.weight").double(), values * columns.double(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        source.read("x.weight").double(), values * columns.double(), rtol=3e-7, atol=0
+    )
 
 
 def test_other_codes_and_other_scales_are_other_weights(tmp_path: Path) -> None:
@@ -171,12 +195,18 @@ def test_other_codes_and_other_scales_are_other_weights(tmp_path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[State], State], str]] = {
-    "no scale": (lambda state: {name: x for name, x in state.items() if name != "weight_scale"}, "'weight_scale'"),
+    "no scale": (
+        lambda state: {name: x for name, x in state.items() if name != "weight_scale"},
+        "'weight_scale'",
+    ),
     "few scales": (
         lambda state: {**state, "weight_scale": state["weight_scale"][:64].clone()},
         "bytes of scales for 32 rows",
     ),
-    "another dtype": (lambda state: {**state, "weight": state["weight"].view(torch.int8)}, "in int8"),
+    "another dtype": (
+        lambda state: {**state, "weight": state["weight"].view(torch.int8)},
+        "in int8",
+    ),
     "columns": (lambda state: {**state, "pre_quant_scale": torch.ones(31)}, "for 32 columns"),
 }
 
@@ -196,11 +226,17 @@ def packed_base(name: str, form: str = "official") -> State:
     for key in list(packed):
         if packed[key].ndim == 2 and "blocks." in key:
             tensors, _ = WRITERS[name](*packed.pop(key).shape, random)
-            packed |= {f"{key.removesuffix('weight')}{leaf}": tensor for leaf, tensor in tensors.items()}
+            packed |= {
+                f"{key.removesuffix('weight')}{leaf}": tensor for leaf, tensor in tensors.items()
+            }
     return packed
 
 
-KINDS = {name: "int8" for name in WRITERS} | {"int8 rotated": "int8_rotated_16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+KINDS = {name: "int8" for name in WRITERS} | {
+    "int8 rotated": "int8_rotated_16",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
 
 
 def unpacked(path: Path, folder: Path) -> Path:
@@ -212,19 +248,27 @@ def unpacked(path: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_model_holds_its_file_as_it_is_stored(tmp_path: Path, name: str, form: str) -> None:
-    """Bitwise the values, outputs and gradients of the unpacked file; in the form diffusers modules are parts of tensors, and fused of several."""
+    """Bitwise the values, outputs and gradients of the unpacked file; in the form diffusers modules
+    are parts of tensors, and fused of several."""
     lines: list[str] = []
     path = write(tmp_path / "packed", packed_base(name, form))
     dense = unpacked(path, tmp_path / "dense")
     for precision in (Precision(matmul=torch.float32), Precision()):
-        model, expected = (prepared(file, precision=precision, say=lines.append) for file in (path, dense))
+        model, expected = (
+            prepared(file, precision=precision, say=lines.append) for file in (path, dense)
+        )
         held = quantized_weights(model.module)
         assert len(held) == 12 and {layer.kind for layer in held.values()} == {KINDS[name]}
         for weight, layer in held.items():
-            original = expected.module.get_submodule(weight.removesuffix(".weight")).base_layer.weight
+            original = expected.module.get_submodule(
+                weight.removesuffix(".weight")
+            ).base_layer.weight
             assert torch.equal(layer.dequantize(precision.matmul), original), weight
         assert all(map(torch.equal, gradients(model), gradients(expected)))
-    assert f"12 matrices stay as they are stored, in {KINDS[name]}; the base takes" in lines[0] and len(lines) == 2
+    assert (
+        f"12 matrices stay as they are stored, in {KINDS[name]}; the base takes" in lines[0]
+        and len(lines) == 2
+    )
 
 
 def gradients(model: Model) -> list[torch.Tensor]:
@@ -244,8 +288,13 @@ def test_another_format_is_made_of_the_values(tmp_path: Path, quantize: str) -> 
     lines: list[str] = []
     path = write(tmp_path / "packed", packed_base("nvfp4"))
     dense = unpacked(path, tmp_path / "dense")
-    assert equal(values_of(path, quantize=quantize, say=lines.append), values_of(dense, quantize=quantize))
-    assert "is in nvfp4, and rounded once more; a bf16 file or base.quantize = none loses less" in lines[0]
+    assert equal(
+        values_of(path, quantize=quantize, say=lines.append), values_of(dense, quantize=quantize)
+    )
+    assert (
+        "is in nvfp4, and rounded once more; a bf16 file or base.quantize = none loses less"
+        in lines[0]
+    )
 
 
 def test_the_format_of_the_file_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -268,12 +317,16 @@ def test_matrices_that_no_layer_can_hold_are_unpacked_and_said(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["int8 rotated", "mxfp8", "nvfp4"])
-def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path: Path, name: str) -> None:
+def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(
+    tmp_path: Path, name: str
+) -> None:
     path = write(tmp_path / "packed", packed_base(name))
     model = prepared(path, adapter=AdapterConfig(rank=4, targets=("qkv",))).module
     for layer in adapter_layers(model).values():
         nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
+    (file,) = export_adapter(
+        model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={}
+    )
     lines: list[str] = []
     merged = prepared(path, merge=(str(file),), say=lines.append)
     assert "those that a merged adapter changes are rounded once more" in lines[0]
@@ -304,7 +357,10 @@ def test_products_of_its_codes_are_near_to_those_of_its_values(tmp_path: Path, n
     """`base.compute = int8`: of a rotated matrix, inputs and their gradients are turned."""
     path, lines = write(tmp_path / "packed", packed_base(name)), list[str]()
     computed = prepared(path, compute="int8", say=lines.append)
-    assert lines[-1] == "base.compute = int8: 12 matrices are multiplied in 8 bits, forward and backward"
+    assert (
+        lines[-1]
+        == "base.compute = int8: 12 matrices are multiplied in 8 bits, forward and backward"
+    )
     for result, plain in zip(gradients(computed), gradients(prepared(path)), strict=True):
         assert 1e-4 < (result - plain).norm() / plain.norm() < 0.1
 
@@ -314,17 +370,25 @@ def test_rows_over_ranks_are_those_of_the_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "packed", packed_base("int8 rotated", "diffusers"))
     loaded = prepared(path)
     layer = quantized_weights(loaded.module)["layers.1.qkv.weight"]
-    reader, parts = ParameterReader(loaded.origin.stored.source), loaded.origin.stored.mapping["layers.1.qkv.weight"]
+    reader, parts = (
+        ParameterReader(loaded.origin.stored.source),
+        loaded.origin.stored.mapping["layers.1.qkv.weight"],
+    )
     assert len(parts) == 3
     for rows in (range(40), range(40, 80), range(80, 96), range(96, 96)):
         for name, value in reader.packed(parts, 96, rows).items():
             expected = layer.values()[name]
-            assert torch.equal(value, expected if name == "weight_rotation" else expected[rows.start : rows.stop]), name
+            assert torch.equal(
+                value, expected if name == "weight_rotation" else expected[rows.start : rows.stop]
+            ), name
 
 
 def test_a_plan_has_the_bytes_of_what_is_loaded(tmp_path: Path) -> None:
     """Of a file with several formats and values: as many as the loaded blocks have."""
-    state, others = packed_base("nvfp4"), {name: packed_base(name) for name in ("int8 rotated", "mxfp8")}
+    state, others = (
+        packed_base("nvfp4"),
+        {name: packed_base(name) for name in ("int8 rotated", "mxfp8")},
+    )
     for prefix, name in {"blocks.0.qkv.": "int8 rotated", "blocks.1.out.": "mxfp8"}.items():
         state = {key: tensor for key, tensor in state.items() if not key.startswith(prefix)}
         state |= {key: tensor for key, tensor in others[name].items() if key.startswith(prefix)}
@@ -332,11 +396,18 @@ def test_a_plan_has_the_bytes_of_what_is_loaded(tmp_path: Path) -> None:
         del state[f"blocks.1.query.{leaf}"]
     state["blocks.1.query.weight"] = original("official")["blocks.1.query.weight"]
     path = write(tmp_path / "packed", state)
-    config = resolve(RunConfig, flags={"model.transformer": str(path), "model.preset": "tiny", "adapter.rank": 4})
+    config = resolve(
+        RunConfig, flags={"model.transformer": str(path), "model.preset": "tiny", "adapter.rank": 4}
+    )
     job = planned_step(create_run(TOY, config), "cpu").job
-    assert set(job.stored.values()) == {"nvfp4", "int8_rotated_16", "mxfp8"} and len(job.stored) == 11
+    assert (
+        set(job.stored.values()) == {"nvfp4", "int8_rotated_16", "mxfp8"} and len(job.stored) == 11
+    )
     blocks = prepared(path, precision=Precision()).module.blocks()
-    loaded = [sum(p.nbytes for name, p in block.named_parameters() if "lora_" not in name) for block in blocks]
+    loaded = [
+        sum(p.nbytes for name, p in block.named_parameters() if "lora_" not in name)
+        for block in blocks
+    ]
     assert [stage.weights for stage in profile(job).blocks] == loaded
 
 
@@ -359,4 +430,7 @@ def test_a_full_fine_tune_refuses_such_a_base(
     path = write(tmp_path / "packed", packed_base("mxfp8"))
     flags = ("--model.transformer", str(path), "--model.preset", "tiny", "--sample.captions", "0")
     assert world.train("run", 2, *flags, "--adapter.method", "full") == 1
-    assert "contains quantized weights, and adapter.method = full trains the base" in capsys.readouterr().err
+    assert (
+        "contains quantized weights, and adapter.method = full trains the base"
+        in capsys.readouterr().err
+    )

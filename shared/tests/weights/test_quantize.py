@@ -22,7 +22,12 @@ from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_layouts import LAYOUTS, quantized_layout
-from ditkit_core.nn.quantized_linear import QuantizedLinear, dense_weight, final_dtype, quantized_weights
+from ditkit_core.nn.quantized_linear import (
+    QuantizedLinear,
+    dense_weight,
+    final_dtype,
+    quantized_weights,
+)
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
@@ -55,14 +60,19 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_torchaos(kind, source):
-    """Codes, scales and the dequantized weight in every dtype, of the fp32 values of a weight as it is stored."""
+    """Codes, scales and the dequantized weight in every dtype, of the fp32 values of a weight as it
+    is stored."""
     from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     weight = 0.03 * drawn(128, 640, dtype=source)
     theirs = nn.Linear(640, 128, bias=False)
     theirs.weight.data = weight.float()
-    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig, "nf4": NF4WeightOnlyConfig}[kind]
+    config = {
+        "int8": Int8WeightOnlyConfig,
+        "fp8": Float8WeightOnlyConfig,
+        "nf4": NF4WeightOnlyConfig,
+    }[kind]
     quantize_(theirs, config())
     ours, held = quantized(weight, kind), theirs.weight
     if kind == "nf4":
@@ -81,7 +91,9 @@ def test_zeros_and_equal_weights_stay_numbers(kind):
     """torchao makes NaN of rows of zeros in fp8, and of equal scales in NF4."""
     zero, equal_ones = torch.zeros(4, 64), torch.full((4, 64), 0.5)
     assert torch.equal(quantized(zero, kind).dequantize(), zero)
-    torch.testing.assert_close(quantized(equal_ones, kind).dequantize(), equal_ones, rtol=0.004, atol=0)  # 1/127.5 / 2
+    torch.testing.assert_close(
+        quantized(equal_ones, kind).dequantize(), equal_ones, rtol=0.004, atol=0
+    )  # 1/127.5 / 2
     some = drawn(4, 64)
     some[1] = 0
     found = quantized(some, kind).dequantize()
@@ -98,26 +110,37 @@ def test_nf4_holds_sizes_that_are_no_multiple_of_its_groups():
 
 
 def test_bytes_per_weight():
-    """8 bits and a scale to a row; 4 bits, an 8-bit scale to 64 weights and an fp32 one to 256 of those, and 2 KiB of table."""
+    """8 bits and a scale to a row; 4 bits, an 8-bit scale to 64 weights and an fp32 one to 256 of
+    those, and 2 KiB of table."""
     sizes = {}
     for kind in KINDS:
-        sizes[kind] = sum(value.nbytes for value in quantized(drawn(512, 1024), kind).values().values())
+        sizes[kind] = sum(
+            value.nbytes for value in quantized(drawn(512, 1024), kind).values().values()
+        )
     num = 512 * 1024
-    assert sizes == {"int8": num + 4 * 512, "fp8": num + 4 * 512, "nf4": num // 2 + num // 64 + num // 4096 + 4 + 2048}
+    assert sizes == {
+        "int8": num + 4 * 512,
+        "fp8": num + 4 * 512,
+        "nf4": num // 2 + num // 64 + num // 4096 + 4 + 2048,
+    }
 
 
 # Products
 
 
-# Relative errors of a product with 1024 normally distributed weights to a row. int8: rounding to the 255 steps between the ends
-# of a row, some 3.3 deviations each: 3.3 / 127.5 / sqrt(12) = 0.0075. fp8: rounding to 3 bits of fraction, at most 1/16 and 0.026 in
-# the mean of squares. NF4: 16 levels; QLoRA's authors' own. The bf16 rounding of weight and result, 0.003, is below all.
+# Relative errors of a product with 1024 normally distributed weights to a row. int8: rounding to
+# the 255 steps between the ends of a row, some 3.3 deviations each: 3.3 / 127.5 / sqrt(12) =
+# 0.0075. fp8: rounding to 3 bits of fraction, at most 1/16 and 0.026 in the mean of squares. NF4:
+# 16 levels; QLoRA's authors' own. The bf16 rounding of weight and result, 0.003, is below all.
 BOUNDS = {"int8": (0.006, 0.009), "fp8": (0.02, 0.03), "nf4": (0.08, 0.1)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_against_bf16_is_that_of_the_rounding(kind):
-    weight, x = 0.03 * drawn(512, 1024, dtype=torch.bfloat16), drawn(64, 1024, dtype=torch.bfloat16, seed=1)
+    weight, x = (
+        0.03 * drawn(512, 1024, dtype=torch.bfloat16),
+        drawn(64, 1024, dtype=torch.bfloat16, seed=1),
+    )
     layer, low, high = quantized(weight, kind), *BOUNDS[kind]
     results = []
     for product in (lambda x: x @ weight.T, layer):
@@ -132,7 +155,10 @@ def test_the_error_against_bf16_is_that_of_the_rounding(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_that_with_the_dequantized_weight(kind, dtype):
-    layer, dense = quantized(drawn(32, 64), kind, bias=True), nn.Linear(64, 32).requires_grad_(False)
+    layer, dense = (
+        quantized(drawn(32, 64), kind, bias=True),
+        nn.Linear(64, 32).requires_grad_(False),
+    )
     dense.weight.data, layer.bias.data = layer.dequantize(dtype), layer.bias.to(dtype)
     dense.bias.data = layer.bias.data
     x = drawn(3, 5, 64, dtype=dtype)
@@ -149,7 +175,9 @@ def test_a_product_is_that_with_the_dequantized_weight(kind, dtype):
 def test_autograd_is_given_nothing_to_keep(kind):
     """torchao's own forward has it keep the dequantized weight, a saved tensor per layer."""
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         out = quantized(drawn(32, 64), kind, bias=True)(drawn(8, 64).requires_grad_())
         assert saved == []
         dense = nn.Linear(64, 32).requires_grad_(False)(drawn(8, 64).requires_grad_())
@@ -159,7 +187,8 @@ def test_autograd_is_given_nothing_to_keep(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fake_tensors_run_it_with_the_final_dtypes(kind):
-    """What the planner does: parameters on `meta` say their dtypes, and are replaced by fake ones of a device."""
+    """What the planner does: parameters on `meta` say their dtypes, and are replaced by fake ones
+    of a device."""
     with torch.device("meta"):
         layer = QuantizedLinear(64, 32, kind, bias=True)
     dtypes = {name: final_dtype(layer, name, torch.bfloat16) for name in layer._parameters}
@@ -188,17 +217,28 @@ def write_base(folder: Path, dtype: torch.dtype, arch: ToyArch | None = None) ->
     folder.mkdir()
     torch.manual_seed(0)
     state = in_form(ToyModel(arch or ToyArch(), FP32).state_dict(), "official")
-    save_file({name: (tensor / 4).to(dtype) for name, tensor in state.items()}, folder / "x.safetensors")
+    save_file(
+        {name: (tensor / 4).to(dtype) for name, tensor in state.items()}, folder / "x.safetensors"
+    )
     return folder
 
 
 def prepared(
-    base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, compute="dtype", say=lambda line: None
+    base,
+    kind,
+    *,
+    adapter=None,
+    merge=(),
+    arch=None,
+    precision=FP32,
+    compute="dtype",
+    say=lambda line: None,
 ) -> Model:
     spec = altered(TOY, presets={"tiny": arch or ToyArch()})
     unloaded = model_on_meta(
         spec, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4),
-        BaseConfig(quantize=kind, compute=compute, merge=tuple(merge)), precision=precision, say=say,
+        BaseConfig(quantize=kind, compute=compute, merge=tuple(merge)), precision=precision,
+        say=say,
     )  # fmt: skip
     return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0)
 
@@ -247,26 +287,41 @@ def test_a_gpu_quantizes_blocks_that_are_streamed(base, kind, gpu, monkeypatch):
     with model.readable():
         for name, layer in quantized_weights(expected).items():
             values = layers[name].values()
-            assert all(torch.equal(value.cpu(), values[part].cpu()) for part, value in layer.values().items()), name
-            in_second = any(module is model.module.blocks()[1] for module in parents(model.module, name))
-            assert {value.device for value in values.values()} == {CPU if in_second else gpu.device}, name
+            assert all(
+                torch.equal(value.cpu(), values[part].cpu())
+                for part, value in layer.values().items()
+            ), name
+            in_second = any(
+                module is model.module.blocks()[1] for module in parents(model.module, name)
+            )
+            assert {value.device for value in values.values()} == {
+                CPU if in_second else gpu.device
+            }, name
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_quantized_from_the_values_that_it_has(tmp_path, kind, dtype):
     base = write_base(tmp_path / "base", dtype)
     original, model = state_of(base), prepared(base, kind, precision=Precision()).module
     for name, layer in quantized_weights(model).items():
-        if kind == "fp8" and dtype == torch.float8_e4m3fn:  # held as it is: rounding it to another scale would cost
+        if (
+            kind == "fp8" and dtype == torch.float8_e4m3fn
+        ):  # held as it is: rounding it to another scale would cost
             assert torch.equal(layer.dequantize(), original[name]), name
         else:
             expected = quantized(original[name], kind).values()
-            assert all(torch.equal(value, expected[part]) for part, value in layer.values().items()), name
+            assert all(
+                torch.equal(value, expected[part]) for part, value in layer.values().items()
+            ), name
         bias = name.replace("weight", "bias")
-        assert layer.bias.dtype == torch.bfloat16 and torch.equal(layer.bias.float(), original[bias].bfloat16().float())
+        assert layer.bias.dtype == torch.bfloat16 and torch.equal(
+            layer.bias.float(), original[bias].bfloat16().float()
+        )
 
 
 def test_the_whole_model_never_exists_in_16_bits(tmp_path):
@@ -278,7 +333,9 @@ def test_the_whole_model_never_exists_in_16_bits(tmp_path):
         peak = ledger.peak[CPU]
     held = sum(parameter.nbytes for parameter in model.parameters())
     dense = sum(
-        2 * (p.numel() if p.dtype == torch.int8 else 0) for name, p in model.named_parameters() if "base_layer" in name
+        2 * (p.numel() if p.dtype == torch.int8 else 0)
+        for name, p in model.named_parameters()
+        if "base_layer" in name
     )
     largest = 4 * 3 * 64 * 64
     assert peak <= held + 4 * largest < dense
@@ -288,7 +345,9 @@ def test_adapters_are_merged_before_it_is_quantized(base, tmp_path):
     model = prepared(base, "none").module
     for layer in adapter_layers(model).values():
         layer.lora_B["default"].weight.data = drawn(*layer.lora_B["default"].weight.shape)
-    (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
+    (file,) = export_adapter(
+        model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={}
+    )
     merged = prepared(base, "int8", merge=[str(file)])
     dense = prepared(base, "none", merge=[str(file)]).module
     for name, layer in quantized_weights(merged.module).items():
@@ -300,7 +359,9 @@ def test_adapters_are_merged_before_it_is_quantized(base, tmp_path):
 def test_what_is_quantized_is_said(base):
     lines: list[str] = []
     prepared(base, "int8", say=lines.append)
-    assert lines == ["base.quantize = int8: 12 matrices of 2 blocks; the base takes 0.03 MiB instead of 0.10 MiB"]
+    assert lines == [
+        "base.quantize = int8: 12 matrices of 2 blocks; the base takes 0.03 MiB instead of 0.10 MiB"
+    ]
     odd = ToyArch(dim=36, text_dim=8)  # 36 * 36 is no multiple of 64
     lines.clear()
     folder = write_base(base.parent / "odd", torch.float32, odd)
@@ -311,7 +372,9 @@ def test_what_is_quantized_is_said(base):
 
 
 def test_training_the_base_itself_is_refused(base):
-    with pytest.raises(UserError, match="set base.quantize = none, or adapter.method = lora") as caught:
+    with pytest.raises(
+        UserError, match="set base.quantize = none, or adapter.method = lora"
+    ) as caught:
         prepared(base, "nf4", adapter=AdapterConfig(method="full"))
     assert "\n" not in str(caught.value)
     check_quantize("none", "full")
@@ -323,13 +386,19 @@ def test_a_dora_starts_from_the_norms_that_it_multiplies_with(base, kind):
     model = prepared(base, kind, adapter=AdapterConfig(rank=4, use_dora=True)).module
     for name, layer in adapter_layers(model).items():
         norms = torch.linalg.vector_norm(dense_weight(layer.base_layer), dim=1)
-        torch.testing.assert_close(layer.lora_magnitude_vector["default"].weight.data, norms, msg=name)
+        torch.testing.assert_close(
+            layer.lora_magnitude_vector["default"].weight.data, norms, msg=name
+        )
         x = drawn(3, layer.in_features)
-        torch.testing.assert_close(layer(x), layer.base_layer(x), rtol=1e-4, atol=1e-5)  # B is zero: it is its base
+        torch.testing.assert_close(
+            layer(x), layer.base_layer(x), rtol=1e-4, atol=1e-5
+        )  # B is zero: it is its base
 
 
 @pytest.mark.parametrize("form", ["official", "diffusers"])
-@pytest.mark.parametrize("adapter", [AdapterConfig(rank=4), AdapterConfig(rank=4, use_dora=True)], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "adapter", [AdapterConfig(rank=4), AdapterConfig(rank=4, use_dora=True)], ids=["lora", "dora"]
+)
 def test_a_merged_model_is_the_original_with_the_adapter(base, tmp_path, form, adapter):
     """As users of the adapter have it: not the rounded base."""
     folders = []
@@ -341,7 +410,8 @@ def test_a_merged_model_is_the_original_with_the_adapter(base, tmp_path, form, a
                 layer.lora_magnitude_vector["default"].weight.data.fill_(0.7)
         config = ExportConfig(forms=(form,), dtype="fp32")
         folders += export_merged(
-            result.module, TOY, tmp_path / kind, config, metadata={}, original=result.origin.stored.read
+            result.module, TOY, tmp_path / kind, config, metadata={},
+            original=result.origin.stored.read
         )  # fmt: skip
     dense, ours = (prepared(folder, "none").module.state_dict() for folder in folders)
     assert equal(ours, dense)
@@ -374,7 +444,8 @@ def test_a_run_over_a_quantized_base_is_continued_bitwise(world, kind, capsys):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys):
-    """Under any policy and streaming; the exported adapter is not the one that products in fp32 train."""
+    """Under any policy and streaming; the exported adapter is not the one that products in fp32
+    train."""
     quantize = ("--base.quantize", kind)
     computed = (*quantize, "--base.compute", kind)
     assert world.train(f"{kind} computed", 3, *computed) == 0
@@ -383,11 +454,19 @@ def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys)
     assert world.train(f"{kind} computed parts", 3, *computed, "--train.checkpointing", "full") == 0
     assert world.train(f"{kind} stored", 3, *quantize) == 0
     said = capsys.readouterr().out
-    assert said.count(f"base.compute = {kind}: 12 matrices are multiplied in 8 bits, forward and backward\n") == 3
+    assert (
+        said.count(
+            f"base.compute = {kind}: 12 matrices are multiplied in 8 bits, forward and backward\n"
+        )
+        == 3
+    )
     whole = world.adapter(f"{kind} computed")
     assert equal(whole, world.adapter(f"{kind} computed parts"))
     assert not equal(whole, world.adapter(f"{kind} stored"))
-    assert f"matmul fp32 (frozen base {kind})" in (world.folder / f"{kind} computed" / "report.html").read_text()
+    assert (
+        f"matmul fp32 (frozen base {kind})"
+        in (world.folder / f"{kind} computed" / "report.html").read_text()
+    )
 
 
 def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
@@ -397,7 +476,8 @@ def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
     assert not any(layer.in_8_bits for layer in layers.values())
     first = next(iter(layers)).removesuffix(".weight")
     assert lines[-1] == (
-        "base.compute = int8: 0 matrices are multiplied in 8 bits, forward and backward; 12 in model.dtype, because their sizes are no "
+        "base.compute = int8: 0 matrices are multiplied in 8 bits, forward and backward; 12 in "
+        "model.dtype, because their sizes are no "
         f"multiples of 16, {first} the first"
     )
 
@@ -411,7 +491,9 @@ def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
         (("--base.compute", "bf16"), "base.compute"),
     ],
 )  # fmt: skip
-def test_products_that_a_base_does_not_have_are_refused_before_anything_is_written(world, flags, message, capsys):
+def test_products_that_a_base_does_not_have_are_refused_before_anything_is_written(
+    world, flags, message, capsys
+):
     assert world.train("refused", 1, *flags) != 0
     said = capsys.readouterr().err
     assert message in said and len(said.strip().splitlines()) == 1
@@ -424,11 +506,20 @@ def test_gpus_that_do_not_multiply_8_bits_are_refused(monkeypatch):
         (
             (8, 6),
             "fp8",
-            "needs a GPU of the generation Ada or later, compute capability 8.9, and cuda:1 has 8.6; leave base.compute out, or ",
+            (
+                "needs a GPU of the generation Ada or later, compute capability 8.9, and cuda:1 has "
+                "8.6; leave base.compute out, or "
+            ),
         ),
-        ((7, 0), "int8", "Turing or later, compute capability 7.5, and cuda:1 has 7.0; leave base.compute out$"),
+        (
+            (7, 0),
+            "int8",
+            "Turing or later, compute capability 7.5, and cuda:1 has 7.0; leave base.compute out$",
+        ),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         with pytest.raises(UserError, match=message):
             check_compute_on(compute, [CPU, gpu])
         check_compute_on("dtype", [gpu])
@@ -440,7 +531,12 @@ def test_gpus_that_do_not_multiply_8_bits_are_refused(monkeypatch):
 def test_a_run_on_such_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    flags = {"base.quantize": "fp8", "base.compute": "fp8", "encode.device": "cpu", "model.preset": "tiny"}
+    flags = {
+        "base.quantize": "fp8",
+        "base.compute": "fp8",
+        "encode.device": "cpu",
+        "model.preset": "tiny",
+    }
     check_run(create_run(TOY, resolve(RunConfig, flags={**flags, "train.device": "cpu"})))
     with pytest.raises(UserError, match="compute capability 8.9, and cuda:1 has 8.6"):
         check_run(create_run(TOY, resolve(RunConfig, flags={**flags, "train.device": "cuda:1"})))

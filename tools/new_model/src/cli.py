@@ -17,5 +17,10 @@ def _spec() -> "ModelSpec":
     return ZED
 
 
-FAMILY = Family(name="zed", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
+FAMILY = Family(
+    name="zed",
+    presets=tuple(PRESETS),
+    demo=Path(__file__).parent / "demo" / "demo.toml",
+    spec=_spec,
+)
 train, encode, sample, export, watch = commands(FAMILY)

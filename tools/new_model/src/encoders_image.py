@@ -6,7 +6,10 @@ FILL IN 4: the class of the VAE in diffusers with its published configuration, a
 from ditkit_core.families.language_models import QWEN3, TextEncoding
 from ditkit_core.families.vae import VaeFamily
 
-_BLOCKS = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+_BLOCKS = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+}
 VAE = VaeFamily(
     label="the VAE of Zed",
     published={

@@ -14,7 +14,9 @@ from ditkit_core.families.vae import VaeFamily
 
 def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each latent channel over the VAE's own training data."""
-    mean, deviation = (torch.tensor(values) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, deviation = (
+        torch.tensor(values) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return mean, deviation
 
 
@@ -25,7 +27,10 @@ VAE = VaeFamily(
     is_video=True,
     statistics=_statistics,
     channels=lambda config: config["z_dim"],
-    strides=lambda config: (config.get("scale_factor_temporal", 4), config.get("scale_factor_spatial", 8)),
+    strides=lambda config: (
+        config.get("scale_factor_temporal", 4),
+        config.get("scale_factor_spatial", 8),
+    ),
     recipe="posterior mode, normalised, {}",
 )
 

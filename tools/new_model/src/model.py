@@ -83,7 +83,9 @@ class ZedEmbed(nn.Module):
         frames, rows, columns = PATCH
         self.patch_in = nn.Linear(arch.in_channels * frames * rows * columns, arch.dim)
         self.text_in = nn.Linear(arch.text_dim, arch.dim)
-        self.time_in = nn.Sequential(CastLinear(arch.freq_dim, arch.dim), nn.SiLU(), CastLinear(arch.dim, arch.dim))
+        self.time_in = nn.Sequential(
+            CastLinear(arch.freq_dim, arch.dim), nn.SiLU(), CastLinear(arch.dim, arch.dim)
+        )
         self.time_modulation = nn.Sequential(nn.SiLU(), CastLinear(arch.dim, 6 * arch.dim))
 
     def forward(self, inputs: ZedInputs) -> ZedCarry:
@@ -91,18 +93,25 @@ class ZedEmbed(nn.Module):
         frames, rows, columns = PATCH
         pattern = "c (f p) (h q) (w r) -> (f h w) (c p q r)"
         patches = [rearrange(x, pattern, p=frames, q=rows, r=columns) for x in inputs.latents]
-        grids = tuple((x.shape[1] // frames, x.shape[2] // rows, x.shape[3] // columns) for x in inputs.latents)
+        grids = tuple(
+            (x.shape[1] // frames, x.shape[2] // rows, x.shape[3] // columns)
+            for x in inputs.latents
+        )
         tokens = self.patch_in(pad_sequence(patches, batch_first=True).to(precision.matmul))
         text = self.text_in(pad_sequence(list(inputs.text), batch_first=True).to(precision.matmul))
         # One table serves the whole batch where all samples share a grid: it is broadcast instead of stored per sample.
         tables = grids if len(set(grids)) > 1 else grids[:1]
-        angles = pad_sequence([self._angles(grid, device) for grid in tables], batch_first=True)[:, :, None]
+        angles = pad_sequence([self._angles(grid, device) for grid in tables], batch_first=True)[
+            :, :, None
+        ]
         sigma = inputs.sigma.to(precision.timestep)
         features = timestep_features(1000 * sigma, self.arch.freq_dim, precision.timestep)
         time = self.time_in(features.to(precision.time_mlp))
         return ZedCarry(
             tokens=tokens.to(precision.entry),
-            modulation=self.time_modulation(time).unflatten(-1, (1, 6, -1)).to(precision.modulation),
+            modulation=self.time_modulation(time)
+            .unflatten(-1, (1, 6, -1))
+            .to(precision.modulation),
             time=time[:, None],
             rotary=rotary_table(angles, precision.rotary_tables),
             text=text,
@@ -113,7 +122,10 @@ class ZedEmbed(nn.Module):
 
     def _angles(self, grid: Grid, device: torch.device) -> Float[Tensor, "tokens pairs"]:
         positions = torch.cartesian_prod(*(torch.arange(size, device=device) for size in grid))
-        parts = [axis_angles(positions[:, i], size // 2, self.arch.theta) for i, size in enumerate(self.arch.axes)]
+        parts = [
+            axis_angles(positions[:, i], size // 2, self.arch.theta)
+            for i, size in enumerate(self.arch.axes)
+        ]
         return torch.cat(parts, -1)
 
 
@@ -126,7 +138,9 @@ class ZedAttention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(arch.dim, arch.dim) for _ in range(4))
         self.norm_q, self.norm_k = (nn.RMSNorm(arch.head_dim, eps=arch.eps) for _ in range(2))
 
-    def forward(self, h: Tensor, keys: Tensor, rotary: Tensor | None, mask: Tensor | None, name: str) -> Tensor:
+    def forward(
+        self, h: Tensor, keys: Tensor, rotary: Tensor | None, mask: Tensor | None, name: str
+    ) -> Tensor:
         precision = self.precision
         q = normalised_heads(self.q(h), self.norm_q, self.heads, precision, rotary)
         k = normalised_heads(self.k(keys), self.norm_k, self.heads, precision, rotary)
@@ -141,8 +155,13 @@ class ZedBlock(nn.Module):
         super().__init__()
         self.eps, self.precision = arch.eps, precision
         self.modulation = nn.Parameter(torch.randn(1, 6, arch.dim) / arch.dim**0.5)
-        self.self_attn, self.cross_attn = ZedAttention(arch, precision), ZedAttention(arch, precision)
-        self.ffn = nn.Sequential(nn.Linear(arch.dim, arch.ffn_dim), nn.GELU(), nn.Linear(arch.ffn_dim, arch.dim))
+        self.self_attn, self.cross_attn = (
+            ZedAttention(arch, precision),
+            ZedAttention(arch, precision),
+        )
+        self.ffn = nn.Sequential(
+            nn.Linear(arch.dim, arch.ffn_dim), nn.GELU(), nn.Linear(arch.ffn_dim, arch.dim)
+        )
 
     def forward(self, carry: ZedCarry) -> ZedCarry:
         precision, x = self.precision, carry.tokens
@@ -151,7 +170,9 @@ class ZedBlock(nn.Module):
         h = modulated_norm(x, scale, shift, self.eps, precision.norms_of(x.dtype), precision.matmul)
         y = self.self_attn(h, h, carry.rotary, carry.padding_mask, "self")
         x = gated_sum(y, x.to(precision.residual), gate)
-        x = plain_sum(self.cross_attn(x.to(precision.matmul), carry.text, None, carry.text_mask, "cross"), x)
+        x = plain_sum(
+            self.cross_attn(x.to(precision.matmul), carry.text, None, carry.text_mask, "cross"), x
+        )
         h = modulated_norm(x, scale_mlp, shift_mlp, self.eps, precision.norms, precision.matmul)
         # A recompute of the block can stop in front of this matmul: its input and gate are all that the backward needs.
         y = recompute_boundary(self.ffn[2], self.ffn[1](self.ffn[0](h)), gate_mlp)
@@ -170,8 +191,12 @@ class ZedHead(nn.Module):
 
     def forward(self, carry: ZedCarry) -> list[Tensor]:
         dtype, (frames, rows, columns) = self.precision.head, PATCH
-        shift, scale = (self.modulation[:, None].to(dtype) + carry.time[:, :, None].to(dtype)).unbind(2)
-        patches = self.linear(modulated_norm(carry.tokens, scale, shift, self.arch.eps, dtype, dtype))
+        shift, scale = (
+            self.modulation[:, None].to(dtype) + carry.time[:, :, None].to(dtype)
+        ).unbind(2)
+        patches = self.linear(
+            modulated_norm(carry.tokens, scale, shift, self.arch.eps, dtype, dtype)
+        )
         pattern = "(f h w) (c p q r) -> c (f p) (h q) (w r)"
         return [
             rearrange(row[: f * h * w], pattern, f=f, h=h, w=w, p=frames, q=rows, r=columns)

@@ -50,8 +50,20 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Zed
         KeyError: If the configuration belongs to another model.
         ValueError: If its sizes contradict each other.
     """
-    names = ("dim", "heads", "layers", "ffn_dim", "text_dim", "in_channels", "freq_dim", "theta", "eps")
+    names = (
+        "dim",
+        "heads",
+        "layers",
+        "ffn_dim",
+        "text_dim",
+        "in_channels",
+        "freq_dim",
+        "theta",
+        "eps",
+    )
     arch = ZedArch(axes=tuple(config["axes"]), **{name: config[name] for name in names})
     if sum(arch.axes) != arch.head_dim:
-        raise ValueError(f"axes {list(arch.axes)} do not add up to a head of {arch.head_dim} features")
+        raise ValueError(
+            f"axes {list(arch.axes)} do not add up to a head of {arch.head_dim} features"
+        )
     return arch

@@ -6,7 +6,13 @@ from ditkit_zed.presets import HUB_PRESETS, PRESETS, arch_from_config
 from ditkit_zed.state_dict import NAMES
 
 from ditkit_core.families.spec import family_spec
-from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, PrecisionSpec, SampleDefaults, op_groups_by_name
+from ditkit_core.models.spec import (
+    AdapterSpec,
+    ArchitectureSpec,
+    PrecisionSpec,
+    SampleDefaults,
+    op_groups_by_name,
+)
 
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
 
@@ -26,7 +32,11 @@ ZED = family_spec(
     precision=PrecisionSpec(
         op_group_of=op_groups_by_name(
             {"embed.time_": "time_mlp", "head.": "head"},
-            {".modulation": "modulation", ".norm_q.weight": "qk_norms", ".norm_k.weight": "qk_norms"},
+            {
+                ".modulation": "modulation",
+                ".norm_q.weight": "qk_norms",
+                ".norm_k.weight": "qk_norms",
+            },
         )
     ),
     make_inputs=make_inputs,

@@ -21,21 +21,30 @@ def _inputs(model: Any) -> ZedInputs:
     """Inputs of noise at a middle noise level, on the model's device: of a tiny sample whose sides differ, so that swapped axes show."""
     arch: ZedArch = model.embed.arch
     device = next(model.embed.parameters()).device
-    empty = {"latents": torch.empty(arch.in_channels, LATENT_FRAMES, 4, 6), "text": torch.empty(_TEXT, arch.text_dim)}
+    empty = {
+        "latents": torch.empty(arch.in_channels, LATENT_FRAMES, 4, 6),
+        "text": torch.empty(_TEXT, arch.text_dim),
+    }
     item = noise_item(empty, device)
     return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def _config(arch: ZedArch) -> Mapping[str, Any]:
     """Arguments of diffusers' class."""
-    return {"in_channels": arch.in_channels, "num_layers": arch.layers, "num_attention_heads": arch.heads}
+    return {
+        "in_channels": arch.in_channels,
+        "num_layers": arch.layers,
+        "num_attention_heads": arch.heads,
+    }
 
 
 def _run_diffusers(transformer: Any, inputs: ZedInputs) -> Tensor:
     """The velocity from data to noise of the one sample, in fp32, with the shape of its latents."""
     (latents,), (text,) = inputs.latents, inputs.text
     dtype = next(transformer.parameters()).dtype
-    output = transformer(latents[None].to(dtype), inputs.sigma * 1000, text[None].to(dtype), return_dict=False)[0]
+    output = transformer(
+        latents[None].to(dtype), inputs.sigma * 1000, text[None].to(dtype), return_dict=False
+    )[0]
     return output[0].float()
 
 

@@ -1,6 +1,7 @@
 """FLUX.2 for ditkit. Start reading at spec.py.
 
-model/ has the transformer, encoders/ the frozen VAE and text encoders, conditioning/ the sizes of reference images, demo/ a tiny model.
+model/ has the transformer, encoders/ the frozen VAE and text encoders, conditioning/ the sizes of
+reference images, demo/ a tiny model.
 
     from ditkit_flux2 import FLUX2
 """

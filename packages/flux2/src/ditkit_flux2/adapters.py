@@ -1,8 +1,10 @@
-"""How other programs read FLUX.2's adapter files: which modules each ignores or misreads, form by form.
+"""How other programs read FLUX.2's adapter files: which modules each ignores or misreads, form by
+form.
 
-Measured by loading an adapter on each Linear layer alone, in each form, with diffusers 0.42: `Flux2LoraLoaderMixin` loads every
-one of them, also those outside the blocks, and misreads one. Programs that keep the official names misread none, but a file that
-two programs read differently is not written.
+Measured by loading an adapter on each Linear layer alone, in each form, with diffusers 0.42:
+`Flux2LoraLoaderMixin` loads every one of them, also those outside the blocks, and misreads one.
+Programs that keep the official names misread none, but a file that two programs read differently is
+not written.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,14 +43,20 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
     for module, reason in MISREAD.get(form, {}).items():
         if module in modules:
             raise UserError(
-                f"the {form} form cannot store an adapter on {module} ({reason}); {set_forms(['diffusers'])}, "
+                f"the {form} form cannot store an adapter on {module} ({reason}); "
+                f"{set_forms(['diffusers'])}, "
                 "or leave the module out of adapter.targets"
             )
 
 
 _CONVERT = "write it with --to diffusers"
 _ADALN = "head.adaLN_modulation.1"
-_DROPPED = ("embed.guidance_in.", "embed.double_stream_modulation_", "embed.single_stream_modulation.", _ADALN)
+_DROPPED = (
+    "embed.guidance_in.",
+    "embed.double_stream_modulation_",
+    "embed.single_stream_modulation.",
+    _ADALN,
+)
 """Modules that diffusers skips, with a warning, in files with kohya's names."""
 
 
@@ -74,7 +82,9 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
 
 
-_UNKNOWN_TO_COMFYUI = r"^embed\.(double_stream_modulation_|single_stream_modulation|time_in|guidance_in)"
+_UNKNOWN_TO_COMFYUI = (
+    r"^embed\.(double_stream_modulation_|single_stream_modulation|time_in|guidance_in)"
+)
 """Modules whose names in diffusers ComfyUI lacks: it has the ones in FLUX.1."""
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 _IN_DIFFUSERS_NAMES = partial(
@@ -85,7 +95,9 @@ _IN_DIFFUSERS_NAMES = partial(
 )
 _OFFICIAL = "write it with --to official, or merge it"
 ROWS = (
-    _COMFYUI(forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")),
+    _COMFYUI(
+        forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
+    ),
     _IN_DIFFUSERS_NAMES(kinds=("lora",), instead="write it with --to musubi"),
     _IN_DIFFUSERS_NAMES(kinds=("dora",), instead=_OFFICIAL),
     _IN_DIFFUSERS_NAMES(kinds=("lora", "lokr", "loha")),
@@ -93,12 +105,15 @@ ROWS = (
         kinds=("dora_merged",),
         misreads=f"generates other images with magnitudes over another norm; {_OFFICIAL}",
     ),
-    _COMFYUI(kinds=("lora",), misreads="loads nothing of it, and only warns; write it with --to musubi"),
+    _COMFYUI(
+        kinds=("lora",), misreads="loads nothing of it, and only warns; write it with --to musubi"
+    ),
     _COMFYUI(misreads="loads nothing of it, and only warns; merge it"),
     *diffsynth_rows("diffusers"),
     *musubi_rows(),
 )
-"""What other programs than diffusers do with FLUX.2's adapter files; tools/clients runs them against it."""
+"""What other programs than diffusers do with FLUX.2's adapter files; tools/clients runs them
+against it."""
 
 RULES = AdapterRules(
     readers=readers_by_program(ROWS, _diffusers),

@@ -11,10 +11,17 @@ if TYPE_CHECKING:
 
 
 def _spec() -> "ModelSpec":
-    from ditkit_flux2.spec import FLUX2  # here: it imports torch, which help and mistakes do without
+    from ditkit_flux2.spec import (
+        FLUX2,
+    )  # here: it imports torch, which help and mistakes do without
 
     return FLUX2
 
 
-FAMILY = Family(name="flux2", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
+FAMILY = Family(
+    name="flux2",
+    presets=tuple(PRESETS),
+    demo=Path(__file__).parent / "demo" / "demo.toml",
+    spec=_spec,
+)
 train, encode, sample, export, watch = commands(FAMILY)

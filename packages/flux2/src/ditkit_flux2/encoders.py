@@ -1,8 +1,9 @@
 """The VAE and the text encoders of FLUX.2.
 
-Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that is never run, as the official code trains and
-samples. The statistics are fp32 in any mode. Captions are read by the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, each in a chat template of
-its own.
+Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that
+is never run, as the official code trains and samples. The statistics are fp32 in any mode. Captions
+are read by the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, each in a chat template of its
+own.
 """
 
 from dataclasses import replace
@@ -18,22 +19,30 @@ from ditkit_core.io.safetensors import SafetensorsSource
 
 
 def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of the patches over the VAE's own training data."""
+    """Mean and standard deviation of each channel of the patches over the VAE's own training
+    data."""
     return vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.bn.eps)
 
 
 def _without_count(vae: Any) -> None:
-    vae.bn.register_buffer("num_batches_tracked", None)  # used in training alone, and not in every file
+    vae.bn.register_buffer(
+        "num_batches_tracked", None
+    )  # used in training alone, and not in every file
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """diffusers' configuration of a single file; the small decoder differs from the usual one in widths alone."""
+    """diffusers' configuration of a single file; the small decoder differs from the usual one in
+    widths alone."""
     if "bn.running_mean" not in source.tensors:
-        raise UserError(f"{source.path} is not {VAE.label} (FLUX.1's file has the same name); {VAE.remedy}")
+        raise UserError(
+            f"{source.path} is not {VAE.label} (FLUX.1's file has the same name); {VAE.remedy}"
+        )
     config = config_of_kl_file(VAE, source)
     latents, patches = config["latent_channels"], source.tensors["bn.running_mean"].shape[0]
     if patches != latents * VAE.patch**2:
-        raise UserError(f"{source.path} contradicts itself: {latents} and {patches} channels; {VAE.remedy}")
+        raise UserError(
+            f"{source.path} contradicts itself: {latents} and {patches} channels; {VAE.remedy}"
+        )
     return config
 
 
@@ -52,15 +61,19 @@ VAE = VaeFamily(
 )
 """The VAE of all FLUX.2 models."""
 
-# As the official code has it, in `src/flux2/system_messages.py` of black-forest-labs/flux2: with a line break after "object".
+# As the official code has it, in `src/flux2/system_messages.py` of black-forest-labs/flux2: with a
+# line break after "object".
 _SYSTEM_MESSAGE = (
-    "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
+    "You are an AI that reasons about image descriptions. You give structured responses focusing "
+    "on object relationships, "
     "object\nattribution and actions without speculation."
 )
 
 _MISTRAL_SMALL_3 = {
-    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
+    "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+    "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
+    "sliding_window": None,
 }  # fmt: skip
 
 MISTRAL = TextFamily(

@@ -1,6 +1,7 @@
 """FLUX.2 architectures by name.
 
-Parameters, counted on `meta` and as many as diffusers' model has: dev has 32,223,281,152 parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
+Parameters, counted on `meta` and as many as diffusers' model has: dev has 32,223,281,152
+parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,13 @@ class Flux2Arch:
     single_layers: int
     """Blocks after the join, in which text and image share weights."""
     text_dim: int
-    """Width of a row of text: the concatenated hidden states of three layers of the text encoder."""
+    """Width of a row of text: the concatenated hidden states of three layers of the text
+    encoder."""
     guidance: bool
     """Whether the guidance scale is an input, embedded like the noise level."""
     distilled: bool = False
-    """Whether the model was distilled to a few steps: it samples fast, and training should start from the base model instead."""
+    """Whether the model was distilled to a few steps: it samples fast, and training should start
+    from the base model instead."""
     in_channels: int = 128
     out_channels: int = 128
     text_tokens: int = 512
@@ -31,7 +34,8 @@ class Flux2Arch:
     freq_dim: int = 256
     mlp_ratio: float = 3.0
     axes: tuple[int, ...] = (32, 32, 32, 32)
-    """Features of a head that are rotated by each axis of a position (reference, row, column, text row)."""
+    """Features of a head that are rotated by each axis of a position (reference, row, column, text
+    row)."""
     theta: float = 2000.0
     eps: float = 1e-6
 
@@ -46,9 +50,25 @@ class Flux2Arch:
         return self.dim // self.heads
 
 
-_DEV = Flux2Arch(dim=6144, heads=48, double_layers=8, single_layers=48, text_dim=15360, guidance=True)
-_KLEIN_9B = {"dim": 4096, "heads": 32, "double_layers": 8, "single_layers": 24, "text_dim": 12288, "guidance": False}
-_KLEIN_4B = {"dim": 3072, "heads": 24, "double_layers": 5, "single_layers": 20, "text_dim": 7680, "guidance": False}
+_DEV = Flux2Arch(
+    dim=6144, heads=48, double_layers=8, single_layers=48, text_dim=15360, guidance=True
+)
+_KLEIN_9B = {
+    "dim": 4096,
+    "heads": 32,
+    "double_layers": 8,
+    "single_layers": 24,
+    "text_dim": 12288,
+    "guidance": False,
+}
+_KLEIN_4B = {
+    "dim": 3072,
+    "heads": 24,
+    "double_layers": 5,
+    "single_layers": 20,
+    "text_dim": 7680,
+    "guidance": False,
+}
 
 PRESETS = {
     "dev": _DEV,
@@ -70,7 +90,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
 
     Args:
         config: Its content.
-        index: The pipeline's `model_index.json`, the only file that says whether the model is distilled; empty if missing.
+        index: The pipeline's `model_index.json`, the only file that says whether the model is
+            distilled; empty if missing.
 
     Raises:
         KeyError: If the configuration belongs to another model.
@@ -83,7 +104,9 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         double_layers=config["num_layers"],
         single_layers=config["num_single_layers"],
         text_dim=config["joint_attention_dim"],
-        guidance=config.get("guidance_embeds", True),  # files from before the models without guidance do not say
+        guidance=config.get(
+            "guidance_embeds", True
+        ),  # files from before the models without guidance do not say
         distilled=index.get("is_distilled", False),
         in_channels=config["in_channels"],
         out_channels=config.get("out_channels") or config["in_channels"],
@@ -94,5 +117,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         eps=config["eps"],
     )
     if sum(arch.axes) != arch.head_dim:
-        raise ValueError(f"axes_dims_rope {list(arch.axes)} do not add up to attention_head_dim {arch.head_dim}")
+        raise ValueError(
+            f"axes_dims_rope {list(arch.axes)} do not add up to attention_head_dim {arch.head_dim}"
+        )
     return arch

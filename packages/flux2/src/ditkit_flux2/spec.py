@@ -14,7 +14,8 @@ from ditkit_flux2.presets import HUB_PRESETS, PRESETS, Flux2Arch, arch_from_conf
 from ditkit_flux2.schedule import sample_defaults, sigmas, training_shift
 from ditkit_flux2.state_dict import NAMES
 
-# The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
+# The operation group that a parameter computes in, by the start of its name, then by the end; all
+# others compute in the matmuls' group.
 _STARTS = {
     "embed.time_in.": "time_mlp",
     "embed.guidance_in.": "time_mlp",
@@ -24,11 +25,16 @@ _STARTS = {
 }
 _ENDS = {".query_norm.weight": "qk_norms", ".key_norm.weight": "qk_norms"}
 
-# As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: everything, including the timestep, except rotary tables and rotation.
-_REFERENCE = dict.fromkeys(("timestep", "qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul")
+# As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: everything, including the timestep,
+# except rotary tables and rotation.
+_REFERENCE = dict.fromkeys(
+    ("timestep", "qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul"
+)
 
 _STREAMS = ("img", "txt")
-_ATTENTION = tuple(f"{stream}_attn.{part}" for stream in _STREAMS for part in ("q", "k", "v", "proj"))
+_ATTENTION = tuple(
+    f"{stream}_attn.{part}" for stream in _STREAMS for part in ("q", "k", "v", "proj")
+)
 _MLP = tuple(f"{stream}_mlp.{part}" for stream in _STREAMS for part in (0, 2))
 _SINGLE = ("linear1", "linear2")  # of a single block: each has rows of attention and of the MLP
 _MODULATION = (
@@ -42,11 +48,16 @@ def _training_advice(arch: Flux2Arch) -> str:
     if not arch.distilled:
         return ""
     base = next(
-        (f' (model.preset = "{name}")' for name, other in PRESETS.items() if other == replace(arch, distilled=False)),
+        (
+            f' (model.preset = "{name}")'
+            for name, other in PRESETS.items()
+            if other == replace(arch, distilled=False)
+        ),
         "",
     )
     return (
-        f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}, set base.assistant to a LoRA that "
+        f"this klein is distilled to a few steps and trains poorly; train its base model "
+        f"instead{base}, set base.assistant to a LoRA that "
         "undoes the distillation, or flow.target_guidance to 3"
     )
 

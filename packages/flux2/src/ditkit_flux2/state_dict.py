@@ -1,10 +1,13 @@
 """FLUX.2's parameter names: ours, the official files' (which ComfyUI keeps), and diffusers'.
 
-Source: `Flux2` in black-forest-labs/flux2, src/flux2/model.py, and diffusers' `Flux2Transformer2DModel`.
+Source: `Flux2` in black-forest-labs/flux2, src/flux2/model.py, and diffusers'
+`Flux2Transformer2DModel`.
 
-Ours are the official names with three changes: modules that run before the blocks are below `embed`, modules that run after them are
-below `head`, and q, k and v are separate as in diffusers, so that an adapter on one of them leaves the others alone. The forms differ in more than names:
-official double blocks stack q, k and v in one tensor, and diffusers has the head's scale before its shift.
+Ours are the official names with three changes: modules that run before the blocks are below
+`embed`, modules that run after them are below `head`, and q, k and v are separate as in diffusers,
+so that an adapter on one of them leaves the others alone. The forms differ in more than names:
+official double blocks stack q, k and v in one tensor, and diffusers has the head's scale before its
+shift.
 """
 
 import re
@@ -80,12 +83,18 @@ def _official(ours: str) -> tuple[TensorSlice, ...]:
 
 
 def _diffusers(ours: str, theirs: str) -> tuple[TensorSlice, ...]:
-    """The parts of a diffusers tensor that a parameter of ours is: (shift, scale) of the head become (scale, shift)."""
-    return (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2)) if ours == _ADALN else (TensorSlice(theirs),)
+    """The parts of a diffusers tensor that a parameter of ours is: (shift, scale) of the head
+    become (scale, shift)."""
+    return (
+        (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2))
+        if ours == _ADALN
+        else (TensorSlice(theirs),)
+    )
 
 
 def _inverted(forms: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
-    """The names of a form, each with the parts of our parameters that make up its rows, in order."""
+    """The names of a form, each with the parts of our parameters that make up its rows, in
+    order."""
     by_name: dict[str, dict[int, TensorSlice]] = {}
     for ours, parts in forms.items():
         for index, part in enumerate(parts):
@@ -100,28 +109,38 @@ _TO_NATIVE = {
     **_inverted(_TO_DIFFUSERS),
     **_FROM_OFFICIAL,
     # Some repacked files name the weight of a norm as torch does.
-    **{re.sub(r"_norm\.scale$", "_norm.weight", name): parts for name, parts in _FROM_OFFICIAL.items()},
+    **{
+        re.sub(r"_norm\.scale$", "_norm.weight", name): parts
+        for name, parts in _FROM_OFFICIAL.items()
+    },
 }
 
 
-def _look_up(name: str, table: Mapping[str, tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...] | None:
-    # Tables have `*` for the number of a block: names of any depth are found without listing every block.
+def _look_up(
+    name: str, table: Mapping[str, tuple[TensorSlice, ...]]
+) -> tuple[TensorSlice, ...] | None:
+    # Tables have `*` for the number of a block: names of any depth are found without listing every
+    # block.
     number = _NUMBER.search(name)
     if number is None:
         return None if "*" in name else table.get(name)
     parts = table.get(_NUMBER.sub("*", name, count=1))
     if parts is None:
         return None
-    return tuple(TensorSlice(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts)
+    return tuple(
+        TensorSlice(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts
+    )
 
 
 def to_native(name: str) -> tuple[TensorSlice, ...] | None:
-    """The parts of our parameters that make up an official or diffusers tensor; None if neither form has the name."""
+    """The parts of our parameters that make up an official or diffusers tensor; None if neither
+    form has the name."""
     return _look_up(name, _TO_NATIVE)
 
 
 def to_official(name: str) -> tuple[TensorSlice, ...]:
-    """The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these names too."""
+    """The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these
+    names too."""
     parts = _look_up(name, _TO_OFFICIAL)
     assert parts is not None, name
     return parts
@@ -153,6 +172,11 @@ NAMES = StateDictNames(
             header=r"^wan",
             remedy="use the wan commands",
         ),
-        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z[-_]?image", remedy="use the zimage commands"),
+        OtherModel(
+            name="Z-Image",
+            classes=r"^ZImage",
+            header=r"^z[-_]?image",
+            remedy="use the zimage commands",
+        ),
     ),
 )

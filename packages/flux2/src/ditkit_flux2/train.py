@@ -1,4 +1,5 @@
-"""`python -m ditkit_flux2.train` is the command flux2-train: torchrun starts a module by its name."""
+"""`python -m ditkit_flux2.train` is the command flux2-train: torchrun starts a module by its
+name."""
 
 import sys
 

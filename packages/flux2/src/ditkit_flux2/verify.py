@@ -22,7 +22,8 @@ _SIGMA, _GUIDANCE = 0.5, 1.0
 
 
 def _inputs(model: Any) -> Flux2Inputs:
-    """Inputs of noise at a middle noise level, with text and a reference image, on the model's device."""
+    """Inputs of noise at a middle noise level, with text and a reference image, on the model's
+    device."""
     device = model.embed.img_in.weight.device
     item = noise_item(FLUX2.training.empty_item(model.embed.arch, _TARGET, [_REFERENCE]), device)
     return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], _GUIDANCE)
@@ -49,7 +50,9 @@ def _config(arch: Flux2Arch) -> Mapping[str, Any]:
 def _run_diffusers(transformer: Any, inputs: Flux2Inputs) -> Tensor:
     (latents,), (text,), (references,) = inputs.latents, inputs.text, inputs.references
     dtype, grid = transformer.x_embedder.weight.dtype, (latents.shape[2], latents.shape[3])
-    tokens = torch.cat([rearrange(image, "c 1 h w -> 1 (h w) c") for image in (latents, *references)], 1)
+    tokens = torch.cat(
+        [rearrange(image, "c 1 h w -> 1 (h w) c") for image in (latents, *references)], 1
+    )
     grids = [(reference.shape[2], reference.shape[3]) for reference in references]
     positions = token_positions(len(text), grid, grids, latents.device)
     output = transformer(
@@ -69,9 +72,13 @@ DIFFUSERS = DiffusersModel(
     names=NAMES,
     kind=lambda arch: "Flux2Transformer2DModel",
     config=_config,
-    pipeline=lambda transformer: "Flux2Pipeline" if transformer.config.guidance_embeds else "Flux2KleinPipeline",
+    pipeline=lambda transformer: (
+        "Flux2Pipeline" if transformer.config.guidance_embeds else "Flux2KleinPipeline"
+    ),
     inputs=_inputs,
     run=_run_diffusers,
-    convert=lazy("diffusers.loaders.single_file_utils:convert_flux2_transformer_checkpoint_to_diffusers"),
+    convert=lazy(
+        "diffusers.loaders.single_file_utils:convert_flux2_transformer_checkpoint_to_diffusers"
+    ),
 )
 """diffusers' transformer of any architecture."""

@@ -17,15 +17,24 @@ from ditkit_flux2.conditioning.references import reference_size
         (2024, 2024, 1, (2016, 2016)),  # exactly the cap, cut
         (4048, 4048, 1, (2016, 2016)),  # one may have 2024² pixels
         (2048, 2048, 2, (1024, 1024)),  # several 1024² each
-        (4048, 4048, 2, (1008, 1008)),  # the official scale rounds down to 1023 pixels, which are cut
+        (
+            4048,
+            4048,
+            2,
+            (1008, 1008),
+        ),  # the official scale rounds down to 1023 pixels, which are cut
         (3000, 1500, 3, (1440, 720)),  # sqrt(2**20 / 4.5e6) = 0.48272: 1448 x 724
     ],
 )
-def test_sizes_are_those_of_the_official_code(height: int, width: int, count: int, expected: tuple[int, int]) -> None:
+def test_sizes_are_those_of_the_official_code(
+    height: int, width: int, count: int, expected: tuple[int, int]
+) -> None:
     assert reference_size(height, width, count) == expected
 
 
-@given(short=st.integers(64, 6000), aspect=st.floats(1, 8), count=st.integers(1, 4), wide=st.booleans())
+@given(
+    short=st.integers(64, 6000), aspect=st.floats(1, 8), count=st.integers(1, 4), wide=st.booleans()
+)
 def test_every_size_can_be_encoded(short: int, aspect: float, count: int, wide: bool) -> None:
     long = int(short * aspect)
     height, width = (short, long) if wide else (long, short)
@@ -38,7 +47,8 @@ def test_every_size_can_be_encoded(short: int, aspect: float, count: int, wide: 
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "said"), [(63, 100, "100x63 pixels is too small"), (64, 513, "513x64 pixels is too long")]
+    ("height", "width", "said"),
+    [(63, 100, "100x63 pixels is too small"), (64, 513, "513x64 pixels is too long")],
 )
 def test_what_the_official_code_refuses_is_one_line(height: int, width: int, said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:

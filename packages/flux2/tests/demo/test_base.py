@@ -1,4 +1,5 @@
-"""The weights that the demo starts from: small, in every installation, and a VAE that reproduces images that it has not seen."""
+"""The weights that the demo starts from: small, in every installation, and a VAE that reproduces
+images that it has not seen."""
 
 from itertools import product
 
@@ -15,7 +16,10 @@ from ditkit_flux2.encoders import VAE
 
 def test_the_files_take_less_than_3_mb():
     sizes = {file.name: file.stat().st_size for file in WEIGHTS.iterdir()}
-    assert set(sizes) == {"vae.safetensors", "transformer.safetensors"} and sum(sizes.values()) < 3_000_000
+    assert (
+        set(sizes) == {"vae.safetensors", "transformer.safetensors"}
+        and sum(sizes.values()) < 3_000_000
+    )
 
 
 def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
@@ -23,11 +27,17 @@ def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
 
 
 def test_the_new_place_is_shown_without_what_is_held_out_and_as_often_as_the_known_ones():
-    described = [each.image for each in EXAMPLES if not each.references and each.image not in VALIDATED.values()]
+    described = [
+        each.image
+        for each in EXAMPLES
+        if not each.references and each.image not in VALIDATED.values()
+    ]
     new = {(image.colour, image.shape) for image in described if image.position == NEW}
     assert new == set(product(COLOURS, SHAPES)) - set(HELD_OUT)
     assert (
-        sum(image.position == NEW for image in described) == sum(image.position in KNOWN for image in described) == 12
+        sum(image.position == NEW for image in described)
+        == sum(image.position in KNOWN for image in described)
+        == 12
     )
 
 
@@ -41,4 +51,6 @@ def test_the_checkpoint_has_the_trained_weights(checkpoint, part):
 
     stored = load_file(WEIGHTS / f"{part}.safetensors")
     written = load_file(checkpoint / part / "diffusion_pytorch_model.safetensors")
-    assert stored.keys() == written.keys() and all(torch.equal(written[name], each) for name, each in stored.items())
+    assert stored.keys() == written.keys() and all(
+        torch.equal(written[name], each) for name, each in stored.items()
+    )

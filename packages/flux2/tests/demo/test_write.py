@@ -1,4 +1,5 @@
-"""The demo's inputs: whole, the same every time, readable by the libraries and by our own reader."""
+"""The demo's inputs: whole, the same every time, readable by the libraries and by our own
+reader."""
 
 import json
 from dataclasses import replace
@@ -47,7 +48,11 @@ def dataset(inputs: Path):
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): file_hash(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file_hash(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def test_two_writings_are_the_same_bytes_and_the_random_state_is_untouched(inputs, tmp_path):
@@ -63,37 +68,53 @@ def test_every_part_of_the_checkpoint_is_safetensors_and_loads_as_a_pipeline(inp
 
     weights = {file.parent.name for file in (inputs / "checkpoint").rglob("*.safetensors")}
     assert weights == {"transformer", "vae", "text_encoder"}
-    assert not [file for file in inputs.rglob("*") if file.suffix in (".bin", ".pth", ".pt", ".pkl")]
+    assert not [
+        file for file in inputs.rglob("*") if file.suffix in (".bin", ".pth", ".pt", ".pkl")
+    ]
     pipeline = DiffusionPipeline.from_pretrained(inputs / "checkpoint", local_files_only=True)
     assert type(pipeline) is Flux2KleinPipeline and pipeline.config.is_distilled is False
     pipeline.set_progress_bar_config(disable=True)
-    arguments = {"height": 32, "width": 48, "num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "np"}
-    pictures = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(0), **arguments).images
+    arguments = {
+        "height": 32,
+        "width": 48,
+        "num_inference_steps": 2,
+        "guidance_scale": 2.0,
+        "output_type": "np",
+    }
+    pictures = pipeline(
+        prompt="a red circle", generator=torch.Generator().manual_seed(0), **arguments
+    ).images
     assert pictures.shape == (1, 32, 48, 3) and np.isfinite(pictures).all() and pictures.std() > 0
 
 
 def test_the_text_encoder_gives_what_the_pipeline_gives(checkpoint):
-    """The tokenizer's own chat template, which the pipeline renders, says what our encoder writes out."""
+    """The tokenizer's own chat template, which the pipeline renders, says what our encoder writes
+    out."""
     from diffusers import Flux2KleinPipeline
 
     pipeline = Flux2KleinPipeline.from_pretrained(
         checkpoint, local_files_only=True, transformer=None, vae=None, scheduler=None
     )
-    encoder = LanguageModelEncoder(TEXT, ModelPaths(base=str(checkpoint)), torch.device("cpu"), torch.float32)
+    encoder = LanguageModelEncoder(
+        TEXT, ModelPaths(base=str(checkpoint)), torch.device("cpu"), torch.float32
+    )
     encoder.load()
     caption = "a red circle on a mat"
     (ours,) = encoder.encode([caption])
     with torch.no_grad():
         theirs, _ = pipeline.encode_prompt(caption)
     assert ours["text"].shape == (512, 3 * TEXT_DIM)
-    # both fp32 through 27 layers; their last bits differ with the kernel that each picks for attention
+    # both fp32 through 27 layers; their last bits differ with the kernel that each picks for
+    # attention
     torch.testing.assert_close(ours["text"], theirs[0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_tokenizer_knows_the_captions_words_and_spells_others(inputs):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint" / "tokenizer", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        inputs / "checkpoint" / "tokenizer", local_files_only=True
+    )
     for caption in (caption for example in EXAMPLES for caption in example.captions):
         first, *others = caption.split()
         assert tokenizer.tokenize(caption) == [*first, *(f"Ġ{word}" for word in others)]
@@ -119,11 +140,15 @@ def test_our_reader_finds_buckets_several_captions_and_editing_pairs(inputs, dat
     assert {(sample.height, sample.width) for sample in samples} == {(64, 64), (48, 80), (80, 48)}
     assert {len(sample.captions) for sample in samples} == {1, 2}
     edits = [sample for sample in samples if sample.references]
-    assert len(edits) == 6 and all(sample.captions[0].startswith(("make the ", "turn the ")) for sample in edits)
+    assert len(edits) == 6 and all(
+        sample.captions[0].startswith(("make the ", "turn the ")) for sample in edits
+    )
     assert {len(sample.references) for sample in edits} == {1}
 
 
-def test_the_validation_images_are_of_the_new_place_but_one_and_no_image_is_trained_on_under_another_name(dataset):
+def test_the_validation_images_are_of_the_new_place_but_one_and_no_image_is_trained_on_under_another_name(
+    dataset,
+):
     clips = resolve(RunConfig, file=FLUX2.demo.config).held_out.clips
     trained, held_out = split_held_out([sample.id for sample in dataset.samples], clips)
     images = {Path(example.file).stem: example.image for example in EXAMPLES}
@@ -137,9 +162,14 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
         for _, before in example.references:
             after = example.image
             changed = [
-                name for name in ("colour", "shape", "position") if getattr(before, name) != getattr(after, name)
+                name
+                for name in ("colour", "shape", "position")
+                if getattr(before, name) != getattr(after, name)
             ]
-            assert len(changed) == 1 and replace(before, **{changed[0]: getattr(after, changed[0])}) == after
+            assert (
+                len(changed) == 1
+                and replace(before, **{changed[0]: getattr(after, changed[0])}) == after
+            )
             (caption,) = example.captions
             assert caption.endswith(f" {getattr(after, changed[0])}")
 
@@ -149,7 +179,9 @@ def test_latents_of_the_images_as_training_reads_them_have_about_unit_variance(i
     encoder.load()
     latents = []
     for sample in dataset.samples:
-        pixels = read_clip(sample.media, frames=1, fps=1.0, height=sample.height, width=sample.width)
+        pixels = read_clip(
+            sample.media, frames=1, fps=1.0, height=sample.height, width=sample.width
+        )
         latents.append(encoder.encode([pixels])[0]["latents"])
         assert latents[-1].shape == (64, 1, sample.height // 16, sample.width // 16)
     together = torch.cat([each.flatten(1) for each in latents], dim=1)
@@ -160,7 +192,12 @@ def test_latents_of_the_images_as_training_reads_them_have_about_unit_variance(i
 def test_the_checkpoints_architecture_is_found(checkpoint):
     config = json.loads((checkpoint / "transformer" / "config.json").read_text())
     arch = arch_from_config(config, json.loads((checkpoint / "model_index.json").read_text()))
-    assert (arch.dim, arch.double_layers, arch.single_layers, arch.text_dim) == (WIDTH, 1, 4, 3 * TEXT_DIM)
+    assert (arch.dim, arch.double_layers, arch.single_layers, arch.text_dim) == (
+        WIDTH,
+        1,
+        4,
+        3 * TEXT_DIM,
+    )
     assert not arch.guidance and not arch.distilled
 
 

@@ -1,4 +1,5 @@
-"""Text encoders whose matrices are 8-bit codes with a scale, as ComfyUI's files have them: held so, or read layer by layer."""
+"""Text encoders whose matrices are 8-bit codes with a scale, as ComfyUI's files have them: held so,
+or read layer by layer."""
 
 import json
 from collections.abc import Callable
@@ -23,11 +24,14 @@ CAPTIONS = ["a red circle", ""]
 
 @pytest.fixture(scope="module", params=[write_mistral, write_qwen], ids=["mistral", "qwen"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny encoder in folders: as it is, scaled, and with the values that the scaled one stands for."""
+    """A tiny encoder in folders: as it is, scaled, and with the values that the scaled one stands
+    for."""
     folder = tmp_path_factory.mktemp("scaled")
     write: Callable[[Path], object] = request.param
     write(folder / "exact")
-    format_of = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
+    format_of = torch.tensor(
+        list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8
+    )
     codes, values = {}, {}
     for name, tensor in load_file(folder / "exact" / "text_encoder" / "model.safetensors").items():
         if name.endswith("_proj.weight") and "vision" not in name:
@@ -64,10 +68,16 @@ def features(encoder: LanguageModelEncoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scaled_matrices_stay_in_8_bits_and_give_what_their_values_give(base: Path, dtype: torch.dtype) -> None:
+def test_scaled_matrices_stay_in_8_bits_and_give_what_their_values_give(
+    base: Path, dtype: torch.dtype
+) -> None:
     resident, dense = (loaded(base, kind, dtype, "never") for kind in ("scaled", "values"))
-    matrices = [module for module in resident._model.modules() if isinstance(module, QuantizedLinear)]
-    assert len(matrices) == 7 * len(resident._model.layers) and {m.weight.dtype for m in matrices} == {FP8}
+    matrices = [
+        module for module in resident._model.modules() if isinstance(module, QuantizedLinear)
+    ]
+    assert len(matrices) == 7 * len(resident._model.layers) and {
+        m.weight.dtype for m in matrices
+    } == {FP8}
     expected = features(dense)
     assert expected.dtype == dtype and torch.equal(features(resident), expected)
     streamed = loaded(base, "scaled", dtype, "always")
@@ -76,8 +86,11 @@ def test_scaled_matrices_stay_in_8_bits_and_give_what_their_values_give(base: Pa
 
 
 def test_the_error_is_that_of_8_bits(base: Path) -> None:
-    found, exact = (features(loaded(base, kind, torch.float32, "never")) for kind in ("scaled", "exact"))
-    # 0.026 of each matrix (three bits of fraction) and 0.002 of the rest in bf16, through some thirty layers
+    found, exact = (
+        features(loaded(base, kind, torch.float32, "never")) for kind in ("scaled", "exact")
+    )
+    # 0.026 of each matrix (three bits of fraction) and 0.002 of the rest in bf16, through some
+    # thirty layers
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.4
 
 
@@ -90,7 +103,9 @@ def test_it_is_unloaded_and_loaded_again(base: Path) -> None:
     assert torch.equal(features(encoder), first)
 
 
-def test_matrices_count_a_byte_to_a_number_where_memory_is_asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_count_a_byte_to_a_number_where_memory_is_asked(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def free(device: torch.device) -> int:

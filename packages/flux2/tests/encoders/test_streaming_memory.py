@@ -1,4 +1,5 @@
-"""How much host memory a streamed text encoder takes, measured on a scaled-down one in a process of its own."""
+"""How much host memory a streamed text encoder takes, measured on a scaled-down one in a process of
+its own."""
 
 import json
 import subprocess
@@ -14,7 +15,8 @@ from ditkit_core.io.safetensors import write_safetensors
 LAYERS, WIDTH, HIDDEN = 40, 256, 2560
 MIB = 2**20
 
-# Everything is imported and run once on the smallest encoder before the first measurement, so that only weights and states count.
+# Everything is imported and run once on the smallest encoder before the first measurement, so that
+# only weights and states count.
 SCRIPT = """
 import sys
 import torch
@@ -47,7 +49,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         write_qwen(folder / name)
     config_file = folder / "scaled" / "text_encoder" / "config.json"
     config = json.loads(config_file.read_text()) | {
-        "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "layer_types": None,
+        "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "layer_types": None,
     }  # fmt: skip
     config_file.write_text(json.dumps(config))
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -63,13 +66,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="measured with Linux's and macOS's allocators")
-def test_a_streamed_encoder_takes_two_layers_at_most_and_a_resident_one_all(bases: tuple[Path, Path]) -> None:
+def test_a_streamed_encoder_takes_two_layers_at_most_and_a_resident_one_all(
+    bases: tuple[Path, Path],
+) -> None:
     command = [sys.executable, "-c", SCRIPT, *map(str, bases)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("measured"))
     streamed, resident, results = (int(number) for number in line.split()[1:])
-    activations = 3 * 512 * HIDDEN * 4  # of one caption in the feed-forward network, which is the widest place: 15 MiB
+    activations = (
+        3 * 512 * HIDDEN * 4
+    )  # of one caption in the feed-forward network, which is the widest place: 15 MiB
     assert streamed < 2 * 8 * MIB + 2 * results + activations, f"{streamed / MIB:.0f} MiB"
-    # The 27 layers that are read; what the first runs took and gave back is used again, so not all of them show.
+    # The 27 layers that are read; what the first runs took and gave back is used again, so not all
+    # of them show.
     assert resident > 20 * 7 * MIB, f"{resident / MIB:.0f} MiB"
     assert streamed < resident / 3

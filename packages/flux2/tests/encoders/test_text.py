@@ -1,4 +1,5 @@
-"""Captions to features, for both families: as diffusers' pipelines make them, from every kind of file."""
+"""Captions to features, for both families: as diffusers' pipelines make them, from every kind of
+file."""
 
 import dataclasses
 import json
@@ -75,7 +76,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _qwen(tmp_path_factory.mktemp("qwen") / "base")
 
 
-def made(dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any) -> LanguageModelEncoder:
+def made(
+    dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any
+) -> LanguageModelEncoder:
     return LanguageModelEncoder(TEXT, ModelPaths(**where), CPU, dtype, streaming)
 
 
@@ -94,7 +97,9 @@ def test_features_are_those_of_diffusers_bitwise(tiny: Tiny, caption: str) -> No
 
 
 def test_streamed_features_are_the_resident_ones_bitwise(tiny: Tiny) -> None:
-    streamed, resident = (loaded(torch.float32, how, base=str(tiny.base)) for how in ("always", "never"))
+    streamed, resident = (
+        loaded(torch.float32, how, base=str(tiny.base)) for how in ("always", "never")
+    )
     assert (streamed.streams, resident.streams) == (True, False)
     assert (streamed.items_at_once, resident.items_at_once) == (64, 1)
     together = streamed.encode(CAPTIONS)
@@ -108,7 +113,9 @@ def test_layers_are_the_hidden_states_of_transformers_side_by_side(tiny: Tiny) -
     prompter.load(10**6)
     ids, real, cut = prompter.tokens(CAPTION)
     with torch.no_grad():
-        states = tiny.model(ids[None], attention_mask=real[None].long(), output_hidden_states=True).hidden_states
+        states = tiny.model(
+            ids[None], attention_mask=real[None].long(), output_hidden_states=True
+        ).hidden_states
     text = loaded(base=str(tiny.base)).encode([CAPTION])[0]["text"]
     for place, layer in enumerate(tiny.family.layers):
         assert torch.equal(text[:, place * WIDTH : (place + 1) * WIDTH], states[layer][0]), layer
@@ -118,8 +125,10 @@ def test_layers_are_the_hidden_states_of_transformers_side_by_side(tiny: Tiny) -
 def test_templates_are_rendered_to_the_byte() -> None:
     # Written out in full: the official system message has a line break after "object".
     assert MISTRAL.render("a [IMG]b") == (
-        "<s>[SYSTEM_PROMPT]You are an AI that reasons about image descriptions. You give structured responses focusing on "
-        "object relationships, object\nattribution and actions without speculation.[/SYSTEM_PROMPT][INST]a b[/INST]"
+        "<s>[SYSTEM_PROMPT]You are an AI that reasons about image descriptions. You give "
+        "structured responses focusing on "
+        "object relationships, object\nattribution and actions without "
+        "speculation.[/SYSTEM_PROMPT][INST]a b[/INST]"
     )
     assert QWEN.render(" a [IMG]") == (
         "<|im_start|>user\n a [IMG]<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -143,9 +152,12 @@ def test_tokens_are_those_of_the_tokenizers_own_template(tiny: Tiny) -> None:
         else:
             messages = [{"role": "user", "content": caption}]
             how = {"add_generation_prompt": True, "enable_thinking": False}
-        assert tiny.tokenizer.apply_chat_template(messages, tokenize=False, **how) == tiny.family.render(caption)
+        assert tiny.tokenizer.apply_chat_template(
+            messages, tokenize=False, **how
+        ) == tiny.family.render(caption)
         expected = tiny.tokenizer.apply_chat_template(
-            messages, padding="max_length", truncation=True, max_length=TEXT.num_tokens, return_dict=True, return_tensors="pt",
+            messages, padding="max_length", truncation=True, max_length=TEXT.num_tokens,
+            return_dict=True, return_tensors="pt",
             **how,
         )  # fmt: skip
         ids, real, cut = prompter.tokens(caption)
@@ -209,7 +221,8 @@ def test_progress_is_reported_layer_by_layer_and_adds_up(tiny: Tiny) -> None:
 def test_features_are_in_the_encoders_dtype(tiny: Tiny) -> None:
     exact = loaded(base=str(tiny.base)).encode([CAPTION])[0]["text"]
     streamed, resident = (
-        loaded(torch.bfloat16, how, base=str(tiny.base)).encode([CAPTION])[0]["text"] for how in ("always", "never")
+        loaded(torch.bfloat16, how, base=str(tiny.base)).encode([CAPTION])[0]["text"]
+        for how in ("always", "never")
     )
     assert streamed.dtype == torch.bfloat16 and torch.equal(streamed, resident)
     # bf16 keeps 8 bits, through thirty layers
@@ -256,7 +269,8 @@ def test_a_single_file_of_mistral_is_known_by_its_shapes(tmp_path: Path) -> None
     from transformers import MistralConfig, MistralModel
 
     config = MistralConfig(
-        vocab_size=275, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=31, num_attention_heads=2,
+        vocab_size=275, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=31,
+        num_attention_heads=2,
         num_key_value_heads=1, head_dim=128, rope_theta=1e9, rms_norm_eps=1e-5, sliding_window=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -264,13 +278,19 @@ def test_a_single_file_of_mistral_is_known_by_its_shapes(tmp_path: Path) -> None
         model = MistralModel(config).eval()
     write_mistral(tmp_path / "other")
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    save_file(state | {"tekken_model": torch.zeros(7, dtype=torch.uint8)}, tmp_path / "mistral.safetensors")
+    save_file(
+        state | {"tekken_model": torch.zeros(7, dtype=torch.uint8)},
+        tmp_path / "mistral.safetensors",
+    )
     encoder = loaded(
-        text_encoder=str(tmp_path / "mistral.safetensors"), tokenizer=str(tmp_path / "other" / "tokenizer")
+        text_encoder=str(tmp_path / "mistral.safetensors"),
+        tokenizer=str(tmp_path / "other" / "tokenizer"),
     )
     ids, real, _ = encoder._prompter.tokens(CAPTION)
     with torch.no_grad():
-        states = model(ids[None], attention_mask=real[None].long(), output_hidden_states=True).hidden_states
+        states = model(
+            ids[None], attention_mask=real[None].long(), output_hidden_states=True
+        ).hidden_states
     expected = torch.cat([states[layer][0] for layer in (10, 20, 30)], dim=1)
     assert encoder.family is MISTRAL and torch.equal(encoder.encode([CAPTION])[0]["text"], expected)
 
@@ -295,14 +315,20 @@ def test_identity_follows_what_changes_features_and_nothing_else(
         encoder = made(base=str(tiny.base))
         encoder.encoding = dataclasses.replace(TEXT, **change)
         others.append(encoder.identity)
-    for change in ({"before": "[INST]"}, {"layers": (8, 16, 24)}, {"pads_left": not tiny.family.pads_left}):
+    for change in (
+        {"before": "[INST]"},
+        {"layers": (8, 16, 24)},
+        {"pads_left": not tiny.family.pads_left},
+    ):
         encoder = made(base=str(tiny.base))
         encoder.family = dataclasses.replace(tiny.family, **change)
         others.append(encoder.identity)
     assert len({first, *others}) == len(others) + 1
 
 
-def test_the_peak_of_host_memory_is_reported(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_host_memory_is_reported(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
     encoder = loaded(base=str(tiny.base))
     encoder.unload()
     said = capsys.readouterr().out.splitlines()

@@ -1,4 +1,5 @@
-"""Files of text encoders and tokenizers that cannot be used: refused in one line, before the weights are read where possible."""
+"""Files of text encoders and tokenizers that cannot be used: refused in one line, before the
+weights are read where possible."""
 
 import json
 import re
@@ -58,27 +59,47 @@ def changed_config(folder: Path, target: Path, **changes: Any) -> str:
 
 def test_the_tokenizer_of_the_other_family_is_refused_at_once(mistral: Path, qwen: Path) -> None:
     refused(
-        made, r"has no token \[SYSTEM_PROMPT\]|has no token <s>", base=str(mistral), tokenizer=str(qwen / "tokenizer")
+        made,
+        r"has no token \[SYSTEM_PROMPT\]|has no token <s>",
+        base=str(mistral),
+        tokenizer=str(qwen / "tokenizer"),
     )
-    refused(made, r"has no token <\|im_start\|>", base=str(qwen), tokenizer=str(mistral / "tokenizer"))
+    refused(
+        made, r"has no token <\|im_start\|>", base=str(qwen), tokenizer=str(mistral / "tokenizer")
+    )
 
 
 @pytest.mark.parametrize("token", ["[SYSTEM_PROMPT]", "[/INST]", "<pad>"])
-def test_a_token_that_is_only_text_is_refused_by_name(mistral: Path, tmp_path: Path, token: str) -> None:
+def test_a_token_that_is_only_text_is_refused_by_name(
+    mistral: Path, tmp_path: Path, token: str
+) -> None:
     shutil.copytree(mistral / "tokenizer", tmp_path, dirs_exist_ok=True)
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocabulary["added_tokens"] = [known for known in vocabulary["added_tokens"] if known["content"] != token]
+    vocabulary["added_tokens"] = [
+        known for known in vocabulary["added_tokens"] if known["content"] != token
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    refused(made, f"has no token {re.escape(token)}.*set model.tokenizer", base=str(mistral), tokenizer=str(tmp_path))
+    refused(
+        made,
+        f"has no token {re.escape(token)}.*set model.tokenizer",
+        base=str(mistral),
+        tokenizer=str(tmp_path),
+    )
 
 
-def test_a_tokenizer_of_more_tokens_than_the_encoder_knows_is_refused(qwen: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_more_tokens_than_the_encoder_knows_is_refused(
+    qwen: Path, tmp_path: Path
+) -> None:
     shutil.copytree(qwen / "tokenizer", tmp_path, dirs_exist_ok=True)
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocabulary["added_tokens"].append(dict(vocabulary["added_tokens"][0], id=5000, content="<|new|>"))
+    vocabulary["added_tokens"].append(
+        dict(vocabulary["added_tokens"][0], id=5000, content="<|new|>")
+    )
     vocabulary["model"]["vocab"]["<|new|>"] = 5000
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    refused_when_loaded("token 5000.*do not belong together", base=str(qwen), tokenizer=str(tmp_path))
+    refused_when_loaded(
+        "token 5000.*do not belong together", base=str(qwen), tokenizer=str(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +109,16 @@ def test_a_tokenizer_of_more_tokens_than_the_encoder_knows_is_refused(qwen: Path
         ("[]", "tokenizer.json is not a JSON object"),
         ("{}", "tokenizer.json has no vocabulary"),
         ('{"model": {}}', "tokenizer.json has no vocabulary"),
-        ('{"model": {"vocab": {}}, "added_tokens": [1]}', "tokenizer.json has an invalid list of added tokens"),
+        (
+            '{"model": {"vocab": {}}, "added_tokens": [1]}',
+            "tokenizer.json has an invalid list of added tokens",
+        ),
         (None, "tokenizer.json is missing; set model.tokenizer"),
     ],
 )
-def test_a_broken_tokenizer_is_found_at_once(qwen: Path, tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_broken_tokenizer_is_found_at_once(
+    qwen: Path, tmp_path: Path, text: str | None, said: str
+) -> None:
     if text is not None:
         (tmp_path / "tokenizer.json").write_text(text)
     refused(made, said, base=str(qwen), tokenizer=str(tmp_path))
@@ -101,45 +127,76 @@ def test_a_broken_tokenizer_is_found_at_once(qwen: Path, tmp_path: Path, text: s
 @pytest.mark.parametrize(
     "changes", [{"version": None}, {"truncation": {}}, {"post_processor": True}, {"normalizer": 3}]
 )
-def test_a_damaged_tokenizer_is_one_line(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_damaged_tokenizer_is_one_line(
+    qwen: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     shutil.copytree(qwen / "tokenizer", tmp_path, dirs_exist_ok=True)
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary | changes))
-    refused_when_loaded("tokenizer.json is not a tokenizer that can be read", base=str(qwen), tokenizer=str(tmp_path))
+    refused_when_loaded(
+        "tokenizer.json is not a tokenizer that can be read",
+        base=str(qwen),
+        tokenizer=str(tmp_path),
+    )
 
 
 def test_a_single_file_needs_a_tokenizer(qwen: Path) -> None:
     file = qwen / "text_encoder" / "model.safetensors"
     refused(made, "set model.tokenizer", text_encoder=str(file))
-    refused(made, "is a file; name the folder with tokenizer.json", text_encoder=str(file), tokenizer=str(file))
+    refused(
+        made,
+        "is a file; name the folder with tokenizer.json",
+        text_encoder=str(file),
+        tokenizer=str(file),
+    )
 
 
 @pytest.mark.parametrize("mark", ["weight_scale_inv", "weight_scale_2", "weight_scale"])
-def test_eight_bit_weights_in_another_form_are_refused_at_once(qwen: Path, tmp_path: Path, mark: str) -> None:
+def test_eight_bit_weights_in_another_form_are_refused_at_once(
+    qwen: Path, tmp_path: Path, mark: str
+) -> None:
     file = tmp_path / "qwen_3_8b.safetensors"
-    scale = {f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())}  # of a weight that is not in 8 bits
+    scale = {
+        f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())
+    }  # of a weight that is not in 8 bits
     save_file(load_file(qwen / "text_encoder" / "model.safetensors") | scale, file)
     refused(
-        made, f"up_proj.{mark}, which is not supported; get the bf16 or the fp8_scaled file", text_encoder=str(file),
+        made, f"up_proj.{mark}, which is not supported; get the bf16 or the fp8_scaled file",
+        text_encoder=str(file),
         tokenizer=str(qwen / "tokenizer"),
     )  # fmt: skip
 
 
 def test_another_model_is_refused_at_once(qwen: Path, tmp_path: Path) -> None:
     other = changed_config(qwen, tmp_path / "other", model_type="umt5")
-    refused(made, "contains a model of type umt5, not a Mistral 3 or Qwen3", base=str(qwen), text_encoder=other)
+    refused(
+        made,
+        "contains a model of type umt5, not a Mistral 3 or Qwen3",
+        base=str(qwen),
+        text_encoder=other,
+    )
     strange = changed_config(qwen, tmp_path / "strange", model_type=["qwen3"])
-    refused(made, r"contains a model of type \['qwen3'\], not a Mistral 3", base=str(qwen), text_encoder=strange)
+    refused(
+        made,
+        r"contains a model of type \['qwen3'\], not a Mistral 3",
+        base=str(qwen),
+        text_encoder=strange,
+    )
     save_file({"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip.safetensors")
     refused(
-        made, "clip.safetensors is not a Mistral 3 or Qwen3 text encoder", text_encoder=str(tmp_path / "clip.safetensors"),
+        made, "clip.safetensors is not a Mistral 3 or Qwen3 text encoder",
+        text_encoder=str(tmp_path / "clip.safetensors"),
         tokenizer=str(qwen / "tokenizer"),
     )  # fmt: skip
 
 
 def test_too_few_layers_are_refused_at_once(mistral: Path, tmp_path: Path) -> None:
     write_qwen(tmp_path / "short", layers=26)
-    refused(made, "has 26 layers, and FLUX.2 reads the hidden states after layer 27", base=str(tmp_path / "short"))
+    refused(
+        made,
+        "has 26 layers, and FLUX.2 reads the hidden states after layer 27",
+        base=str(tmp_path / "short"),
+    )
     state = load_file(tmp_path / "short" / "text_encoder" / "model.safetensors")
     save_file(state, tmp_path / "short.safetensors")
     refused(
@@ -149,7 +206,9 @@ def test_too_few_layers_are_refused_at_once(mistral: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": "wide"}, {"num_hidden_layers": None}])
-def test_a_configuration_without_sizes_is_refused_at_once(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_configuration_without_sizes_is_refused_at_once(
+    qwen: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     refused(
         made, "config.json has no num_hidden_layers or no hidden_size", base=str(qwen),
         text_encoder=changed_config(qwen, tmp_path, **changes),
@@ -166,21 +225,35 @@ def test_a_configuration_without_sizes_is_refused_at_once(qwen: Path, tmp_path: 
         {"num_attention_heads": None},
     ],
 )
-def test_a_configuration_that_makes_no_model_is_one_line(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_configuration_that_makes_no_model_is_one_line(
+    qwen: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     where = {"base": str(qwen), "text_encoder": changed_config(qwen, tmp_path, **changes)}
     refused_when_loaded("config.json does not describe a Qwen3", **where)
 
 
-def test_weights_that_do_not_fit_the_configuration_name_the_text_encoder(qwen: Path, tmp_path: Path) -> None:
-    where = {"base": str(qwen), "text_encoder": changed_config(qwen, tmp_path, intermediate_size=64)}
-    refused_when_loaded("configuration does not fit the weights; set model.text_encoder to", **where)
+def test_weights_that_do_not_fit_the_configuration_name_the_text_encoder(
+    qwen: Path, tmp_path: Path
+) -> None:
+    where = {
+        "base": str(qwen),
+        "text_encoder": changed_config(qwen, tmp_path, intermediate_size=64),
+    }
+    refused_when_loaded(
+        "configuration does not fit the weights; set model.text_encoder to", **where
+    )
 
 
-def test_a_missing_weight_and_one_too_many_in_a_layer_are_refused(qwen: Path, tmp_path: Path) -> None:
+def test_a_missing_weight_and_one_too_many_in_a_layer_are_refused(
+    qwen: Path, tmp_path: Path
+) -> None:
     shutil.copytree(qwen / "text_encoder", tmp_path, dirs_exist_ok=True)
     state = load_file(tmp_path / "model.safetensors")
     norm = "model.layers.26.input_layernorm.weight"
-    save_file({name: tensor for name, tensor in state.items() if name != norm}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in state.items() if name != norm},
+        tmp_path / "model.safetensors",
+    )
     where = {"base": str(qwen), "text_encoder": str(tmp_path)}
     refused_when_loaded("1 missing: layers.26.input_layernorm.weight", **where)
     bias = "model.layers.3.self_attn.q_proj.bias"

@@ -1,4 +1,5 @@
-"""The VAE: what it computes against diffusers' pipeline, and the official single file against the folder."""
+"""The VAE: what it computes against diffusers' pipeline, and the official single file against the
+folder."""
 
 import json
 import re
@@ -21,27 +22,35 @@ CPU = torch.device("cpu")
 
 
 def official_name(name: str) -> str:
-    """The official name of a diffusers parameter, written the other way round than the code under test."""
+    """The official name of a diffusers parameter, written the other way round than the code under
+    test."""
     if name.startswith(("quant_conv", "post_quant_conv")):
         return ("decoder." if name.startswith("post") else "encoder.") + name
     half, _, rest = name.partition(".")
     rest = rest.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
-    rest = rest.replace("mid_block.resnets.0", "mid.block_1").replace("mid_block.resnets.1", "mid.block_2")
+    rest = rest.replace("mid_block.resnets.0", "mid.block_1").replace(
+        "mid_block.resnets.1", "mid.block_2"
+    )
     rest = rest.replace("mid_block.attentions.0", "mid.attn_1").replace("group_norm", "norm")
     rest = rest.replace("to_out.0", "proj_out").replace("to_", "")
     if found := re.match(r"(down|up)_blocks\.(\d)\.(resnets|downsamplers\.0|upsamplers\.0)", rest):
         stage = int(found[2]) if found[1] == "down" else 3 - int(found[2])
-        inside = {"resnets": "block", "downsamplers.0": "downsample", "upsamplers.0": "upsample"}[found[3]]
+        inside = {"resnets": "block", "downsamplers.0": "downsample", "upsamplers.0": "upsample"}[
+            found[3]
+        ]
         rest = f"{found[1]}.{stage}.{inside}{rest[found.end() :]}"
     return f"{half}.{rest}"
 
 
 def official_state(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's weights as the official file has them: the attention's linears are convolutions there."""
+    """The folder's weights as the official file has them: the attention's linears are convolutions
+    there."""
     state = load_file(folder / "diffusion_pytorch_model.safetensors")
     state.pop("bn.num_batches_tracked")
     return {
-        official_name(name): tensor[..., None, None] if "attentions" in name and tensor.ndim == 2 else tensor
+        official_name(name): tensor[..., None, None]
+        if "attentions" in name and tensor.ndim == 2
+        else tensor
         for name, tensor in state.items()
     }
 
@@ -101,7 +110,9 @@ def test_decoding_undoes_normalisation_and_patches(folder: Path) -> None:
         expected = vae.decode(vae.encode(image().transpose(0, 1)).latent_dist.mode()).sample
     assert pixels.shape == (3, 1, 48, 32) and pixels.min() >= 0 and pixels.max() <= 1
     # normalising and back rounds each latent twice in fp32
-    torch.testing.assert_close(pixels, (expected / 2 + 0.5).clamp(0, 1).transpose(0, 1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        pixels, (expected / 2 + 0.5).clamp(0, 1).transpose(0, 1), atol=1e-5, rtol=0
+    )
 
 
 def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
@@ -114,11 +125,15 @@ def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
     assert torch.equal(unpatchify(patches, 2), probe)
 
 
-def test_a_number_of_groups_that_is_none_is_found_when_loading(folder: Path, tmp_path: Path) -> None:
+def test_a_number_of_groups_that_is_none_is_found_when_loading(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {"norm_num_groups": True}))
-    with pytest.raises(UserError, match="vae: its configuration has a damaged value .*norm_num_groups is True"):
+    with pytest.raises(
+        UserError, match="vae: its configuration has a damaged value .*norm_num_groups is True"
+    ):
         loaded(tmp_path / "vae")
 
 
@@ -135,8 +150,12 @@ def test_the_statistics_are_read_and_never_updated(folder: Path) -> None:
     assert torch.equal(norm.running_var, stored["bn.running_var"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"decoder_block_out_channels": (32, 32, 64, 96)}], ids=["usual", "small"])
-def test_the_official_single_file_gives_what_the_folder_gives(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"decoder_block_out_channels": (32, 32, 64, 96)}], ids=["usual", "small"]
+)
+def test_the_official_single_file_gives_what_the_folder_gives(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     tiny_vae(block_out_channels=(32, 64, 64, 128), **settings).save_pretrained(tmp_path / "vae")
     file = tmp_path / "ae.safetensors"
     state = official_state(tmp_path / "vae")
@@ -146,7 +165,10 @@ def test_the_official_single_file_gives_what_the_folder_gives(tmp_path: Path, se
     latents = from_file.encode([image()])[0]["latents"]
     assert torch.equal(latents, from_folder.encode([image()])[0]["latents"])
     assert torch.equal(from_file.decode(latents), from_folder.decode(latents))
-    assert from_file.strides == from_folder.strides == (1, 16) and from_file.channels == from_folder.channels == 16
+    assert (
+        from_file.strides == from_folder.strides == (1, 16)
+        and from_file.channels == from_folder.channels == 16
+    )
     assert ("decoder_block_out_channels" in from_file.config) == bool(settings)
 
 
@@ -210,8 +232,12 @@ def test_the_vae_of_flux_1_is_refused_by_name(folder: Path, tmp_path: Path) -> N
         DiffusersVae(VAE, ModelPaths(vae=str(tmp_path / "vae")), CPU)
 
 
-@pytest.mark.parametrize("wrong", [{"block_out_channels": "wide"}, {"latent_channels": None}, {"layers_per_block": []}])
-def test_a_configuration_that_makes_no_vae_is_one_line(folder: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"block_out_channels": "wide"}, {"latent_channels": None}, {"layers_per_block": []}]
+)
+def test_a_configuration_that_makes_no_vae_is_one_line(
+    folder: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
@@ -220,7 +246,9 @@ def test_a_configuration_that_makes_no_vae_is_one_line(folder: Path, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
-def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_of_widths_that_it_cannot_have_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     state = official_state(folder)
     state["encoder.down.0.block.0.conv1.weight"] = torch.zeros(8, 32, 3, 3)
     save_file(state, tmp_path / "ae.safetensors")
@@ -251,7 +279,10 @@ def test_identity_follows_the_weights_and_needs_no_loading(folder: Path, tmp_pat
 
 def test_bf16_encodes_almost_what_fp32_does_with_its_statistics(folder: Path) -> None:
     where = ModelPaths(vae=str(folder))
-    exact, rounded = (DiffusersVae(VAE, where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        DiffusersVae(VAE, where, CPU, mode=VaeMode(dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert exact.identity != rounded.identity
     exact.load()
     rounded.load()

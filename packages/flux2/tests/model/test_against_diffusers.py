@@ -1,4 +1,5 @@
-"""Our transformer against `Flux2Transformer2DModel` with the same weights: outputs, parameter and input gradients."""
+"""Our transformer against `Flux2Transformer2DModel` with the same weights: outputs, parameter and
+input gradients."""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def pair(guidance: bool, dtype: torch.dtype) -> tuple[Flux2Transformer, torch.nn
 
     torch.manual_seed(0)
     theirs = Flux2Transformer2DModel(
-        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16,
+        num_attention_heads=2,
         joint_attention_dim=20, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance,
     )  # fmt: skip
     for parameter in theirs.parameters():
@@ -39,18 +41,27 @@ def pair(guidance: bool, dtype: torch.dtype) -> tuple[Flux2Transformer, torch.nn
 
 def ours_with(theirs: torch.nn.Module, guidance: bool, dtype: torch.dtype) -> Flux2Transformer:
     arch = Flux2Arch(
-        dim=32, heads=2, double_layers=2, single_layers=2, text_dim=20, text_tokens=TEXT, guidance=guidance, in_channels=8,
+        dim=32, heads=2, double_layers=2, single_layers=2, text_dim=20, text_tokens=TEXT,
+        guidance=guidance, in_channels=8,
         out_channels=8, axes=(4, 4, 4, 4),
     )  # fmt: skip
     ours = Flux2Transformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict(native({name: tensor.clone() for name, tensor in theirs.state_dict().items()}))
+    ours.load_state_dict(
+        native({name: tensor.clone() for name, tensor in theirs.state_dict().items()})
+    )
     return ours
 
 
 class Given:
     """Inputs of both models; latents, references and text get gradients."""
 
-    def __init__(self, dtype: torch.dtype, references: list[tuple[int, int]], batch: int = 2, exact: bool = False):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        references: list[tuple[int, int]],
+        batch: int = 2,
+        exact: bool = False,
+    ):
         random = torch.Generator().manual_seed(1)
 
         def draw(*size: int) -> Tensor:
@@ -76,14 +87,19 @@ class Given:
         batch = range(len(self.latents))
         references = [[tensor[i] for tensor in self.references] for i in batch]
         guidance = self.guidance if model.embed.arch.guidance else None
-        return torch.stack(model(Flux2Inputs(list(self.latents), self.sigma, guidance, list(self.text), references)))
+        return torch.stack(
+            model(
+                Flux2Inputs(list(self.latents), self.sigma, guidance, list(self.text), references)
+            )
+        )
 
     def theirs(self, model: torch.nn.Module) -> Tensor:
         pictures = [self.latents, *self.references]
         rows = torch.cat([picture.flatten(2).transpose(1, 2) for picture in pictures], 1)
         positions = token_positions(TEXT, GRID, self.grids, torch.device("cpu"))
         out = model(
-            hidden_states=rows, encoder_hidden_states=self.text, timestep=self.sigma, guidance=self.guidance,
+            hidden_states=rows, encoder_hidden_states=self.text, timestep=self.sigma,
+            guidance=self.guidance,
             img_ids=positions[TEXT:], txt_ids=positions[:TEXT], return_dict=False,
         )[0]  # fmt: skip
         target = out[:, : GRID[0] * GRID[1]]
@@ -91,7 +107,8 @@ class Given:
 
 
 def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid and its rotary tables."""
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid and its
+    rotary tables."""
     from diffusers.models import embeddings
 
     def sinusoid(timesteps: Tensor, dim: int, **_: object) -> Tensor:
@@ -101,8 +118,11 @@ def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
 
-def both(ours: Flux2Transformer, theirs: torch.nn.Module, given: Given) -> list[tuple[str, Tensor, Tensor]]:
-    """[(name, our tensor, their tensor)] of output, input gradients and every parameter gradient."""
+def both(
+    ours: Flux2Transformer, theirs: torch.nn.Module, given: Given
+) -> list[tuple[str, Tensor, Tensor]]:
+    """[(name, our tensor, their tensor)] of output, input gradients and every parameter
+    gradient."""
     out = given.ours(ours)
     (out.double() - given.target).square().mean().backward()
     mine = {name: leaf.grad.clone() for name, leaf in given.leaves().items()}
@@ -141,11 +161,14 @@ def test_fp64_equals_diffusers_run_in_fp64(arch, references, batch, monkeypatch)
 def test_fp32_equals_diffusers(arch, references, batch, monkeypatch):
     """1e-5: with one sinusoid on both sides, the order of summation is all that differs.
 
-    diffusers computes its own in fp32, from 1000 · t rounded to fp32: that alone moves its gradients by up to 6e-5 from an fp64 run.
+    diffusers computes its own in fp32, from 1000 · t rounded to fp32: that alone moves its
+    gradients by up to 6e-5 from an fp64 run.
     """
     from diffusers.models import embeddings
 
-    monkeypatch.setattr(embeddings, "get_timestep_embedding", lambda t, dim, **_: timestep_features(t, dim).float())
+    monkeypatch.setattr(
+        embeddings, "get_timestep_embedding", lambda t, dim, **_: timestep_features(t, dim).float()
+    )
     ours, theirs = pair(ARCHS[arch], torch.float32)
     assert_close(both(ours, theirs, Given(torch.float32, REFERENCES[references], batch)), 1e-5)
 
@@ -184,7 +207,9 @@ def test_samples_of_different_size_and_references_equal_diffusers_on_each_alone(
             [[tensor[0] for tensor in given.references] for given in samples],
         )
     )
-    sum((o - given.target[0]).square().sum() for o, given in zip(out, samples, strict=True)).backward()
+    sum(
+        (o - given.target[0]).square().sum() for o, given in zip(out, samples, strict=True)
+    ).backward()
     mine = [{name: leaf.grad.clone() for name, leaf in given.leaves().items()} for given in samples]
     pairs = []
     for index, given in enumerate(samples):
@@ -193,7 +218,10 @@ def test_samples_of_different_size_and_references_equal_diffusers_on_each_alone(
         their_out = given.theirs(theirs)
         (their_out - given.target).square().sum().backward()
         pairs.append((f"output {index}", out[index], their_out[0]))
-        pairs += [(f"{name} {index}", mine[index][name], leaf.grad) for name, leaf in given.leaves().items()]
+        pairs += [
+            (f"{name} {index}", mine[index][name], leaf.grad)
+            for name, leaf in given.leaves().items()
+        ]
     expected = native({name: parameter.grad for name, parameter in theirs.named_parameters()})
     pairs += [(name, parameter.grad, expected[name]) for name, parameter in ours.named_parameters()]
     assert_close(pairs, 1e-10)
@@ -225,7 +253,8 @@ def test_a_model_that_embeds_guidance_depends_on_it_and_will_not_do_without():
 @pytest.mark.parametrize("references", REFERENCES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bf16_is_closer_to_fp64_than_diffusers(arch, references):
-    """Same bf16 weights, same inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves it."""
+    """Same bf16 weights, same inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
+    it."""
     guidance = ARCHS[arch]
     _, theirs = pair(guidance, torch.float32)
     for parameter in theirs.parameters():
@@ -250,20 +279,26 @@ def test_bf16_is_closer_to_fp64_than_diffusers(arch, references):
 
 
 def test_in_bf16_reference_is_nearer_to_diffusers_than_default():
-    """Its bf16 run rounds in the same places as the official code but for the norms of q and k, and the timestep is rounded alike."""
+    """Its bf16 run rounds in the same places as the official code but for the norms of q and k, and
+    the timestep is rounded alike."""
     from diffusers import Flux2Transformer2DModel
 
     torch.manual_seed(0)
     theirs = Flux2Transformer2DModel(
-        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16,
+        num_attention_heads=2,
         joint_attention_dim=20, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=True,
     )  # fmt: skip
     for parameter in theirs.parameters():
         random = torch.randn_like(parameter)
-        parameter.data = (random / parameter.shape[1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * random).bfloat16()
+        parameter.data = (
+            random / parameter.shape[1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * random
+        ).bfloat16()
     ours = ours_with(theirs.float(), True, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        parameter.data = parameter.data if FLUX2.precision.keep_fp32(name) else parameter.data.bfloat16()
+        parameter.data = (
+            parameter.data if FLUX2.precision.keep_fp32(name) else parameter.data.bfloat16()
+        )
 
     def off(precision: Precision) -> float:
         set_precision(ours, precision)

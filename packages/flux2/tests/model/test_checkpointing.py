@@ -1,8 +1,9 @@
 """Modulation that all blocks share, against checkpoints of every kind.
 
-What broke elsewhere: modulation made outside the blocks and handed to them as tuples. A reentrant checkpoint detaches its tensor
-arguments only, so the recompute of each block runs backwards into the one graph that made the modulation, and the second
-block finds it freed. `StandIn` below is the smallest model that fails so; it fails only if something before the modulation is trained.
+What broke elsewhere: modulation made outside the blocks and handed to them as tuples. A reentrant
+checkpoint detaches its tensor arguments only, so the recompute of each block runs backwards into
+the one graph that made the modulation, and the second block finds it freed. `StandIn` below is the
+smallest model that fails so; it fails only if something before the modulation is trained.
 """
 
 import pytest
@@ -20,17 +21,26 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
 ARCH = Flux2Arch(
-    dim=32, heads=2, double_layers=2, single_layers=2, text_dim=12, text_tokens=5, guidance=True, in_channels=6, out_channels=6,
+    dim=32, heads=2, double_layers=2, single_layers=2, text_dim=12, text_tokens=5, guidance=True,
+    in_channels=6, out_channels=6,
     freq_dim=16, axes=(4, 4, 4, 4),
 )  # fmt: skip
-MODULATION = ("double_stream_modulation_img.lin", "double_stream_modulation_txt.lin", "single_stream_modulation.lin")
+MODULATION = (
+    "double_stream_modulation_img.lin",
+    "double_stream_modulation_txt.lin",
+    "single_stream_modulation.lin",
+)
 TRAINED = {
     "every parameter": None,
     "LoRA in the blocks": AdapterConfig(rank=4),
     "LoRA on the modulation": AdapterConfig(rank=4, targets=MODULATION),
     "LoRA on one modulation": AdapterConfig(rank=4, targets=MODULATION[2:]),
-    "LoRA on the embedders": AdapterConfig(rank=4, targets=("embed.time_in.*", "embed.guidance_in.*")),
-    "LoRA in the blocks and on the modulation": AdapterConfig(rank=4, targets=("blocks", *MODULATION)),
+    "LoRA on the embedders": AdapterConfig(
+        rank=4, targets=("embed.time_in.*", "embed.guidance_in.*")
+    ),
+    "LoRA in the blocks and on the modulation": AdapterConfig(
+        rank=4, targets=("blocks", *MODULATION)
+    ),
     "LoRA everywhere": AdapterConfig(rank=4, targets=("*",)),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +59,8 @@ def items() -> list[dict[str, Tensor]]:
 
 
 def reentrant(model, inputs):
-    """An engine that runs each block under the reentrant kind: every tensor of its carry is an argument or a result."""
+    """An engine that runs each block under the reentrant kind: every tensor of its carry is an
+    argument or a result."""
     carry = model.embed(inputs)
     for block in model.blocks():
         carry = reentrant_block(block, carry)
@@ -78,12 +89,16 @@ def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
     assert under.differences(plain) == []
 
 
-@pytest.mark.parametrize(("trained", "dtype", "policy"), every_pair(list(TRAINED), list(DTYPES), POLICIES))
+@pytest.mark.parametrize(
+    ("trained", "dtype", "policy"), every_pair(list(TRAINED), list(DTYPES), POLICIES)
+)
 def test_every_policy_gives_the_gradients_of_none_bitwise(trained, dtype, policy):
     model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
     plain = outcome(FLUX2, model, items(), None)
     assert outcome(FLUX2, model, items(), BlockEngine(policy=policy)).differences(plain) == []
-    gradients = {name: gradient for name, gradient in plain.gradients.items() if "input" not in name}
+    gradients = {
+        name: gradient for name, gradient in plain.gradients.items() if "input" not in name
+    }
     for name, parameter in model.named_parameters():
         assert (gradients[name] is not None) == parameter.requires_grad, name
         assert not parameter.requires_grad or float(gradients[name].abs().max()) > 0, name
@@ -91,7 +106,8 @@ def test_every_policy_gives_the_gradients_of_none_bitwise(trained, dtype, policy
 
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
 def test_the_join_is_not_checkpointed(policy, monkeypatch):
-    """It has nothing to repeat, and a checkpoint would hold both streams next to the one that it makes of them."""
+    """It has nothing to repeat, and a checkpoint would hold both streams next to the one that it
+    makes of them."""
     names = []
     kind = type(parse_policy(policy))
     original = CHECKPOINTS[kind]
@@ -107,7 +123,8 @@ def test_the_join_is_not_checkpointed(policy, monkeypatch):
 
 
 class StandIn(nn.Module):
-    """Blocks that share one modulation, made outside of them: x + gate · tanh(W(x · (1 + scale) + shift))."""
+    """Blocks that share one modulation, made outside of them: x + gate · tanh(W(x · (1 + scale) +
+    shift))."""
 
     def __init__(self, blocks: int, as_tuple: bool, use_reentrant: bool):
         super().__init__()
@@ -133,14 +150,22 @@ class StandIn(nn.Module):
 
 
 def gradients_of_stand_in(
-    checkpointed: bool, *, blocks: int = 2, as_tuple: bool, use_reentrant: bool, trained: bool = True
+    checkpointed: bool,
+    *,
+    blocks: int = 2,
+    as_tuple: bool,
+    use_reentrant: bool,
+    trained: bool = True,
 ):
     torch.manual_seed(0)
     model = StandIn(blocks, as_tuple, use_reentrant)
     model.modulation.requires_grad_(trained)
     x = torch.randn(3, 4, requires_grad=True)
     model(x, torch.randn(1, 4), checkpointed).square().sum().backward()
-    return [x.grad, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+    return [
+        x.grad,
+        *(parameter.grad for parameter in model.parameters() if parameter.requires_grad),
+    ]
 
 
 def test_a_tuple_of_modulation_breaks_reentrant_checkpoints_of_two_blocks():
@@ -157,8 +182,16 @@ def test_a_tuple_of_modulation_breaks_reentrant_checkpoints_of_two_blocks():
         {"as_tuple": True, "use_reentrant": True, "trained": False},
         {"as_tuple": True, "use_reentrant": True, "blocks": 1},
     ],
-    ids=["one tensor", "one tensor, not reentrant", "not reentrant", "frozen modulation", "one block"],
+    ids=[
+        "one tensor",
+        "one tensor, not reentrant",
+        "not reentrant",
+        "frozen modulation",
+        "one block",
+    ],
 )
 def test_one_tensor_is_exact_and_a_tuple_is_where_nothing_runs_backwards_twice(works):
-    pairs = zip(gradients_of_stand_in(True, **works), gradients_of_stand_in(False, **works), strict=True)
+    pairs = zip(
+        gradients_of_stand_in(True, **works), gradients_of_stand_in(False, **works), strict=True
+    )
     assert all(torch.equal(ours, plain) for ours, plain in pairs)

@@ -1,6 +1,8 @@
-"""FLUX.2 at full size, without memory, on a device that is not the host: what runs where, in which dtype, and what is held.
+"""FLUX.2 at full size, without memory, on a device that is not the host: what runs where, in which
+dtype, and what is held.
 
-Widths are the models' own; two blocks of each kind by default, because a step is affine in their number, and all of them in the slow tests.
+Widths are the models' own; two blocks of each kind by default, because a step is affine in their
+number, and all of them in the slow tests.
 """
 
 from collections.abc import Mapping
@@ -35,7 +37,9 @@ FEW = {"double_layers": 2, "single_layers": 2}
 WIDTHS = ["dev", "klein-base-9b", "klein-base-4b"]  # the distilled ones are as wide
 
 # torch_remat looks at the addresses of tensors, of which fake ones have none.
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Accessing the data pointer of FakeTensor:UserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +90,11 @@ def check_step(model: torch.nn.Module, policy: str, samples: list[Mapping[str, T
     "policy",
     [
         "attn_only",
-        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in POLICIES if policy != "attn_only"),
+        *(
+            pytest.param(policy, marks=pytest.mark.exhaustive)
+            for policy in POLICIES
+            if policy != "attn_only"
+        ),
     ],
 )
 def test_a_step_of_dev_stays_on_its_device_in_its_dtypes(policy):
@@ -94,7 +102,9 @@ def test_a_step_of_dev_stays_on_its_device_in_its_dtypes(policy):
     arch = model.embed.arch
     with FakeTensorMode():
         materialise(model, FLUX2)
-        check_step(model, policy, [item(arch, 512), item(arch, 1024, references=2)])  # of which one is padded
+        check_step(
+            model, policy, [item(arch, 512), item(arch, 1024, references=2)]
+        )  # of which one is padded
 
 
 @pytest.mark.exhaustive
@@ -123,7 +133,8 @@ def held(model: torch.nn.Module, sample: dict[str, Tensor], policy: str) -> int:
 
 @pytest.mark.parametrize("preset", daily(WIDTHS, "klein-base-4b"))
 def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
-    """Per token and block, in bytes by the width D of the model; what has fewer columns (rank, heads, norms' inverses) is the tolerance."""
+    """Per token and block, in bytes by the width D of the model; what has fewer columns (rank,
+    heads, norms' inverses) is the tolerance."""
     model = adapted(replace(PRESETS[preset], **FEW))
     arch = model.embed.arch
     with FakeTensorMode():
@@ -133,14 +144,17 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
     unit = FLUX2.training.num_tokens(sample) * arch.dim
     double, single = arch.double_layers, arch.single_layers
     expected = {
-        # The fp32 stream that each block hands on; what the join takes is gone, what it makes is there.
+        # The fp32 stream that each block hands on; what the join takes is gone, what it makes is
+        # there.
         "full": 4 * (double + single),
-        # And the bf16 output of attention; what the join takes is kept as the result of a last step.
+        # And the bf16 output of attention; what the join takes is kept as the result of a last
+        # step.
         "attn_only": 4 * (double + single) + 2 * (double + single) + 4,
-        # Two streams of fp32, two normed inputs in bf16, q and k before and q, k, v after their norm, attention, and of the MLP
-        # its six-fold input and three-fold hidden features.
+        # Two streams of fp32, two normed inputs in bf16, q and k before and q, k, v after their
+        # norm, attention, and of the MLP its six-fold input and three-fold hidden features.
         "none": (2 * 4 + 2 * 2 + 2 * 2 + 3 * 2 + 2 + (6 + 3) * 2) * double
-        # One stream, one normed input, the nine-fold projection, q and k, attention, and it again next to the hidden features.
+        # One stream, one normed input, the nine-fold projection, q and k, attention, and it again
+        # next to the hidden features.
         + (4 + 2 + 9 * 2 + 2 * 2 + 2 + (1 + 3) * 2) * single,
     }
     for policy, columns in expected.items():
@@ -149,7 +163,8 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
 
 @pytest.mark.parametrize("preset", WIDTHS)
 def test_what_is_kept_in_fp32_is_a_small_part(preset):
-    """The modulations, and little besides: two bytes more for each of at most a twentieth of the parameters."""
+    """The modulations, and little besides: two bytes more for each of at most a twentieth of the
+    parameters."""
     model = build_on_meta(FLUX2, PRESETS[preset], Precision())
     wide = sum(p.numel() for name, p in model.named_parameters() if FLUX2.precision.keep_fp32(name))
     modulation = (6 + 6 + 3 + 2) * PRESETS[preset].dim ** 2

@@ -1,4 +1,5 @@
-"""Which dtypes the parts of FLUX.2 have; its presets are held against recordings and diffusers in test_against_*.py."""
+"""Which dtypes the parts of FLUX.2 have; its presets are held against recordings and diffusers in
+test_against_*.py."""
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ def test_the_timestep_is_rounded_before_it_is_scaled_and_its_sinusoid_is_fp32_or
 def test_parameters_compute_where_their_names_say():
     model = Flux2Transformer(ARCHS["dev"], Precision())
     places = {name: FLUX2.precision.op_group_of(name) for name, _ in model.named_parameters()}
-    assert places["embed.time_in.in_layer.weight"] == places["embed.guidance_in.out_layer.weight"] == "time_mlp"
+    assert (
+        places["embed.time_in.in_layer.weight"]
+        == places["embed.guidance_in.out_layer.weight"]
+        == "time_mlp"
+    )
     assert places["embed.double_stream_modulation_txt.lin.weight"] == "modulation"
     assert places["head.adaLN_modulation.1.weight"] == places["head.linear.weight"] == "head"
     assert places["single_blocks.0.norm.key_norm.weight"] == "qk_norms"

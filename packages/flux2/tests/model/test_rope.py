@@ -24,31 +24,40 @@ def test_positions_are_those_of_diffusers_pipeline():
 
     text = Flux2Pipeline._prepare_text_ids(torch.zeros(1, 4, 8))[0]
     target = Flux2Pipeline._prepare_latent_ids(torch.zeros(1, 128, 2, 3))[0]
-    references = Flux2Pipeline._prepare_image_ids([torch.zeros(1, 128, 3, 2), torch.zeros(1, 128, 1, 4)])[0]
-    assert torch.equal(token_positions(4, (2, 3), [(3, 2), (1, 4)], CPU), torch.cat([text, target, references]))
+    references = Flux2Pipeline._prepare_image_ids(
+        [torch.zeros(1, 128, 3, 2), torch.zeros(1, 128, 1, 4)]
+    )[0]
+    assert torch.equal(
+        token_positions(4, (2, 3), [(3, 2), (1, 4)], CPU), torch.cat([text, target, references])
+    )
 
 
 def test_an_angle_is_position_times_frequency_of_its_axis():
     positions = torch.tensor([[10, 3, 5, 0], [0, 0, 0, 7]])
     angles = rotary_angles(positions, (32, 32, 32, 32), 2000.0)
     expected = [
-        [position * 2000.0 ** (-2 * j / 32) for position in row for j in range(16)] for row in positions.tolist()
+        [position * 2000.0 ** (-2 * j / 32) for position in row for j in range(16)]
+        for row in positions.tolist()
     ]
     assert angles.dtype == torch.float64
-    torch.testing.assert_close(angles, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        angles, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
 
 
 def embedded(sizes: list[list[tuple[int, int]]]):
     """The carry of samples of these sizes: the target's, then those of its references."""
     arch = Flux2Arch(
-        dim=32, heads=2, double_layers=1, single_layers=1, text_dim=6, text_tokens=3, guidance=False, in_channels=4,
+        dim=32, heads=2, double_layers=1, single_layers=1, text_dim=6, text_tokens=3,
+        guidance=False, in_channels=4,
         out_channels=4, freq_dim=8, axes=(4, 4, 4, 4),
     )  # fmt: skip
     model = Flux2Transformer(arch, Precision(matmul=torch.float32))
     pictures = [[torch.randn(4, 1, *size) for size in sample] for sample in sizes]
     count = len(sizes)
     return model.embed(
-        Flux2Inputs([sample[0] for sample in pictures], torch.full((count,), 0.5), None, [torch.randn(3, 6)] * count,
+        Flux2Inputs([sample[0] for sample in pictures], torch.full((count,), 0.5), None,
+        [torch.randn(3, 6)] * count,
                     [sample[1:] for sample in pictures])
     )  # fmt: skip
 

@@ -23,7 +23,9 @@ ADALN = "head.adaLN_modulation.1"
 
 def kinds_of_layers(kind: str) -> list[str]:
     """The Linear layers, as patterns: one for all blocks."""
-    linears = [name for name, module in tiny_model(kind).named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        name for name, module in tiny_model(kind).named_modules() if isinstance(module, nn.Linear)
+    ]
     return list(dict.fromkeys(re.sub(r"(?<=blocks\.)\d+", "*", name) for name in linears))
 
 
@@ -59,4 +61,6 @@ class Adapted:
         return path
 
     def verify(self, file: Path) -> str:
-        return DIFFUSERS.verify(file, ModelPaths(transformer="tiny.safetensors"), self.model, run_plain)
+        return DIFFUSERS.verify(
+            file, ModelPaths(transformer="tiny.safetensors"), self.model, run_plain
+        )

@@ -19,7 +19,9 @@ def assembled(pieces: Iterable[tuple[TensorSlice, Tensor]]) -> dict[str, Tensor]
         found[part.name][part.index] = rows
     for name, parts in found.items():
         assert sorted(parts) == list(range(counts[name])), name
-    return {name: torch.cat([parts[index] for index in sorted(parts)]) for name, parts in found.items()}
+    return {
+        name: torch.cat([parts[index] for index in sorted(parts)]) for name, parts in found.items()
+    }
 
 
 def native(foreign: Mapping[str, Tensor]) -> dict[str, Tensor]:

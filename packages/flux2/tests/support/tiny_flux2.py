@@ -11,7 +11,8 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
 _SIZES: dict[str, Any] = {
-    "dim": 32, "heads": 2, "double_layers": 2, "single_layers": 2, "text_dim": 12, "in_channels": 16, "out_channels": 16,
+    "dim": 32, "heads": 2, "double_layers": 2, "single_layers": 2, "text_dim": 12,
+    "in_channels": 16, "out_channels": 16,
     "text_tokens": 7, "axes": (4, 4, 4, 4),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """How other programs read Wan's adapter files, form by form.
 
-The tests check the installed diffusers, and tools/clients the other programs (benchmarks/clients.md).
+The tests check the installed diffusers, and tools/clients the other programs
+(benchmarks/clients.md).
 """
 
 import re
@@ -33,14 +34,18 @@ _REJECTED = ("vace_blocks.", "embed.vace_", "embed.animate.")
 """Starts of modules that diffusers has, and does not read by their official names."""
 _NO_MODEL = "has no such model; generate with a program that has it"
 _CONVERT = "convert it with --to official"
-_NOT_IN_MUSUBI = r"^vace_blocks\.|^embed\.vace_|^embed\.animate\.|\.face\.|" + _NOT_IN_DIFFUSERS.pattern
+_NOT_IN_MUSUBI = (
+    r"^vace_blocks\.|^embed\.vace_|^embed\.animate\.|\.face\.|" + _NOT_IN_DIFFUSERS.pattern
+)
 """Modules of models that musubi-tuner lacks."""
 
 
 def fillers(form: str, modules: Collection[str]) -> list[str]:
-    """The modules without an adapter that diffusers expects in a musubi file: every layer of each block, from the first block on.
+    """The modules without an adapter that diffusers expects in a musubi file: every layer of each
+    block, from the first block on.
 
-    diffusers looks each key up and fails where one is missing. Other programs that read that form load the keys that exist.
+    diffusers looks each key up and fails where one is missing. Other programs that read that form
+    load the keys that exist.
     """
     numbers = [int(match[1]) for name in modules if (match := _BLOCK.fullmatch(name))]
     if form != "musubi" or not numbers:
@@ -85,10 +90,14 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
 
 
-_OTHER_NORM = "generates other videos with magnitudes over another norm; write it with --to official"
+_OTHER_NORM = (
+    "generates other videos with magnitudes over another norm; write it with --to official"
+)
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 ROWS = (
-    _COMFYUI(forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")),
+    _COMFYUI(
+        forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
+    ),
     _COMFYUI(
         forms=("videox",),
         kinds=("lora", "dora", "lokr", "loha"),
@@ -105,10 +114,13 @@ ROWS = (
     *diffsynth_rows("official"),
     *musubi_rows(unread=_NOT_IN_MUSUBI),
 )
-"""What other programs than diffusers do with Wan's adapter files; tools/clients runs them against it."""
+"""What other programs than diffusers do with Wan's adapter files; tools/clients runs them against
+it."""
 
 RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers), fillers=fillers)
 """Rules for Wan's adapter files: which programs load them."""
 
-RULES_WITHOUT_DIFFUSERS = replace(RULES, readers=readers_by_program(ROWS, lambda layout, modules: _NO_MODEL))
+RULES_WITHOUT_DIFFUSERS = replace(
+    RULES, readers=readers_by_program(ROWS, lambda layout, modules: _NO_MODEL)
+)
 """The same for an architecture that diffusers has no model of."""

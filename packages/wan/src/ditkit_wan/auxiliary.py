@@ -1,4 +1,5 @@
-"""The models next to the transformer, for the planner: text encoder, VAE, CLIP and wav2vec2 on `meta`, in the sizes of the local files or the published ones."""
+"""The models next to the transformer, for the planner: text encoder, VAE, CLIP and wav2vec2 on
+`meta`, in the sizes of the local files or the published ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,14 +15,17 @@ from ditkit_wan.presets import WanArch
 
 
 def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
-    """The VAE, the text encoder and, for models that take images or speech, CLIP and wav2vec2, as the encoders and the sampler use them.
+    """The VAE, the text encoder and, for models that take images or speech, CLIP and wav2vec2, as
+    the encoders and the sampler use them.
 
     Raises:
         UserError: If local files are damaged, or belong to another model.
     """
     channels = arch.out_channels
     if components.here("vae"):
-        vae.VaeEncoder(components, torch.device("cpu"), channels=channels)  # refuses another model's
+        vae.VaeEncoder(
+            components, torch.device("cpu"), channels=channels
+        )  # refuses another model's
     encoder, decoder = vae_models(vae.vae_family(channels), components, channels=channels)
     image_encoders = [_clip(components)] if arch.image_dim else []
     speech_encoders = [_speech(components)] if arch.speech else []
@@ -42,17 +46,27 @@ def _text(components: ModelPaths) -> AuxiliaryModel:
         ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
         return text.read(module, ids, torch.ones_like(ids))
 
-    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> list[Tensor]:
+    def read_streamed(
+        module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]
+    ) -> list[Tensor]:
         # One block is enough: all have the same size, and a caption keeps only its hidden state.
         del module.get_submodule("encoder.block")[1:]  # type: ignore[operator]
         ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
-        return text.read_layers(module, [(ids, torch.ones_like(ids))] * text.CAPTIONS_STREAMED, passing)
+        return text.read_layers(
+            module, [(ids, torch.ones_like(ids))] * text.CAPTIONS_STREAMED, passing
+        )
 
-    return AuxiliaryModel(name="text encoder", stage="encode", build=build, run=read, run_streamed=read_streamed)
+    return AuxiliaryModel(
+        name="text encoder", stage="encode", build=build, run=read, run_streamed=read_streamed
+    )
 
 
 def _clip(components: ModelPaths) -> AuxiliaryModel:
-    config = image_encoder.config_of(components)[1] if components.here("image_encoder") else image_encoder.PUBLISHED
+    config = (
+        image_encoder.config_of(components)[1]
+        if components.here("image_encoder")
+        else image_encoder.PUBLISHED
+    )
 
     def build(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
@@ -66,7 +80,9 @@ def _clip(components: ModelPaths) -> AuxiliaryModel:
 
 
 def _speech(components: ModelPaths) -> AuxiliaryModel:
-    config = speech.config_of(components)[1] if components.here("audio_encoder") else speech.PUBLISHED
+    config = (
+        speech.config_of(components)[1] if components.here("audio_encoder") else speech.PUBLISHED
+    )
 
     def build(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):

@@ -16,5 +16,10 @@ def _spec() -> "ModelSpec":
     return WAN
 
 
-FAMILY = Family(name="wan", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
+FAMILY = Family(
+    name="wan",
+    presets=tuple(PRESETS),
+    demo=Path(__file__).parent / "demo" / "demo.toml",
+    spec=_spec,
+)
 train, encode, sample, export, watch = commands(FAMILY)

@@ -9,7 +9,8 @@ PATCH = (1, 2, 2)
 
 
 MUSIC_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27)
-"""Blocks of WanToDance that end with a music layer; its files number these layers by their index in this list."""
+"""Blocks of WanToDance that end with a music layer; its files number these layers by their index in
+this list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class MusicArch:
     """Sizes of the music layers of WanToDance."""
 
     layers: tuple[int, ...] = MUSIC_LAYERS
-    """Blocks that end with a music layer, in order: `MUSIC_LAYERS`, or its first ones for a model with fewer blocks."""
+    """Blocks that end with a music layer, in order: `MUSIC_LAYERS`, or its first ones for a model
+    with fewer blocks."""
     features: int = 35
     """Features of music per row."""
     width: int = 256
@@ -27,7 +29,8 @@ class MusicArch:
     skipped: int = 9
     """The block that the negative side of guidance leaves out."""
     fps: float = 30.0
-    """Frames per second of clips: 30 for clips that are generated between keyframes, 30 / k for keyframes."""
+    """Frames per second of clips: 30 for clips that are generated between keyframes, 30 / k for
+    keyframes."""
 
     @property
     def keyframes(self) -> bool:
@@ -36,10 +39,12 @@ class MusicArch:
 
 
 SPEECH_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)
-"""Blocks of S2V after which the audio is injected; its files number the injectors by their index in this list."""
+"""Blocks of S2V after which the audio is injected; its files number the injectors by their index in
+this list."""
 
 FACE_LAYERS_APART = 5
-"""Of this many blocks of Animate, the first ends with a face adapter; its files number the adapters in order."""
+"""Of this many blocks of Animate, the first ends with a face adapter; its files number the adapters
+in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +52,13 @@ class SpeechArch:
     """Sizes of what S2V adds: its audio encoder, and the injectors after some blocks."""
 
     layers: tuple[int, ...] = SPEECH_LAYERS
-    """Blocks after which the audio is injected, in order: `SPEECH_LAYERS`, or its first ones for a model with fewer blocks."""
+    """Blocks after which the audio is injected, in order: `SPEECH_LAYERS`, or its first ones for a
+    model with fewer blocks."""
     features: int = 1024
     """Width of wav2vec2's hidden states."""
     states: int = 25
-    """Number of these hidden states: the input of wav2vec2's first layer, and the output of each."""
+    """Number of these hidden states: the input of wav2vec2's first layer, and the output of
+    each."""
     tokens: int = 4
     """Tokens of the audio per latent frame; a learned one is added."""
     pose_channels: int = 16
@@ -60,14 +67,16 @@ class SpeechArch:
 
 @dataclass(frozen=True, kw_only=True)
 class AnimateArch:
-    """Sizes of what Animate adds: its pose embedding, its encoder of a face's motion, and the adapters in some blocks."""
+    """Sizes of what Animate adds: its pose embedding, its encoder of a face's motion, and the
+    adapters in some blocks."""
 
     layers: tuple[int, ...] = tuple(range(0, 40, FACE_LAYERS_APART))
     """Blocks that end with a face adapter, in order."""
     pose_channels: int = 16
     """Channels of the latents of a video of poses."""
     face_channels: tuple[int, ...] = (32, 64, 128, 256, 512, 512, 512, 512)
-    """Channels of the motion encoder at the size of a face's pictures, at half of it, and so on down to 4 pixels."""
+    """Channels of the motion encoder at the size of a face's pictures, at half of it, and so on
+    down to 4 pixels."""
     style: int = 512
     """Width of the layers after these."""
     motion: int = 20
@@ -94,23 +103,29 @@ class WanArch:
     heads: int
     layers: int
     in_channels: int = 16
-    """Channels of the patch embedding: noised latents, followed by `y` if this is more than `out_channels`."""
+    """Channels of the patch embedding: noised latents, followed by `y` if this is more than
+    `out_channels`."""
     out_channels: int = 16
     """Channels of latents."""
     text_dim: int = 4096
     text_tokens: int = 512
-    """Text is zero-padded to this many rows, and blocks attend to the padding too, as in the authors' training."""
+    """Text is zero-padded to this many rows, and blocks attend to the padding too, as in the
+    authors' training."""
     freq_dim: int = 256
     patch: tuple[int, int, int] = PATCH
     eps: float = 1e-6
     image_dim: int = 0
-    """Width of CLIP's image tokens, for which blocks have separate keys and values; 0 for a model without image tokens."""
+    """Width of CLIP's image tokens, for which blocks have separate keys and values; 0 for a model
+    without image tokens."""
     image_positions: int = 0
-    """Image tokens with a position embedding, of a first and a last image; 0 for one image without positions."""
+    """Image tokens with a position embedding, of a first and a last image; 0 for one image without
+    positions."""
     boundary: float = 0.0
-    """Noise level from which on the high-noise expert is used; 0 for a model with one transformer."""
+    """Noise level from which on the high-noise expert is used; 0 for a model with one
+    transformer."""
     token_times: bool = False
-    """Whether a first frame may be given clean, with its tokens at t = 0; such a model has the Wan 2.2 VAE."""
+    """Whether a first frame may be given clean, with its tokens at t = 0; such a model has the Wan
+    2.2 VAE."""
     vace_layers: tuple[int, ...] = ()
     """Blocks after which a VACE block adds its hint, in order; the first is 0."""
     vace_channels: int = 96
@@ -118,7 +133,8 @@ class WanArch:
     ref_conv: bool = False
     """Whether a reference image may be put in front of the clip as a frame."""
     camera_channels: int = 0
-    """Channels of a camera's rays, 6 for each of the four frames of a latent frame; 0 for a model without camera control."""
+    """Channels of a camera's rays, 6 for each of the four frames of a latent frame; 0 for a model
+    without camera control."""
     music: MusicArch | None = None
     """The music layers of WanToDance; None for all other models."""
     speech: SpeechArch | None = None
@@ -126,7 +142,8 @@ class WanArch:
     animate: AnimateArch | None = None
     """What Animate adds; None for all other models. Its first latent frame is a reference image."""
     fun: bool = False
-    """Whether it is a model of VideoX-Fun. Its samples have other defaults, and some have the shapes of a model of Wan's authors."""
+    """Whether it is a model of VideoX-Fun. Its samples have other defaults, and some have the
+    shapes of a model of Wan's authors."""
 
     @property
     def head_dim(self) -> int:
@@ -155,7 +172,9 @@ _1_3B = WanArch(dim=1536, ffn_dim=8960, heads=12, layers=30)
 _14B = WanArch(dim=5120, ffn_dim=13824, heads=40, layers=40)
 _I2V_14B = replace(_14B, in_channels=36, image_dim=1280)
 _I2V_A14B = replace(_14B, in_channels=36, boundary=0.9)
-_5B = WanArch(dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48, token_times=True)
+_5B = WanArch(
+    dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48, token_times=True
+)
 _VACE_14B = replace(_14B, vace_layers=tuple(range(0, 40, 5)))
 
 PRESETS = {
@@ -173,10 +192,16 @@ PRESETS = {
     "animate-14b": replace(_I2V_14B, animate=AnimateArch()),
     "fun-v1.1-inp-1.3b": replace(_1_3B, in_channels=36, image_dim=1280, fun=True),
     "fun-v1.1-inp-14b": replace(_I2V_14B, fun=True),
-    "fun-v1.1-control-1.3b": replace(_1_3B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
+    "fun-v1.1-control-1.3b": replace(
+        _1_3B, in_channels=48, image_dim=1280, ref_conv=True, fun=True
+    ),
     "fun-v1.1-control-14b": replace(_14B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
-    "fun-v1.1-control-camera-1.3b": replace(_1_3B, in_channels=32, image_dim=1280, camera_channels=24, fun=True),
-    "fun-v1.1-control-camera-14b": replace(_14B, in_channels=32, image_dim=1280, camera_channels=24, fun=True),
+    "fun-v1.1-control-camera-1.3b": replace(
+        _1_3B, in_channels=32, image_dim=1280, camera_channels=24, fun=True
+    ),
+    "fun-v1.1-control-camera-14b": replace(
+        _14B, in_channels=32, image_dim=1280, camera_channels=24, fun=True
+    ),
     "fun-inp-5b": replace(_5B, in_channels=100, fun=True),
     "fun-control-5b": replace(_5B, in_channels=148, ref_conv=True, fun=True),
     "fun-control-camera-5b": replace(_5B, in_channels=100, camera_channels=24, fun=True),
@@ -222,7 +247,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
 
     Args:
         config: `transformer/config.json`.
-        index: The pipeline's `model_index.json`; empty if missing, and then a pair of experts looks like one transformer.
+        index: The pipeline's `model_index.json`; empty if missing, and then a pair of experts looks
+            like one transformer.
 
     Returns:
         The architecture; None for the authors' config.json, which is the same for several variants.
@@ -230,7 +256,10 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
     Raises:
         KeyError: If the configuration belongs to another model.
     """
-    if "num_attention_heads" not in config and {"dim", "ffn_dim", "num_heads", "num_layers"} <= config.keys():
+    if (
+        "num_attention_heads" not in config
+        and {"dim", "ffn_dim", "num_heads", "num_layers"} <= config.keys()
+    ):
         return None
     out_channels = config["out_channels"]
     two = index.get("transformer_2", [None]) != [None, None]
@@ -247,7 +276,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
         eps=config["eps"],
         image_dim=config.get("image_dim") or 0,
         image_positions=config.get("pos_embed_seq_len") or 0,
-        # Some converters wrote a boundary for 2.1 models too; it counts only with a second transformer.
+        # Some converters wrote a boundary for 2.1 models too; it counts only with a second
+        # transformer.
         boundary=(index.get("boundary_ratio") or 0.0) if two else 0.0,
         token_times=bool(index.get("expand_timesteps", out_channels == 48)),
         vace_layers=tuple(config.get("vace_layers") or ()),
@@ -260,7 +290,11 @@ def _animate(config: Mapping[str, Any]) -> AnimateArch:
     """What diffusers' `WanAnimateTransformer3DModel` has besides."""
     apart, published = config["inject_face_latents_blocks"], AnimateArch()
     channels = config.get("motion_encoder_channel_sizes") or dict(
-        zip((str(published.face_size >> level) for level in range(8)), published.face_channels, strict=True)
+        zip(
+            (str(published.face_size >> level) for level in range(8)),
+            published.face_channels,
+            strict=True,
+        )
     )
     size = config["motion_encoder_size"]
     return AnimateArch(

@@ -26,7 +26,8 @@ from ditkit_wan.presets import HUB_PRESETS, PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
-# The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
+# The operation group that a parameter computes in, by the start of its name, then by the end; all
+# others compute in the matmuls' group.
 _STARTS = {
     "embed.time_embedding.": "time_mlp",
     "embed.time_projection.": "time_mlp",
@@ -59,8 +60,9 @@ _ENDS = {
     },
 }
 
-# As wan/modules/model.py of Wan-Video/Wan2.1 runs under its bf16 autocast: rotation in complex128, q and k rounded between norm and
-# weight, the stream in bf16 until the first sum makes it fp32; everything else that is fp32 there is fp32 by default.
+# As wan/modules/model.py of Wan-Video/Wan2.1 runs under its bf16 autocast: rotation in complex128,
+# q and k rounded between norm and weight, the stream in bf16 until the first sum makes it fp32;
+# everything else that is fp32 there is fp32 by default.
 _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "entry": "matmul"}
 
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
@@ -71,7 +73,9 @@ _MEDIA_ENCODER = lazy("ditkit_wan.encoders.keyframes:media_encoder")
 _SAMPLER = lazy("ditkit_wan.sampling:WanSampler")
 
 
-def _sampler(components: Any, device: Any, dtype: Any, decodings: Any, *, arch: WanArch | None = None) -> Any:
+def _sampler(
+    components: Any, device: Any, dtype: Any, decodings: Any, *, arch: WanArch | None = None
+) -> Any:
     return _SAMPLER(components, device, decodings=decodings, arch=arch)
 
 
@@ -84,11 +88,15 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
     ):  # diffusers has no such model to compare with
         adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
     if arch.image_positions:
-        adapters = replace(adapters, whole_unread={"official": f"does not know img_emb.emb_pos; {_DIFFUSERS}"})
+        adapters = replace(
+            adapters, whole_unread={"official": f"does not know img_emb.emb_pos; {_DIFFUSERS}"}
+        )
     if arch.animate:
         adapters = replace(
             adapters,
-            whole_unread={"official": f"converts some tensors by their values, which are not compared; {_DIFFUSERS}"},
+            whole_unread={
+                "official": f"converts some tensors by their values, which are not compared; {_DIFFUSERS}"
+            },
         )
     return replace(
         spec,
@@ -137,11 +145,22 @@ WAN = ModelSpec(
             "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),
             "q,k,v,o": _ATTENTION,
             "self": tuple(name for name in _ATTENTION if name.startswith("self")),
-            "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
+            "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (
+                *_ATTENTION,
+                "ffn.0",
+                "ffn.2",
+                "cross_attn.k_img",
+                "cross_attn.v_img",
+            ),
             # With the music layers of WanToDance, which DiffSynth's recipe adapts as well.
             "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
             # With the injectors of S2V, which DiffSynth's recipe adapts as well.
-            "q,k,v,o,ffn.0,ffn.2,audio": (*_ATTENTION, "ffn.0", "ffn.2", *(f"injector.{part}" for part in "qkvo")),
+            "q,k,v,o,ffn.0,ffn.2,audio": (
+                *_ATTENTION,
+                "ffn.0",
+                "ffn.2",
+                *(f"injector.{part}" for part in "qkvo"),
+            ),
             # With the face adapters of Animate.
             "q,k,v,o,ffn.0,ffn.2,face": (
                 *_ATTENTION,

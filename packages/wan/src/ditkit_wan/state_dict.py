@@ -1,11 +1,14 @@
 """Wan's parameter names: ours, the official files' (which ComfyUI keeps), and diffusers'.
 
-Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names come from its
-`WanTransformer3DModel`, `WanVACETransformer3DModel` and `WanAnimateTransformer3DModel`. All programs name the additional modules of the Fun
-models and WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, and those of S2V as in Wan-Video/Wan2.2.
+Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names
+come from its `WanTransformer3DModel`, `WanVACETransformer3DModel` and
+`WanAnimateTransformer3DModel`. All programs name the additional modules of the Fun models and
+WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, and those of S2V as
+in Wan-Video/Wan2.2.
 
-Ours are the official names with two changes: modules that run before the blocks are below `embed`, and the blocks are in `layers`.
-The forms differ only in names of modules, so one table serves both directions; of Animate they differ in more, which is at the end.
+Ours are the official names with two changes: modules that run before the blocks are below `embed`,
+and the blocks are in `layers`. The forms differ only in names of modules, so one table serves both
+directions; of Animate they differ in more, which is at the end.
 """
 
 import re
@@ -36,7 +39,8 @@ _IN_BLOCK = {
     "cross_attn.k_img": "attn2.add_k_proj",
     "cross_attn.v_img": "attn2.add_v_proj",
     "cross_attn.norm_k_img": "attn2.norm_added_k",
-    # The one affine norm is before the cross-attention: official code counts it third, diffusers second.
+    # The one affine norm is before the cross-attention: official code counts it third, diffusers
+    # second.
     "norm3": "norm2",
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
@@ -63,11 +67,18 @@ _HEAD = {"head.modulation": "scale_shift_table", "head.head": "proj_out"}
 
 # ours -> official, of models that diffusers lacks: the official names are used for its form too
 _CONTROLS = {
-    **{f"embed.{module}": module for module in ("ref_conv", "patch_embedding_global", "control_adapter.conv")},
     **{
-        f"embed.{module}": module for module in (f"control_adapter.residual_blocks.0.conv{number}" for number in (1, 2))
+        f"embed.{module}": module
+        for module in ("ref_conv", "patch_embedding_global", "control_adapter.conv")
     },
-    **{f"embed.img_emb_refimage.proj.{number}": f"img_emb_refimage.proj.{number}" for number in (0, 1, 3, 4)},
+    **{
+        f"embed.{module}": module
+        for module in (f"control_adapter.residual_blocks.0.conv{number}" for number in (1, 2))
+    },
+    **{
+        f"embed.img_emb_refimage.proj.{number}": f"img_emb_refimage.proj.{number}"
+        for number in (0, 1, 3, 4)
+    },
     "embed.music.projection": "music_projection",
     **{
         f"embed.music.encoder.{number}.{inner}": f"music_encoder.{number}.{inner}"
@@ -122,9 +133,15 @@ _MOTION = {
     "conv_in.weight": (f"{_PYRAMID}.0.0.weight", "conv_in.weight"),
     "conv_in.bias": (f"{_PYRAMID}.0.1.bias", "conv_in.act_fn.bias"),
     "conv_out.weight": (f"{_PYRAMID}.{_RESIDUALS + 1}.weight", "conv_out.weight"),
-    **{f"motion_network.{number}": (f"enc.fc.{number}", f"motion_network.{number}") for number in range(5)},
     **{
-        f"res_blocks.{number}.{ours}": (f"{_PYRAMID}.{number + 1}.{official}", f"res_blocks.{number}.{theirs}")
+        f"motion_network.{number}": (f"enc.fc.{number}", f"motion_network.{number}")
+        for number in range(5)
+    },
+    **{
+        f"res_blocks.{number}.{ours}": (
+            f"{_PYRAMID}.{number + 1}.{official}",
+            f"res_blocks.{number}.{theirs}",
+        )
         for number in range(_RESIDUALS)
         for ours, official, theirs in (
             ("conv1.weight", "conv1.0.weight", "conv1.weight"),
@@ -141,11 +158,19 @@ _FACE = {"linear1_q": "to_q", "linear2": "to_out", "q_norm": "norm_q", "k_norm":
 _ADAPTERS = range(len(AnimateArch().layers))
 _ANIMATE = [
     *(
-        (f"embed.animate.motion_encoder.{ours}", f"motion_encoder.{official}", f"motion_encoder.{theirs}")
+        (
+            f"embed.animate.motion_encoder.{ours}",
+            f"motion_encoder.{official}",
+            f"motion_encoder.{theirs}",
+        )
         for ours, (official, theirs) in _MOTION.items()
     ),
     *(
-        (f"embed.animate.face_encoder.{conv}.conv", f"face_encoder.{conv}.conv", f"face_encoder.{conv}")
+        (
+            f"embed.animate.face_encoder.{conv}.conv",
+            f"face_encoder.{conv}.conv",
+            f"face_encoder.{conv}",
+        )
         for conv in ("conv1_local", "conv2", "conv3")
     ),
     *(
@@ -172,12 +197,16 @@ _ANIMATE = [
 
 # Ours, official, diffusers; `*` stands for the block's number.
 _FORMS = (
-    [(f"layers.*.{official}", f"blocks.*.{official}", f"blocks.*.{theirs}") for official, theirs in _IN_BLOCK.items()]
+    [
+        (f"layers.*.{official}", f"blocks.*.{official}", f"blocks.*.{theirs}")
+        for official, theirs in _IN_BLOCK.items()
+    ]
     + [
         (f"vace_blocks.*.{name}", f"vace_blocks.*.{name}", f"vace_blocks.*.{theirs}")
         for name, theirs in (_IN_BLOCK | {"after_proj": "proj_out"}).items()
     ]
-    # Official files have this in the first VACE block; it makes the stream, and that is part of `embed` here.
+    # Official files have this in the first VACE block; it makes the stream, and that is part of
+    # `embed` here.
     + [("embed.vace_before_proj", "vace_blocks.0.before_proj", "vace_blocks.0.proj_in")]
     + [(f"embed.{official}", official, theirs) for official, theirs in _EMBED.items()]
     + [(official, official, theirs) for official, theirs in _HEAD.items()]
@@ -186,13 +215,16 @@ _FORMS = (
 )
 _TO_OFFICIAL = {ours: official for ours, official, _ in _FORMS}
 _TO_DIFFUSERS = {ours: theirs for ours, _, theirs in _FORMS}
-_TO_NATIVE = {theirs: ours for ours, _, theirs in _FORMS} | {official: ours for ours, official, _ in _FORMS}
+_TO_NATIVE = {theirs: ours for ours, _, theirs in _FORMS} | {
+    official: ours for ours, official, _ in _FORMS
+}
 
 _BLOCK = re.compile(r"(layers|blocks|vace_blocks)\.(\d+)\.")
 
 
 def _translate(name: str, table: Mapping[str, str]) -> str | None:
-    """Look a name up in a table of modules and single parameters: weights and biases follow their module."""
+    """Look a name up in a table of modules and single parameters: weights and biases follow their
+    module."""
     block = _BLOCK.match(name)
     for pattern in (name, _BLOCK.sub(r"\1.*.", name, count=1)):
         module, _, leaf = pattern.rpartition(".")
@@ -207,7 +239,8 @@ def _translate(name: str, table: Mapping[str, str]) -> str | None:
 
 
 def to_native(name: str) -> str | None:
-    """Our name of an official or diffusers parameter, without prefix; None if neither form has it."""
+    """Our name of an official or diffusers parameter, without prefix; None if neither form has
+    it."""
     return _translate(name, _TO_NATIVE)
 
 
@@ -232,11 +265,20 @@ _PYRAMID_BIAS = re.compile(rf"motion_encoder\.{re.escape(_PYRAMID)}\..*\.bias")
 
 
 def _to_slices(name: str) -> tuple[TensorSlice, ...] | None:
-    """`StateDictNames.to_native`: diffusers has keys and values of a face in two tensors, and official files have the blur's kernels."""
+    """`StateDictNames.to_native`: diffusers has keys and values of a face in two tensors, and
+    official files have the blur's kernels."""
     if match := _FACE_K_OR_V.fullmatch(name):
         number, part, leaf = match.groups()
-        return (TensorSlice(f"layers.{FACE_LAYERS_APART * int(number)}.face.linear1_kv.{leaf}", "kv".index(part), 2),)
-    if name.endswith(".0.kernel") and _BLURRED.fullmatch(f"{name.removesuffix('.0.kernel')}.1.weight"):
+        return (
+            TensorSlice(
+                f"layers.{FACE_LAYERS_APART * int(number)}.face.linear1_kv.{leaf}",
+                "kv".index(part),
+                2,
+            ),
+        )
+    if name.endswith(".0.kernel") and _BLURRED.fullmatch(
+        f"{name.removesuffix('.0.kernel')}.1.weight"
+    ):
         return ()
     native = to_native(name)
     return None if native is None else (TensorSlice(native),)
@@ -245,12 +287,16 @@ def _to_slices(name: str) -> tuple[TensorSlice, ...] | None:
 def _in_diffusers(name: str) -> tuple[TensorSlice, ...]:
     if match := _FACE_KV.fullmatch(name):
         number, leaf = match.groups()
-        return tuple(TensorSlice(f"face_adapter.{int(number) // FACE_LAYERS_APART}.to_{part}.{leaf}") for part in "kv")
+        return tuple(
+            TensorSlice(f"face_adapter.{int(number) // FACE_LAYERS_APART}.to_{part}.{leaf}")
+            for part in "kv"
+        )
     return (TensorSlice(to_diffusers(name)),)
 
 
 def _stored(form: str, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-    """`StateDictNames.stored`: official files have biases of images as [1, channels, 1, 1], and kernels of blurs."""
+    """`StateDictNames.stored`: official files have biases of images as [1, channels, 1, 1], and
+    kernels of blurs."""
     if form != "official":
         return {name: tensor}
     if match := _BLURRED.fullmatch(name):
@@ -260,19 +306,32 @@ def _stored(form: str, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
 
 NAMES = StateDictNames(
     to_native=_to_slices,
-    from_native={"official": lambda name: (TensorSlice(to_official(name)),), "diffusers": _in_diffusers},
+    from_native={
+        "official": lambda name: (TensorSlice(to_official(name)),),
+        "diffusers": _in_diffusers,
+    },
     stored=_stored,
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
     others=(
         *OTHER_MODELS,
-        OtherModel(name="FLUX.2", classes=r"^Flux2", header=r"^flux[-_.]?2", remedy="use the flux2 commands"),
+        OtherModel(
+            name="FLUX.2",
+            classes=r"^Flux2",
+            header=r"^flux[-_.]?2",
+            remedy="use the flux2 commands",
+        ),
         OtherModel(
             name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
             keys=TWO_STREAMS,
             classes=r"^Flux",
             remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
         ),
-        OtherModel(name="Z-Image", classes=r"^ZImage", header=r"^z[-_]?image", remedy="use the zimage commands"),
+        OtherModel(
+            name="Z-Image",
+            classes=r"^ZImage",
+            header=r"^z[-_]?image",
+            remedy="use the zimage commands",
+        ),
         OtherModel(name="another transformer of diffusers", keys=r"transformer_blocks"),
     ),
 )

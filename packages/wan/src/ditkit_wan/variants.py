@@ -1,7 +1,9 @@
-"""Differences between the variants of Wan outside the transformer: sizes, frame rate, experts, sampling defaults.
+"""Differences between the variants of Wan outside the transformer: sizes, frame rate, experts,
+sampling defaults.
 
-Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the defaults of their generate.py; Wan-Video/Wan-Dancer,
-gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun, wan2.2_fun and wan2.2_vace_fun, config/wan2.2.
+Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the defaults of their
+generate.py; Wan-Video/Wan-Dancer, gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun,
+examples/wan2.1_fun, wan2.2_fun and wan2.2_vace_fun, config/wan2.2.
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,15 @@ from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
 
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5), "fun": (6.0, 6.0), "fun-vace": (5.0, 5.0)}
-"""Guidance scales of the high-noise and the low-noise expert, for text to video, image to video, and the models of VideoX-Fun."""
+"""Guidance scales of the high-noise and the low-noise expert, for text to video, image to video,
+and the models of VideoX-Fun."""
 
 _NEGATIVE = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""`sample_neg_prompt` in wan/configs/shared_config.py of Wan2.1 and Wan2.2; Fun and WanToDance have the same text."""
+"""`sample_neg_prompt` in wan/configs/shared_config.py of Wan2.1 and Wan2.2; Fun and WanToDance have
+the same text."""
 _SPEECH_NEGATIVE = (
     "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，"
     "形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
@@ -31,9 +35,12 @@ _SPEECH_NEGATIVE = (
 def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
     """The family's training spec with what differs for this architecture."""
     if arch.token_times:
-        training = replace(training, make_inputs=partial(make_inputs, latent_stride=arch.latent_stride))
+        training = replace(
+            training, make_inputs=partial(make_inputs, latent_stride=arch.latent_stride)
+        )
         if not arch.fun:
-            # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
+            # One model generates from text or from an image, so half of the samples are trained
+            # without the image, as in VideoX-Fun.
             return replace(training, control_dropout=0.5)
     # The first latent frame is given, so a clip of fewer than 5 frames has nothing left to learn.
     if arch.speech or (is_given_first_latent(arch) and not arch.music):
@@ -62,13 +69,26 @@ def experts(arch: WanArch) -> Sequence[Expert]:
         return ()
     high, low = _guidance(arch)
     return (
-        Expert(name="high_noise", part="transformer", min_sigma=arch.boundary, max_sigma=1.0, guidance=high),
-        Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=arch.boundary, guidance=low),
+        Expert(
+            name="high_noise",
+            part="transformer",
+            min_sigma=arch.boundary,
+            max_sigma=1.0,
+            guidance=high,
+        ),
+        Expert(
+            name="low_noise",
+            part="transformer_2",
+            min_sigma=0.0,
+            max_sigma=arch.boundary,
+            guidance=low,
+        ),
     )
 
 
 def sample_defaults(arch: WanArch) -> SampleDefaults:
-    """The authors' steps, guidance and negative prompt; for a pair of experts, the guidance of the first."""
+    """The authors' steps, guidance and negative prompt; for a pair of experts, the guidance of the
+    first."""
     if arch.fun:
         return SampleDefaults(steps=50, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.speech:
@@ -78,7 +98,9 @@ def sample_defaults(arch: WanArch) -> SampleDefaults:
     if arch.boundary:
         return SampleDefaults(steps=40, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.music:
-        return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0, negative=_NEGATIVE)
+        return SampleDefaults(
+            steps=48 if arch.music.keyframes else 24, guidance=5.0, negative=_NEGATIVE
+        )
     if arch.image_positions:
         return SampleDefaults(steps=50, guidance=5.0, negative=f"镜头切换，镜头晃动，{_NEGATIVE}")
     if arch.image_dim:

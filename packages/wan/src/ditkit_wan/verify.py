@@ -15,7 +15,8 @@ from ditkit_wan.state_dict import NAMES
 
 
 def _inputs(model: Any) -> WanInputs:
-    """Inputs of a tiny clip of noise at a middle noise level, with a short text and noise for all other conditions, on the model's device."""
+    """Inputs of a tiny clip of noise at a middle noise level, with a short text and noise for all
+    other conditions, on the model's device."""
     arch: WanArch = model.embed.arch
     device = model.embed.patch_embedding.weight.device
     side = 4 * arch.latent_stride
@@ -31,7 +32,9 @@ _FACE_MODULES = ("motion_encoder", "face_encoder")
 
 
 def _dtype_of(transformer: Any, name: str, matmul: torch.dtype) -> torch.dtype:
-    keep = any(part in (*transformer._keep_in_fp32_modules, *_FACE_MODULES) for part in name.split("."))
+    keep = any(
+        part in (*transformer._keep_in_fp32_modules, *_FACE_MODULES) for part in name.split(".")
+    )
     return torch.float32 if keep and matmul != torch.float64 else matmul
 
 
@@ -79,7 +82,9 @@ def _kind(arch: WanArch) -> str:
 
 def _make_tables(transformer: Any, device: torch.device) -> None:
     config = transformer.config
-    transformer.rope = type(transformer.rope)(config.attention_head_dim, config.patch_size, 1024).to(device)
+    transformer.rope = type(transformer.rope)(
+        config.attention_head_dim, config.patch_size, 1024
+    ).to(device)
     if "motion_encoder_dim" in config:
         for module in transformer.motion_encoder.modules():
             if getattr(module, "blur", False):
@@ -100,9 +105,16 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
     batch = {name: tensor[None].to(dtype) for name, tensor in arguments.items()}
     if inputs.face is not None:
         assert inputs.pose is not None and inputs.pose[0] is not None, "Animate has poses"
-        batch |= {"pose_hidden_states": inputs.pose[0][None].to(dtype), "face_pixel_values": inputs.face[0][None]}
-    if transformer.config.pos_embed_seq_len:  # it takes the two images of a sample as two rows of the batch
-        batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(0, (2, -1))
+        batch |= {
+            "pose_hidden_states": inputs.pose[0][None].to(dtype),
+            "face_pixel_values": inputs.face[0][None],
+        }
+    if (
+        transformer.config.pos_embed_seq_len
+    ):  # it takes the two images of a sample as two rows of the batch
+        batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(
+            0, (2, -1)
+        )
     timestep = inputs.timestep
     if inputs.late is not None:
         timestep = torch.where(inputs.late, timestep[:, 1:], timestep[:, :1])

@@ -1,4 +1,5 @@
-"""Whatever is wrong with what goes with a clip shows in `check`, which takes no weights, and says what encoding would say."""
+"""Whatever is wrong with what goes with a clip shows in `check`, which takes no weights, and says
+what encoding would say."""
 
 import json
 from collections.abc import Callable
@@ -55,10 +56,12 @@ GOOD: dict[str, Callable[[Path], Files]] = {
     "flf2v-14b-720p": lambda folder: {"end_image": image_file(folder / "p.png", 2)},
     "ti2v-5b": lambda folder: {"input_image": image_file(folder / "p.png", 2)},
     "vace-1.3b": lambda folder: {
-        "vace_video": video_file(folder / "v.mp4", 3), "vace_reference_image": image_file(folder / "p.png", 2),
+        "vace_video": video_file(folder / "v.mp4", 3),
+        "vace_reference_image": image_file(folder / "p.png", 2),
     },
     CONTROL: lambda folder: {
-        "control_video": video_file(folder / "v.mp4", 3), "reference_image": image_file(folder / "p.png", 2),
+        "control_video": video_file(folder / "v.mp4", 3),
+        "reference_image": image_file(folder / "p.png", 2),
     },
     CAMERA: lambda folder: {"camera_control_direction": "LeftUp", "camera_control_speed": "0.01"},
     DANCE: lambda folder: {"wantodance_music_path": table(folder / "m.npy")},
@@ -80,34 +83,43 @@ def test_what_is_sound_passes_without_a_file_of_the_model(preset: str, tmp_path:
 
 
 BAD: dict[str, tuple[str, Callable[[Path], Files], str]] = {
-    "direction": (CAMERA, lambda folder: {"camera_control_direction": "Forward"}, "camera_control_direction = 'Forward'"),
+    "direction": (CAMERA, lambda folder: {"camera_control_direction": "Forward"},
+    "camera_control_direction = 'Forward'"),
     "speed": (
-        CAMERA, lambda folder: {"camera_control_direction": "Left", "camera_control_speed": "fast"}, "is not a number",
+        CAMERA, lambda folder: {"camera_control_direction": "Left", "camera_control_speed": "fast"},
+        "is not a number",
     ),
-    "poses": (CAMERA, lambda folder: {"camera_file": poses(folder / "p.txt")}, "line 2 is not a camera pose"),
+    "poses": (CAMERA, lambda folder: {"camera_file": poses(folder / "p.txt")},
+    "line 2 is not a camera pose"),
     "no path": (CAMERA, lambda folder: {}, "has no camera_control_direction and no camera_file"),
-    "music of NaN": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy", value=np.nan)}, "not finite"),
-    "music too narrow": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy", width=34)}, "rows of 35"),
+    "music of NaN": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy",
+    value=np.nan)}, "not finite"),
+    "music too narrow": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy",
+    width=34)}, "rows of 35"),
     "no music": (DANCE, lambda folder: {}, "has no wantodance_music_path"),
     "mask alone": (
         DANCE,
-        lambda folder: {"wantodance_music_path": table(folder / "m.npy"), "wantodance_keyframes_mask": "[1]"},
+        lambda folder: {"wantodance_music_path": table(folder / "m.npy"),
+        "wantodance_keyframes_mask": "[1]"},
         "wantodance_keyframes_mask alone",
     ),
     "mask too short": (
         DANCE,
         lambda folder: {
-            "wantodance_music_path": table(folder / "m.npy"), "wantodance_keyframes_mask": json.dumps([1, 0, 1]),
+            "wantodance_music_path": table(folder / "m.npy"),
+            "wantodance_keyframes_mask": json.dumps([1, 0, 1]),
             "wantodance_keyframes": video_file(folder / "k.mp4", 4, fps=30.0),
         },
         "has 3 numbers",
     ),
-    "control too short": (CONTROL, lambda folder: {"control_video": video_file(folder / "v.mp4", 3, frames=5)}, "v.mp4"),
+    "control too short": (CONTROL, lambda folder: {"control_video": video_file(folder / "v.mp4", 3,
+    frames=5)}, "v.mp4"),
     "no control": (CONTROL, lambda folder: {}, "has no control_video"),
     "start torn": ("i2v-14b-480p", lambda folder: {"input_image": torn(folder / "p.png")}, "p.png"),
     "end torn": ("flf2v-14b-720p", lambda folder: {"end_image": torn(folder / "p.png")}, "p.png"),
     "reference a video": (
-        "vace-1.3b", lambda folder: {"vace_reference_image": video_file(folder / "v.mp4", 3)}, "is a video",
+        "vace-1.3b", lambda folder: {"vace_reference_image": video_file(folder / "v.mp4", 3)},
+        "is a video",
     ),
 }  # fmt: skip
 
@@ -138,8 +150,10 @@ def test_a_check_says_what_encoding_says(checkpoint: Path, tmp_path: Path) -> No
     vae = tiny_vae(checkpoint)
     made = {
         "direction": control_conditions.Camera(), "music too narrow": dance_conditions.Music(),
-        "mask too short": dance_conditions.Keyframes(vae), "control too short": control_conditions.Control(vae),
-        "start torn": image_conditions.FirstLast(vae, both=False), "reference a video": vace_conditions.Vace(vae),
+        "mask too short": dance_conditions.Keyframes(vae),
+        "control too short": control_conditions.Control(vae),
+        "start torn": image_conditions.FirstLast(vae, both=False),
+        "reference a video": vace_conditions.Vace(vae),
     }  # fmt: skip
     clip = video_file(tmp_path / "clip.mp4", 1, frames=24)
     for name, conditioner in made.items():
@@ -160,6 +174,10 @@ def test_sound_without_librosa_is_no_samples_fault(tmp_path: Path) -> None:
 
 
 def test_only_models_that_look_take_an_image_encoder() -> None:
-    looking = {name for name, arch in PRESETS.items() if WAN.auxiliary.components(arch) == ("image_encoder",)}
+    looking = {
+        name
+        for name, arch in PRESETS.items()
+        if WAN.auxiliary.components(arch) == ("image_encoder",)
+    }
     assert "i2v-14b-480p" in looking and "i2v-a14b" not in looking and "t2v-14b" not in looking
     assert looking == {name for name, arch in PRESETS.items() if arch.image_dim}

@@ -31,25 +31,32 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "i2v-a14b": (PICTURES, ["y"]),
     "ti2v-5b": (["input_image"], ["first_frame"]),
     "vace-1.3b": (
-        ["vace_video", "vace_video_mask", "vace_reference_image", "vace_reference_image_2", "vace_reference_image_3"],
+        ["vace_video", "vace_video_mask", "vace_reference_image", "vace_reference_image_2",
+        "vace_reference_image_3"],
         ["vace"],
     ),
-    "fun-v1.1-control-1.3b": (["control_video", "input_image", "reference_image"], ["y", "reference", "image"]),
+    "fun-v1.1-control-1.3b": (["control_video", "input_image", "reference_image"], ["y",
+    "reference", "image"]),
     "fun-v1.1-control-camera-1.3b": (
-        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y", "image"],
+        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"],
+        ["camera_path", "y", "image"],
     ),
-    "s2v-14b": (["input_audio", "reference_image", "s2v_pose_video", "motion_video"], ["audio", "reference", "pose"]),
+    "s2v-14b": (["input_audio", "reference_image", "s2v_pose_video", "motion_video"], ["audio",
+    "reference", "pose"]),
     "animate-14b": (
-        ["reference_image", "animate_pose_video", "animate_face_video", "animate_inpaint_video", "animate_mask_video"],
+        ["reference_image", "animate_pose_video", "animate_face_video", "animate_inpaint_video",
+        "animate_mask_video"],
         ["y", "pose", "face", "image"],
     ),
     "fun-v1.1-inp-1.3b": (PICTURES, ["y", "image"]),
     "fun-inp-a14b": (PICTURES, ["y"]),
     "fun-inp-5b": (PICTURES, ["y", "first_frame"]),
     "fun-control-a14b": (["control_video", *PICTURES, "reference_image"], ["y", "reference"]),
-    "fun-control-5b": (["control_video", *PICTURES, "reference_image"], ["y", "first_frame", "reference"]),
+    "fun-control-5b": (["control_video", *PICTURES, "reference_image"], ["y", "first_frame",
+    "reference"]),
     "fun-control-camera-a14b": (
-        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y"],
+        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"],
+        ["camera_path", "y"],
     ),
     "fun-control-camera-5b": (
         ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"],
@@ -57,7 +64,8 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     ),
     "wantodance-14b": (
         [
-            "wantodance_music_path", "wantodance_reference_image", "wantodance_keyframes", "wantodance_keyframes_mask",
+            "wantodance_music_path", "wantodance_reference_image", "wantodance_keyframes",
+            "wantodance_keyframes_mask",
         ],
         ["music", "y", "image", "refimage"],
     ),
@@ -73,10 +81,16 @@ def test_every_variant_encodes_what_its_model_takes(
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
     vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
-    paths = ModelPaths(vae=str(vae), image_encoder=str(clip_folder), audio_encoder=str(speech_folder))
+    paths = ModelPaths(
+        vae=str(vae), image_encoder=str(clip_folder), audio_encoder=str(speech_folder)
+    )
     found = conditioners(arch, paths, CPU, VaeMode())
     clip = video_file(tmp_path / "clip.mp4", 1)
-    files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}
+    files = {
+        column.name: value
+        for column in columns(arch)
+        if (value := given(column.name, column.kind, tmp_path))
+    }
     item: dict[str, torch.Tensor] = {}
     for conditioner in found:
         wanted = controls(clip, files, height=64, width=64, fps=15.0 if arch.music else 16.0)
@@ -102,7 +116,8 @@ def narrowed(preset: str) -> WanArch:
 
 
 def given(name: str, kind: str, folder: Path) -> str:
-    """A value for a column: the smallest that its conditioner takes, "" for those that stand for another."""
+    """A value for a column: the smallest that its conditioner takes, "" for those that stand for
+    another."""
     import numpy as np
 
     if name == "motion_video":
@@ -116,9 +131,10 @@ def given(name: str, kind: str, folder: Path) -> str:
     if kind == "audio":
         np.save(folder / "music.npy", np.zeros((30, 35), np.float32))
         return str(folder / "music.npy")
-    return {"camera_control_direction": "Left", "wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1))}.get(
-        name, ""
-    )
+    return {
+        "camera_control_direction": "Left",
+        "wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1)),
+    }.get(name, "")
 
 
 def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoint: Path) -> None:
@@ -135,7 +151,11 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
             make(components, CPU, VaeMode())
     with pytest.raises(UserError, match="makes 16 latent channels"):
         WAN.auxiliary.models(arch, components)
-    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, VaeMode()).identity
+    assert (
+        replace_fields(PRESETS["t2v-1.3b"])
+        .auxiliary.media_encoder(components, CPU, VaeMode())
+        .identity
+    )
 
 
 def replace_fields(arch: Any) -> Any:
@@ -151,7 +171,11 @@ VIDEOS = [
     ("animate-14b", "animate_pose_video", {"animate_face_video": "unread.mp4"}),
     ("animate-14b", "animate_face_video", {"animate_pose_video": "unread.mp4"}),
     *(
-        ("animate-14b", first, {second: STILL, "animate_pose_video": "unread.mp4", "animate_face_video": "unread.mp4"})
+        (
+            "animate-14b",
+            first,
+            {second: STILL, "animate_pose_video": "unread.mp4", "animate_face_video": "unread.mp4"},
+        )
         for first, second in itertools.permutations(("animate_inpaint_video", "animate_mask_video"))
     ),
     ("wantodance-14b", "wantodance_keyframes", {"wantodance_keyframes_mask": str([1] * FRAMES)}),
@@ -189,13 +213,20 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
             continue
         conditioner.check(given[0])
         ours, theirs = (encoded(conditioner, each) for each in given)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in ours
+        )
         read += 1
     assert read
 
 
 def test_every_column_of_videos_is_tried_with_a_still() -> None:
-    named = {(column.name) for arch in PRESETS.values() for column in columns(arch) if column.kind == "video"}
+    named = {
+        (column.name)
+        for arch in PRESETS.values()
+        for column in columns(arch)
+        if column.kind == "video"
+    }
     assert named == {column for _, column, _ in VIDEOS} | {"motion_video"}, (
         "which a still cannot be: see test_speech.py"
     )
@@ -203,8 +234,14 @@ def test_every_column_of_videos_is_tried_with_a_still() -> None:
 
 def test_names_of_other_trainers_are_accepted_once() -> None:
     for preset in PRESETS:
-        shared = {name: meant for name, meant in named_columns(columns(PRESETS[preset])).items() if len(meant) > 1}
-        assert set(shared) == ({"src_ref_images", "object_file_path"} if preset.startswith("vace") else set()), "lists"
+        shared = {
+            name: meant
+            for name, meant in named_columns(columns(PRESETS[preset])).items()
+            if len(meant) > 1
+        }
+        assert set(shared) == (
+            {"src_ref_images", "object_file_path"} if preset.startswith("vace") else set()
+        ), "lists"
         assert all({column.kind for column in meant} == {"image"} for meant in shared.values())
     fun = {column.name: column for column in columns(PRESETS["fun-v1.1-control-1.3b"])}
     assert "control_file_path" in fun["control_video"].aliases and fun["control_video"].required
@@ -214,10 +251,12 @@ def test_names_of_other_trainers_are_accepted_once() -> None:
 def test_columns_as_other_trainers_call_them() -> None:
     """musubi's and VideoX-Fun's names, where a model has one column that they can mean."""
     meant = {
-        "fun-v1.1-control-1.3b": {"control_path": "control_video", "control_file_path": "control_video"},
+        "fun-v1.1-control-1.3b": {"control_path": "control_video",
+        "control_file_path": "control_video"},
         "fun-v1.1-control-camera-1.3b": {"control_file_path": "camera_file"},
         "vace-1.3b": {
-            "control_path": "vace_video", "control_file_path": "vace_video", "object_file_path": "vace_reference_image",
+            "control_path": "vace_video", "control_file_path": "vace_video",
+            "object_file_path": "vace_reference_image",
         },
     }  # fmt: skip
     for preset in EXPECTED:
@@ -228,13 +267,20 @@ def test_columns_as_other_trainers_call_them() -> None:
             if name in meant.get(preset, {}):
                 assert control_values("here", row, known, headers) == {meant[preset][name]: "b"}
             elif known:
-                with pytest.raises(UserError, match=f"here has a column '{name}', .* rename it to .*{known[-1].name}"):
-                    reference_columns("here", row, edits=False, model_columns=[each.name for each in known])
+                with pytest.raises(
+                    UserError,
+                    match=f"here has a column '{name}', .* rename it to .*{known[-1].name}",
+                ):
+                    reference_columns(
+                        "here", row, edits=False, model_columns=[each.name for each in known]
+                    )
             else:
                 assert (headers, reference_columns("here", row, edits=False)) == ({}, ())
     for preset, column in (("fun-v1.1-control-1.3b", "control_video"), ("vace-1.3b", "vace_video")):
         assert values(preset, control_path_0="b") == {column: "b"}
-        with pytest.raises(UserError, match=f"'control_path_1', .* rename it to '{column}', or remove it"):
+        with pytest.raises(
+            UserError, match=f"'control_path_1', .* rename it to '{column}', or remove it"
+        ):
             values(preset, control_path_0="b", control_path_1="c")
 
 
@@ -248,10 +294,17 @@ def test_references_of_vace_are_a_list_and_columns_of_their_own() -> None:
     for name in ("src_ref_images", "object_file_path"):
         assert values("vace-1.3b", **{name: ["1", "2"]}) == {first: "1", second: "2"}
         assert values("vace-1.3b", **{name: "1", second: "2"}) == {first: "1", second: "2"}
-        assert values("vace-1.3b", **{name: ["2", "3"], first: "1"}) == dict(zip(own, "123", strict=True))
-        with pytest.raises(UserError, match=f"'{name}' names 3 files, but this model takes 1 besides {first}, {third}"):
+        assert values("vace-1.3b", **{name: ["2", "3"], first: "1"}) == dict(
+            zip(own, "123", strict=True)
+        )
+        with pytest.raises(
+            UserError,
+            match=f"'{name}' names 3 files, but this model takes 1 besides {first}, {third}",
+        ):
             values("vace-1.3b", **{name: ["2", "3", "4"], first: "1", third: "2"})
-    with pytest.raises(UserError, match="'src_ref_images' and 'object_file_path', which mean the same"):
+    with pytest.raises(
+        UserError, match="'src_ref_images' and 'object_file_path', which mean the same"
+    ):
         values("vace-1.3b", src_ref_images="1", object_file_path="2")
     with pytest.raises(UserError, match="'vace_video' and 'src_video', which mean the same"):
         values("vace-1.3b", vace_video="1", src_video="2")

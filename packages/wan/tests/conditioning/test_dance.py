@@ -1,4 +1,5 @@
-"""What WanToDance is conditioned on: features of music from tables and from sound, and the moments that are given."""
+"""What WanToDance is conditioned on: features of music from tables and from sound, and the moments
+that are given."""
 
 import json
 import wave
@@ -51,9 +52,13 @@ def test_the_music_of_a_window_is_its_rows_thirty_a_second(tmp_path: Path) -> No
     for name in ("m.npy", "m.safetensors"):
         files = {"wantodance_music_path": str(tmp_path / name)}
         given = controls("clip.mp4", files, frames=30, fps=15.0, start_seconds=0.5)
-        assert isinstance(Music(), Conditioner) and Music().uses(given) == ("wantodance_music_path",)
+        assert isinstance(Music(), Conditioner) and Music().uses(given) == (
+            "wantodance_music_path",
+        )
         music = encoded(Music(), given)["music"]
-        assert music.dtype == torch.float32 and torch.equal(music, torch.from_numpy(features()[15:75]).float())
+        assert music.dtype == torch.float32 and torch.equal(
+            music, torch.from_numpy(features()[15:75]).float()
+        )
     # at a quarter of the rate, four rows to a frame: how the model tells keyframes from a clip
     keyframes = controls("clip.mp4", files, frames=17, fps=7.5)
     assert len(encoded(Music(), keyframes)["music"]) == 68
@@ -61,7 +66,9 @@ def test_the_music_of_a_window_is_its_rows_thirty_a_second(tmp_path: Path) -> No
         Music().uses(controls("clip.mp4"))
 
 
-def test_music_that_ends_a_moment_early_is_filled_and_that_ends_too_early_refused(tmp_path: Path) -> None:
+def test_music_that_ends_a_moment_early_is_filled_and_that_ends_too_early_refused(
+    tmp_path: Path,
+) -> None:
     np.save(tmp_path / "m.npy", features(85))
     part = music_features.window(tmp_path / "m.npy", start_seconds=0.0, seconds=3.0)
     assert part.shape == (90, 35) and torch.equal(part[85:], part[84:85].expand(5, -1))
@@ -81,7 +88,9 @@ def test_music_that_ends_a_moment_early_is_filled_and_that_ends_too_early_refuse
         (np.array(["x"]), "cannot be read as features"),
     ],
 )
-def test_a_table_that_is_no_music_is_one_line(tmp_path: Path, table: np.ndarray, message: str) -> None:
+def test_a_table_that_is_no_music_is_one_line(
+    tmp_path: Path, table: np.ndarray, message: str
+) -> None:
     np.save(tmp_path / "m.npy", table)
     with pytest.raises(UserError, match=message) as caught:
         music_features.read(tmp_path / "m.npy")
@@ -103,7 +112,10 @@ def test_a_damaged_or_absent_table_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(10**12, 35), (10**30, 35), (-1, 35), (11, 35)])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_a_header_is_believed_as_far_as_there_are_bytes(
-    tmp_path: Path, shape: tuple[int, int], version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    shape: tuple[int, int],
+    version: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open(tmp_path / "m.npy", "wb") as file:
         np.lib.format.write_array(file, features(10), version=version)
@@ -113,7 +125,9 @@ def test_a_header_is_believed_as_far_as_there_are_bytes(
     patched = content[:start] + fits + content[start + len(fits) :]
     assert len(patched) == len(content)
     (tmp_path / "m.npy").write_bytes(patched)
-    monkeypatch.setattr(np, "load", lambda *given, **options: pytest.fail("loaded before it was looked at"))
+    monkeypatch.setattr(
+        np, "load", lambda *given, **options: pytest.fail("loaded before it was looked at")
+    )
     with pytest.raises(UserError, match="cannot be read as features") as caught:
         music_features.read(tmp_path / "m.npy")
     assert "\n" not in str(caught.value)
@@ -168,14 +182,18 @@ def test_sound_that_is_none_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_features_of_sound_are_as_the_official_code_computes_them_or_need_librosa(tmp_path: Path) -> None:
+def test_features_of_sound_are_as_the_official_code_computes_them_or_need_librosa(
+    tmp_path: Path,
+) -> None:
     time = np.arange(8000 * 4) / 8000
     beats = 0.3 * np.sin(2 * np.pi * 220 * time) * (np.sin(2 * np.pi * 2 * time) > 0)
     path = Path(sound_file(tmp_path / "m.wav", beats.astype(np.float32)))
     try:
         import librosa
     except ImportError:
-        with pytest.raises(UserError, match=r"librosa.*is not installed; install librosa, or give a \.npy"):
+        with pytest.raises(
+            UserError, match=r"librosa.*is not installed; install librosa, or give a \.npy"
+        ):
             music_features.read(path)
         return
     found = music_features.read(path)
@@ -185,7 +203,9 @@ def test_features_of_sound_are_as_the_official_code_computes_them_or_need_libros
     torch.testing.assert_close(found[:, 0], torch.from_numpy(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_keyframes_are_a_video_and_a_list_of_which_are_given(checkpoint: Path, tmp_path: Path) -> None:
+def test_keyframes_are_a_video_and_a_list_of_which_are_given(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     vae = tiny_vae(checkpoint)
     marks = [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
     files = {
@@ -197,10 +217,17 @@ def test_keyframes_are_a_video_and_a_list_of_which_are_given(checkpoint: Path, t
     y = encoded(Keyframes(vae), given)["y"]
     vae.load()
     window = read_clip(
-        Path(files["wantodance_keyframes"]), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH, start_seconds=0.25
+        Path(files["wantodance_keyframes"]),
+        frames=FRAMES,
+        fps=16.0,
+        height=HEIGHT,
+        width=WIDTH,
+        start_seconds=0.25,
     )
     assert torch.equal(y[4:], vae.encode([window])[0]["latents"])
-    assert torch.equal(y[:4], known_frames_mask([bool(mark) for mark in marks[4:]], HEIGHT // 8, WIDTH // 8))
+    assert torch.equal(
+        y[:4], known_frames_mask([bool(mark) for mark in marks[4:]], HEIGHT // 8, WIDTH // 8)
+    )
     for text, message in (
         ("[1, 0]", "has 2 numbers"),
         ("[2]", "not a list of 0 and 1"),
@@ -228,20 +255,34 @@ def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_next_to_it_who_d
     clip.load()
 
     def tokens(path: str, start: float = 0.0) -> torch.Tensor:
-        shown = read_clip(Path(path), frames=1, fps=16.0, height=HEIGHT, width=WIDTH, start_seconds=start)
+        shown = read_clip(
+            Path(path), frames=1, fps=16.0, height=HEIGHT, width=WIDTH, start_seconds=start
+        )
         return clip.encode([shown])[0]["image"]
 
     given = controls("clip.mp4", files, start_seconds=4 / 16)
-    assert seen.uses(given) == ("wantodance_keyframes",) and dancer.uses(given) == ("wantodance_reference_image",)
+    assert seen.uses(given) == ("wantodance_keyframes",) and dancer.uses(given) == (
+        "wantodance_reference_image",
+    )
     assert torch.equal(encoded(seen, given)["image"], tokens(files["wantodance_keyframes"], 4 / 16))
-    assert torch.equal(encoded(dancer, given)["refimage"], tokens(files["wantodance_reference_image"]))
-    without = controls("clip.mp4", {"wantodance_reference_image": files["wantodance_reference_image"]})
-    assert seen.uses(without) == ("wantodance_reference_image",) and seen.uses(controls("clip.mp4")) == ("",)
+    assert torch.equal(
+        encoded(dancer, given)["refimage"], tokens(files["wantodance_reference_image"])
+    )
+    without = controls(
+        "clip.mp4", {"wantodance_reference_image": files["wantodance_reference_image"]}
+    )
+    assert seen.uses(without) == ("wantodance_reference_image",) and seen.uses(
+        controls("clip.mp4")
+    ) == ("",)
     assert torch.equal(encoded(seen, without)["image"], tokens(files["wantodance_reference_image"]))
 
 
-@pytest.mark.parametrize(("fps", "instead"), [(24.0, "30"), (12.0, "15"), (16.0, "15"), (60.0, "30"), (7.0, "7.5")])
-def test_a_frame_rate_that_no_whole_number_of_rows_makes_is_refused(tmp_path: Path, fps: float, instead: str) -> None:
+@pytest.mark.parametrize(
+    ("fps", "instead"), [(24.0, "30"), (12.0, "15"), (16.0, "15"), (60.0, "30"), (7.0, "7.5")]
+)
+def test_a_frame_rate_that_no_whole_number_of_rows_makes_is_refused(
+    tmp_path: Path, fps: float, instead: str
+) -> None:
     np.save(tmp_path / "m.npy", features())
     given = controls("clip.mp4", {"wantodance_music_path": str(tmp_path / "m.npy")}, fps=fps)
     for ask in (Music().uses, Music().check):
@@ -250,7 +291,9 @@ def test_a_frame_rate_that_no_whole_number_of_rows_makes_is_refused(tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_rates_that_the_model_knows_and_stills_follow_from_the_number_of_rows(tmp_path: Path) -> None:
+def test_rates_that_the_model_knows_and_stills_follow_from_the_number_of_rows(
+    tmp_path: Path,
+) -> None:
     np.save(tmp_path / "m.npy", features())
     files = {"wantodance_music_path": str(tmp_path / "m.npy")}
     for fps, step in ((30.0, 1), (29.97, 1), (15.0, 2), (10.0, 3), (7.5, 4), (6.0, 5)):
@@ -260,12 +303,19 @@ def test_rates_that_the_model_knows_and_stills_follow_from_the_number_of_rows(tm
         arch = PRESETS[preset].music
         assert arch is not None
         music = encoded(Music(arch.fps), controls("still.png", files, frames=1, fps=0.0))["music"]
-        assert frame_steps([music], [torch.zeros(16, 1, 8, 8)]) == (step,), "a still of the global model is a keyframe"
-    assert Music(30.0).identity != Music(7.5).identity, "or one would be given the other's rows of a still"
+        assert frame_steps([music], [torch.zeros(16, 1, 8, 8)]) == (step,), (
+            "a still of the global model is a keyframe"
+        )
+    assert Music(30.0).identity != Music(7.5).identity, (
+        "or one would be given the other's rows of a still"
+    )
 
 
-def test_a_video_of_keyframes_alone_is_one_of_a_quarter_of_the_rate(checkpoint: Path, tmp_path: Path) -> None:
-    """What DiffSynth's recipe has as video: n frames, of which each is a keyframe, for 4 (n - 1) + 1 frames of the clip."""
+def test_a_video_of_keyframes_alone_is_one_of_a_quarter_of_the_rate(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """What DiffSynth's recipe has as video: n frames, of which each is a keyframe, for 4 (n - 1) +
+    1 frames of the clip."""
     (tmp_path / "dance").mkdir()
     pictures = [image_file(tmp_path / "dance" / f"{number}.png", number) for number in range(3)]
     (tmp_path / "dance" / "fps.txt").write_text("1.875")
@@ -273,10 +323,14 @@ def test_a_video_of_keyframes_alone_is_one_of_a_quarter_of_the_rate(checkpoint: 
     vae = KeyframeVae(ModelPaths(base=str(checkpoint)), CPU)
     vae.load()
     latents = vae.encode([clip])[0]["latents"]
-    stills = [read_clip(Path(path), frames=1, fps=1.0, height=HEIGHT, width=WIDTH) for path in pictures]
+    stills = [
+        read_clip(Path(path), frames=1, fps=1.0, height=HEIGHT, width=WIDTH) for path in pictures
+    ]
     plain = tiny_vae(checkpoint)
     plain.load()
-    assert torch.equal(latents, torch.cat([plain.encode([still])[0]["latents"] for still in stills], 1))
+    assert torch.equal(
+        latents, torch.cat([plain.encode([still])[0]["latents"] for still in stills], 1)
+    )
 
 
 def test_without_keyframes_the_dancer_is_the_first_moment_and_the_rest_is_black(
@@ -291,6 +345,10 @@ def test_without_keyframes_the_dancer_is_the_first_moment_and_the_rest_is_black(
     y = encoded(Keyframes(vae), given)["y"]
     vae.load()
     seen = -torch.ones(3, FRAMES, HEIGHT, WIDTH)
-    seen[:, :1] = read_clip(Path(files["wantodance_reference_image"]), frames=1, fps=1.0, height=HEIGHT, width=WIDTH)
+    seen[:, :1] = read_clip(
+        Path(files["wantodance_reference_image"]), frames=1, fps=1.0, height=HEIGHT, width=WIDTH
+    )
     assert torch.equal(y[4:], vae.encode([seen])[0]["latents"])
-    assert torch.equal(y[:4], known_frames_mask([True] + [False] * (FRAMES - 1), HEIGHT // 8, WIDTH // 8))
+    assert torch.equal(
+        y[:4], known_frames_mask([True] + [False] * (FRAMES - 1), HEIGHT // 8, WIDTH // 8)
+    )

@@ -1,11 +1,22 @@
-"""Images that a clip begins and ends with: against diffusers' pipeline, and against the definition written out."""
+"""Images that a clip begins and ends with: against diffusers' pipeline, and against the definition
+written out."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image_file, tiny_vae, video_file
+from conditions_help import (
+    CPU,
+    FRAMES,
+    HEIGHT,
+    WIDTH,
+    controls,
+    encoded,
+    image_file,
+    tiny_vae,
+    video_file,
+)
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
@@ -20,13 +31,16 @@ def pixels(path: str) -> torch.Tensor:
     return read_clip(Path(path), frames=1, fps=1.0, height=HEIGHT, width=WIDTH)
 
 
-def of_diffusers(checkpoint: Path, first: torch.Tensor, last: torch.Tensor | None, frames: int) -> torch.Tensor:
+def of_diffusers(
+    checkpoint: Path, first: torch.Tensor, last: torch.Tensor | None, frames: int
+) -> torch.Tensor:
     """`y` as diffusers' image-to-video pipeline makes it, without the transformer."""
     from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 
     vae = AutoencoderKLWan.from_pretrained(checkpoint / "vae")
     pipeline = WanImageToVideoPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=None, image_processor=None, image_encoder=None, transformer=None
+        tokenizer=None, text_encoder=None, vae=vae, scheduler=None, image_processor=None,
+        image_encoder=None, transformer=None
     )  # fmt: skip
     with torch.no_grad():
         return pipeline.prepare_latents(
@@ -45,7 +59,12 @@ def test_y_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, frames: int, e
     given = controls(None, files, frames=frames)
     assert isinstance(conditioner, Conditioner) and conditioner.uses(given) == tuple(files)
     y = encoded(conditioner, given)["y"]
-    theirs = of_diffusers(checkpoint, pixels(files["input_image"]), pixels(files["end_image"]) if end else None, frames)
+    theirs = of_diffusers(
+        checkpoint,
+        pixels(files["input_image"]),
+        pixels(files["end_image"]) if end else None,
+        frames,
+    )
     assert y.shape == (20, 1 + frames // 4, HEIGHT // 8, WIDTH // 8)
     assert torch.equal(y[:4], theirs[:4])
     # diffusers multiplies with the inverse deviation where we divide
@@ -58,12 +77,16 @@ def test_the_mask_has_a_channel_for_each_pixel_frame_of_a_latent_one() -> None:
         assert mask.shape == (4, 1 + frames // 4, 2, 3)
         assert (mask[:, 0] == 1).all() and (mask[3, -1] == 1).all()
         assert mask.sum() == 5 * 2 * 3  # four channels of the first latent frame, one of the last
-    each = known_frames_mask([True, False, True, False, False, True, False, False, False], 1, 1)[:, :, 0, 0]
+    each = known_frames_mask([True, False, True, False, False, True, False, False, False], 1, 1)[
+        :, :, 0, 0
+    ]
     assert each.T.tolist() == [[1, 1, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
     assert (known_frames_mask([True], 1, 1) == 1).all()
 
 
-def test_frames_that_are_not_given_are_grey_pixels_not_zero_latents(checkpoint: Path, tmp_path: Path) -> None:
+def test_frames_that_are_not_given_are_grey_pixels_not_zero_latents(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     vae = tiny_vae(checkpoint)
     clip = video_file(tmp_path / "clip.mp4", 3)
     y = encoded(FirstLast(vae, both=False), controls(clip))["y"]
@@ -79,7 +102,9 @@ def test_a_clip_stands_for_the_images_that_it_has_not(checkpoint: Path, tmp_path
     begin = FirstLast(tiny_vae(checkpoint), both=False)
     both = FirstLast(tiny_vae(checkpoint), both=True)
     window = controls(clip, start_seconds=2 / 16)
-    own = read_clip(Path(clip), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH, start_seconds=2 / 16)
+    own = read_clip(
+        Path(clip), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH, start_seconds=2 / 16
+    )
     assert begin.uses(window) == ("",) and both.uses(window) == ("",)
     for conditioner, last in ((begin, None), (both, own[:, -1:])):
         theirs = of_diffusers(checkpoint, own[:, :1], last, FRAMES)
@@ -109,7 +134,9 @@ def test_a_first_frame_is_the_clips_own_first_latent_and_nothing_without_an_imag
     assert conditioner.optional and isinstance(conditioner, Conditioner)
     first = encoded(conditioner, controls(clip))["first_frame"]
     vae.load()
-    whole = vae.encode([read_clip(Path(clip), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH)])[0]["latents"]
+    whole = vae.encode(
+        [read_clip(Path(clip), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH)]
+    )[0]["latents"]
     torch.testing.assert_close(first, whole[:, :1], atol=1e-5, rtol=1e-5)
     assert conditioner.uses(controls(None)) == () and conditioner.uses(controls(clip)) == ("",)
     named = controls(clip, {"input_image": image_file(tmp_path / "a.png", 1)})
@@ -127,10 +154,16 @@ def test_two_kinds_on_one_vae_have_keys_of_their_own(checkpoint: Path) -> None:
 
 def test_clip_sees_the_first_then_the_last_image(tmp_path: Path, clip_folder: Path) -> None:
     encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
-    files = {"input_image": image_file(tmp_path / "a.png", 1), "end_image": image_file(tmp_path / "b.png", 2)}
+    files = {
+        "input_image": image_file(tmp_path / "a.png", 1),
+        "end_image": image_file(tmp_path / "b.png", 2),
+    }
     both = ClipVision(encoder, ("input_image", "end_image"))
     one = ClipVision(encoder, ("input_image",))
-    assert isinstance(both, Conditioner) and both.uses(controls(None, files)) == ("input_image", "end_image")
+    assert isinstance(both, Conditioner) and both.uses(controls(None, files)) == (
+        "input_image",
+        "end_image",
+    )
     tokens = encoded(both, controls(None, files))["image"]
     assert tokens.shape == (2 * encoder.tokens, encoder.dim)
     encoder.load()
@@ -156,7 +189,9 @@ def test_clip_sees_what_diffusers_shows_it(tmp_path: Path, clip_folder: Path) ->
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
     with torch.no_grad():
-        expected = theirs((square / 2 + 0.5 - mean) / std, output_hidden_states=True).hidden_states[-2][0]
+        expected = theirs((square / 2 + 0.5 - mean) / std, output_hidden_states=True).hidden_states[
+            -2
+        ][0]
     torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="image to video needs an image"):
         ClipVision(encoder, ("input_image",)).uses(controls(None))

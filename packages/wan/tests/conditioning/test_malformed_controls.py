@@ -1,4 +1,5 @@
-"""What goes with Wan's clips and is wrong: one clear line each, in the doctor's table, before anything is encoded."""
+"""What goes with Wan's clips and is wrong: one clear line each, in the doctor's table, before
+anything is encoded."""
 
 import json
 import wave
@@ -34,19 +35,30 @@ Made = Callable[[Path], str]
 def look(folder: Path, preset: str, **row: str) -> CheckReport:
     """What the doctor says of two clips, of which one has controls."""
     folder.mkdir(exist_ok=True)
-    required = {"wantodance-14b": {"wantodance_music_path": "good.npy"}, "fun-v1.1-control-1.3b": {"control_video": "good.mp4"},
+    required = {"wantodance-14b": {"wantodance_music_path": "good.npy"},
+        "fun-v1.1-control-1.3b": {"control_video": "good.mp4"},
                 "fun-v1.1-control-camera-1.3b": {"camera_control_direction": "Left"},
-                "animate-14b": {"animate_pose_video": "good.mp4", "animate_face_video": "good.mp4"}}.get(preset, {})  # fmt: skip
+                "animate-14b": {"animate_pose_video": "good.mp4",
+                "animate_face_video": "good.mp4"}}.get(preset, {})  # fmt: skip
     np.save(folder / "good.npy", ROWS)
     for name in ("good", "bad"):
         video_file(folder / f"{name}.mp4", len(name))
-    rows = [{"file_name": "good.mp4", "text": "x"} | required, {"file_name": "bad.mp4", "text": "x"} | required | row]
+    rows = [
+        {"file_name": "good.mp4", "text": "x"} | required,
+        {"file_name": "bad.mp4", "text": "x"} | required | row,
+    ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     spec = altered(
         TOY, columns=lambda arch: columns(PRESETS[preset]), fps=15.0,
         conditioners=lambda arch, *given: conditioners(PRESETS[preset], *given),
     )  # fmt: skip
-    flags = {"model.preset": "tiny", "data.folder": str(folder), "data.frames": 9, "data.height": 32, "data.width": 32}
+    flags = {
+        "model.preset": "tiny",
+        "data.folder": str(folder),
+        "data.frames": 9,
+        "data.height": 32,
+        "data.width": 32,
+    }
     flags |= {"run.folder": str(folder.parent / "run"), "data.on_bad": "skip"}
     return examine_dataset(create_run(spec, resolve(RunConfig, flags=flags)).data).checkup
 
@@ -148,7 +160,10 @@ MUSIC: dict[str, tuple[Made, str]] = {
     "more numbers than memory": (hostile_header, "cannot be read as features"),
     "two tables": (tensors("a", "b"), "contains 2 tensors"),
     "tensors cut": (cut(tensors("a")), "cannot be read as features"),
-    "tensors of text": (of_bytes("bad.safetensors", b"no tensors at all"), "cannot be read as features"),
+    "tensors of text": (
+        of_bytes("bad.safetensors", b"no tensors at all"),
+        "cannot be read as features",
+    ),
     "a folder": (directory, "is a folder"),
     "missing": (lambda folder: "gone.npy", "does not exist"),
     "outside": (outside, "leaves the dataset folder"),
@@ -156,18 +171,30 @@ MUSIC: dict[str, tuple[Made, str]] = {
     "sound not a number": (sound(np.nan), "not finite"),
     "sound infinite": (sound(np.inf), "not finite"),
     "sound of no samples": (sound(0.0, 0), "no sound"),
-    "sound of text": (of_bytes("bad.wav", b"these are no samples\n" * 9), "cannot be decoded as sound"),
+    "sound of text": (
+        of_bytes("bad.wav", b"these are no samples\n" * 9),
+        "cannot be decoded as sound",
+    ),
     "sound of nothing": (of_bytes("bad.mp3", b""), "is empty"),
-    "sound cut off": (of_bytes("bad.wav", b"RIFF\xff\xff\xff\xffWAVEfmt "), "cannot be decoded as sound"),
+    "sound cut off": (
+        of_bytes("bad.wav", b"RIFF\xff\xff\xff\xffWAVEfmt "),
+        "cannot be decoded as sound",
+    ),
     "a script called sound": (script, "cannot be decoded as sound"),
     "a video without sound": (silent_video, "no sound"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning", "ignore:Casting complex")
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning", "ignore:Casting complex"
+)
 @pytest.mark.parametrize("case", MUSIC)
-def test_music_that_cannot_be_danced_to(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(music_features, "find_spec", lambda name: name)  # as if librosa were here: sound is looked at
+def test_music_that_cannot_be_danced_to(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        music_features, "find_spec", lambda name: name
+    )  # as if librosa were here: sound is looked at
     make, says = MUSIC[case]
     (tmp_path / "set").mkdir()
     name = make(tmp_path / "set")
@@ -188,11 +215,15 @@ def test_keyframes_that_are_no_mask(tmp_path: Path, mask: str, says: str) -> Non
     assert_refused(look(tmp_path / "set", "wantodance-14b", **given), says)
 
 
-@pytest.mark.parametrize("given", [{"wantodance_keyframes": "good.mp4"}, {"wantodance_keyframes_mask": KEYS}])
+@pytest.mark.parametrize(
+    "given", [{"wantodance_keyframes": "good.mp4"}, {"wantodance_keyframes_mask": KEYS}]
+)
 def test_keyframes_without_the_other_half(tmp_path: Path, given: dict[str, str]) -> None:
     found = look(tmp_path / "set", "wantodance-14b", **given)
     (row,) = found.excluded
-    assert "alone; give wantodance_keyframes and wantodance_keyframes_mask, or neither" in row.reason
+    assert (
+        "alone; give wantodance_keyframes and wantodance_keyframes_mask, or neither" in row.reason
+    )
 
 
 POSE = "0 0.5 0.9 0.5 0.5 0 0 1 0 0 0 0 1 0 0 0 0 1 0"
@@ -215,12 +246,20 @@ def test_a_camera_path_that_is_none(tmp_path: Path, case: str) -> None:
     (tmp_path / "set" / "bad.pose").write_bytes(data)
     found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", camera_file="bad.pose")
     (row,) = found.excluded
-    assert found.samples == 1 and says in row.reason and "bad.pose" in row.reason and "\n" not in row.reason
+    assert (
+        found.samples == 1
+        and says in row.reason
+        and "bad.pose" in row.reason
+        and "\n" not in row.reason
+    )
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"camera_control_direction": "Sideways"}, {"camera_control_direction": "Left", "camera_control_speed": "nan"}],
+    [
+        {"camera_control_direction": "Sideways"},
+        {"camera_control_direction": "Left", "camera_control_speed": "nan"},
+    ],
 )
 def test_a_camera_that_moves_nowhere(tmp_path: Path, given: dict[str, str]) -> None:
     found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", **given)
@@ -242,7 +281,11 @@ def test_what_vace_is_conditioned_on(tmp_path: Path, column: str, kind: str) -> 
         case "sound":
             sound_only(folder / "mask.mp4").rename(folder / name)
         case "short" | "cut":
-            path = Path(video_file(folder / name, 5) if name.endswith("mp4") else image_file(folder / name, 5))
+            path = Path(
+                video_file(folder / name, 5)
+                if name.endswith("mp4")
+                else image_file(folder / name, 5)
+            )
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         case "folder":
             (folder / name).mkdir()
@@ -256,9 +299,15 @@ def test_what_is_sound_is_used(tmp_path: Path) -> None:
     folder.mkdir()
     video_file(folder / "long.mp4", 4, frames=20)
     image_file(folder / "mask.png", 6, 8, 1000)
-    given = {"vace_video": "long.mp4", "vace_video_mask": "mask.png", "vace_reference_image": "mask.png"}
+    given = {
+        "vace_video": "long.mp4",
+        "vace_video_mask": "mask.png",
+        "vace_reference_image": "mask.png",
+    }
     found = look(folder, "vace-1.3b", **given)
-    assert found.samples == 2 and found.excluded == (), "masks and pictures of another size are fitted"
+    assert found.samples == 2 and found.excluded == (), (
+        "masks and pictures of another size are fitted"
+    )
 
 
 @pytest.mark.parametrize("rate", [1, 8000, 11025, 44100, 192_000])
@@ -279,4 +328,6 @@ def test_what_animate_lacks_is_said_of_the_clip(tmp_path: Path) -> None:
     assert_refused(found, "animate_mask_video", "background and mask together")
     (tmp_path / "short").mkdir()
     video_file(tmp_path / "short" / "face.mp4", 3, 4)
-    assert_refused(look(tmp_path / "short", "animate-14b", animate_face_video="face.mp4"), "face.mp4")
+    assert_refused(
+        look(tmp_path / "short", "animate-14b", animate_face_video="face.mp4"), "face.mp4"
+    )

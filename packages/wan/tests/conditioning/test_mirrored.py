@@ -1,4 +1,5 @@
-"""Conditions of a mirrored clip (`data.flip`): those of the mirrored files, for every architecture and conditioner that reads any."""
+"""Conditions of a mirrored clip (`data.flip`): those of the mirrored files, for every architecture
+and conditioner that reads any."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,11 @@ VISUAL = {
 """Tensors that show something, by preset."""
 
 
-def images_of(folder: Path, names: list[str], size: dict[str, int], *, is_mirrored: bool) -> dict[str, str]:
-    """An image for each name, all different, and none resized: a filter rounds otherwise from the other side."""
+def images_of(
+    folder: Path, names: list[str], size: dict[str, int], *, is_mirrored: bool
+) -> dict[str, str]:
+    """An image for each name, all different, and none resized: a filter rounds otherwise from the
+    other side."""
     folder.mkdir()
     for number, name in enumerate(names):
         pixels = noise(number, **size)[:, 0]
@@ -44,13 +48,20 @@ def images_of(folder: Path, names: list[str], size: dict[str, int], *, is_mirror
 def test_conditions_are_mirrored_with_their_clip(
     preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
 ) -> None:
-    arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
+    arch = replace(
+        PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32
+    )
     if arch.animate:  # faces as high as the clips: see `images_of`
         arch = replace(arch, animate=replace(arch.animate, face_channels=(4, 4, 4, 4)))
         assert arch.animate.face_size == HEIGHT
     vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
-    found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode())
-    names = ["clip", *(column.name for column in columns(arch) if column.kind in ("image", "video"))]
+    found = conditioners(
+        arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode()
+    )
+    names = [
+        "clip",
+        *(column.name for column in columns(arch) if column.kind in ("image", "video")),
+    ]
     keyframes = {"wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1))} if arch.music else {}
     size = {"height": 64, "width": 96} if arch.token_times else {"height": HEIGHT, "width": WIDTH}
     stored = images_of(tmp_path / "stored", names, size, is_mirrored=False)

@@ -16,7 +16,11 @@ def test_the_files_take_less_than_3_mb() -> None:
 
 def test_the_vae_reproduces_other_clips_at_30_db() -> None:
     vae = load_part("vae")
-    looks = zip(("red", "green", "blue", "yellow") * 2, ("circle", "square", "triangle") * 3, list(DIRECTIONS) * 2)
+    looks = zip(
+        ("red", "green", "blue", "yellow") * 2,
+        ("circle", "square", "triangle") * 3,
+        list(DIRECTIONS) * 2,
+    )
     decibels = []
     for number, look in enumerate(looks):
         painted = np.round(moving(*look, 1.5 * number - 5.3).paint(SIDE, SIDE, range(FRAMES)))
@@ -33,5 +37,8 @@ def test_words_hardly_resemble_each_other_and_the_vocabulary_is_that_of_the_weig
     ids = tokenizer(CAPTIONS[-1]).input_ids
     with torch.no_grad():
         features = encoder(torch.tensor([ids])).last_hidden_state[0]
-    cosines = torch.nn.functional.normalize(features[1:], dim=1) @ torch.nn.functional.normalize(features[1:], dim=1).T
+    cosines = (
+        torch.nn.functional.normalize(features[1:], dim=1)
+        @ torch.nn.functional.normalize(features[1:], dim=1).T
+    )
     assert (cosines - torch.eye(len(cosines))).abs().max() < 0.5

@@ -21,7 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         model = CLIPVisionModel(
             CLIPVisionConfig(
-                hidden_size=160, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=28,
+                hidden_size=160, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+                image_size=28,
                 patch_size=14, hidden_act="gelu",
             )
         )  # fmt: skip
@@ -40,7 +41,9 @@ def test_tokens_are_those_of_the_last_layer_but_one(folder: Path) -> None:
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     pixels = ((0.5 - torch.tensor(mean)) / torch.tensor(std)).view(1, 3, 1, 1).expand(1, 3, 28, 28)
     with torch.no_grad():
-        states = CLIPVisionModel.from_pretrained(folder)(pixels, output_hidden_states=True).hidden_states
+        states = CLIPVisionModel.from_pretrained(folder)(
+            pixels, output_hidden_states=True
+        ).hidden_states
     assert tokens.shape == (5, 160) and len(states) == 4
     torch.testing.assert_close(tokens, states[2][0], atol=1e-5, rtol=0)
 
@@ -57,7 +60,9 @@ def test_the_comfyui_file_gives_what_the_folder_gives(folder: Path, tmp_path: Pa
         encoder = ImageEncoder(ModelPaths(image_encoder=str(path)), CPU, torch.float32)
         encoder.load()
         results.append(
-            encoder.encode([torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))])[0]["image"]
+            encoder.encode([torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))])[
+                0
+            ]["image"]
         )
     assert torch.equal(*results)
 
@@ -65,4 +70,6 @@ def test_the_comfyui_file_gives_what_the_folder_gives(folder: Path, tmp_path: Pa
 def test_another_models_file_is_refused(tmp_path: Path) -> None:
     save_file({"shared.weight": torch.zeros(2, 2)}, tmp_path / "umt5.safetensors")
     with pytest.raises(UserError, match="not a CLIP vision encoder"):
-        ImageEncoder(ModelPaths(image_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32).load()
+        ImageEncoder(
+            ModelPaths(image_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32
+        ).load()

@@ -33,9 +33,13 @@ def hf_state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def official_name(name: str) -> str:
-    """A parameter's name in the official code, written the other way round than the code under test."""
+    """A parameter's name in the official code, written the other way round than the code under
+    test."""
     if not name.startswith("encoder.block."):
-        return {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}[name]
+        return {
+            "shared.weight": "token_embedding.weight",
+            "encoder.final_layer_norm.weight": "norm.weight",
+        }[name]
     _, _, block, _, layer, *rest = name.removesuffix(".weight").split(".")
     inner = {
         "0.layer_norm": "norm1", "1.layer_norm": "norm2", "1.DenseReluDense.wi_0": "ffn.gate.0",
@@ -46,7 +50,9 @@ def official_name(name: str) -> str:
     return f"blocks.{block}.{inner.get(tail, tail.replace('0.SelfAttention', 'attn'))}.weight"
 
 
-@pytest.mark.parametrize("caption", ["", CAPTION, "a  blue&amp;amp;red square…\n moves \t left ", "zebra ✓ " * 30])
+@pytest.mark.parametrize(
+    "caption", ["", CAPTION, "a  blue&amp;amp;red square…\n moves \t left ", "zebra ✓ " * 30]
+)
 def test_features_are_those_of_diffusers(checkpoint: Path, caption: str) -> None:
     from diffusers import WanPipeline
 
@@ -58,7 +64,9 @@ def test_features_are_those_of_diffusers(checkpoint: Path, caption: str) -> None
             caption, do_classifier_free_guidance=False, max_sequence_length=512, device="cpu"
         )
     text = loaded(base=str(checkpoint)).encode([caption])[0]["text"]
-    assert torch.equal(torch.nn.functional.pad(text, (0, 0, 0, TEXT_TOKENS - len(text))), expected[0])
+    assert torch.equal(
+        torch.nn.functional.pad(text, (0, 0, 0, TEXT_TOKENS - len(text))), expected[0]
+    )
     assert 1 <= len(text) < 300 and text.abs().sum() > 0
 
 
@@ -66,7 +74,9 @@ def test_captions_are_cleaned_as_in_training() -> None:
     assert clean("  â€œa&nbsp;&amp;amp; b\n\tcâ€\x9d ") == '"a & b c"'
 
 
-def test_a_long_caption_is_cut_and_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_caption_is_cut_and_said(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     encoder = loaded(base=str(checkpoint))
     text = encoder.encode(["red " * 600])[0]["text"]
     assert len(text) == TEXT_TOKENS
@@ -84,7 +94,9 @@ def test_where_a_caption_is_cut_is_known_without_weights(checkpoint: Path) -> No
     assert encoder._model is None
 
 
-def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path, tmp_path: Path) -> None:
+def test_comfyui_and_official_files_give_what_the_folder_gives(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     expected = loaded(base=str(checkpoint)).encode([CAPTION])[0]["text"]
     state = hf_state(checkpoint)
     assert "encoder.embed_tokens.weight" not in state
@@ -98,7 +110,9 @@ def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path,
     for name, tensors in (("umt5_xxl_fp16", comfyui), ("official", official)):
         file = tmp_path / f"{name}.safetensors"
         save_file(tensors, file)
-        text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode([CAPTION])[0]["text"]
+        text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode(
+            [CAPTION]
+        )[0]["text"]
         assert torch.equal(text, expected), name
 
 
@@ -109,10 +123,19 @@ def streaming(how: Streaming, dtype: torch.dtype = torch.float32, **where: Any) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_streamed_features_are_the_resident_ones_bitwise(checkpoint: Path, dtype: torch.dtype) -> None:
+def test_streamed_features_are_the_resident_ones_bitwise(
+    checkpoint: Path, dtype: torch.dtype
+) -> None:
     captions = [CAPTION, "", "zebra ✓ " * 30, "red " * 600]
-    streamed, resident = (streaming(how, dtype, base=str(checkpoint)) for how in ("always", "never"))
-    assert (streamed.streams, streamed.items_at_once, resident.streams, resident.items_at_once) == (True, 64, False, 1)
+    streamed, resident = (
+        streaming(how, dtype, base=str(checkpoint)) for how in ("always", "never")
+    )
+    assert (streamed.streams, streamed.items_at_once, resident.streams, resident.items_at_once) == (
+        True,
+        64,
+        False,
+        1,
+    )
     done: list[float] = []
     together = streamed.encode(captions, done.append)
     assert sum(done) == pytest.approx(len(captions)) and len(done) > len(captions)
@@ -131,7 +154,9 @@ def test_streamed_eight_bit_weights_give_the_resident_features(
 ) -> None:
     file, _ = scaled_files(checkpoint, tmp_path)
     where = {"text_encoder": str(file), "tokenizer": str(checkpoint / "tokenizer")}
-    streamed, resident = (streaming(how, dtype, **where).encode([CAPTION])[0]["text"] for how in ("always", "never"))
+    streamed, resident = (
+        streaming(how, dtype, **where).encode([CAPTION])[0]["text"] for how in ("always", "never")
+    )
     assert torch.equal(streamed, resident)
 
 
@@ -143,7 +168,9 @@ def test_an_encoder_that_memory_has_no_room_for_is_streamed(
     for free, streams in ((needed + MARGIN_BYTES, False), (needed + MARGIN_BYTES - 1, True)):
         monkeypatch.setattr(layer_streaming, "free_memory_bytes", lambda device, free=free: free)
         assert streaming("auto", torch.bfloat16, base=str(checkpoint)).streams == streams
-        assert ("text encoder: read layer by layer for 64 captions" in capsys.readouterr().out) == streams
+        assert (
+            "text encoder: read layer by layer for 64 captions" in capsys.readouterr().out
+        ) == streams
 
 
 def test_a_streamed_encoder_is_loaded_again_after_it_was_freed(checkpoint: Path) -> None:
@@ -170,11 +197,20 @@ def test_the_projection_that_overflows_stays_fp32_in_fp16(checkpoint: Path) -> N
 
 
 def scaled_files(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
-    """The encoder as ComfyUI scales it, linear layers in 8 bits and embeddings in 16, and one that holds the values of that."""
+    """The encoder as ComfyUI scales it, linear layers in 8 bits and embeddings in 16, and one that
+    holds the values of that."""
     codes, values = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, {}
     for name, tensor in hf_state(checkpoint).items():
         if name.endswith(
-            (".q.weight", ".k.weight", ".v.weight", ".o.weight", ".wi_0.weight", ".wi_1.weight", ".wo.weight")
+            (
+                ".q.weight",
+                ".k.weight",
+                ".v.weight",
+                ".o.weight",
+                ".wi_0.weight",
+                ".wi_1.weight",
+                ".wo.weight",
+            )
         ):
             scale = tensor.abs().max() / 448
             codes[name] = (tensor / scale).to(torch.float8_e4m3fn)
@@ -191,10 +227,13 @@ def scaled_files(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_scaled_eight_bit_weights_are_held_as_they_are(checkpoint: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_scaled_eight_bit_weights_are_held_as_they_are(
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
     tokenizer = str(checkpoint / "tokenizer")
     scaled, dense = (
-        loaded(dtype, text_encoder=str(file), tokenizer=tokenizer) for file in scaled_files(checkpoint, tmp_path)
+        loaded(dtype, text_encoder=str(file), tokenizer=tokenizer)
+        for file in scaled_files(checkpoint, tmp_path)
     )
     matrices = [module for module in scaled._model.modules() if isinstance(module, QuantizedLinear)]
     assert len(matrices) == 7 * len(scaled._model.encoder.block)
@@ -204,7 +243,9 @@ def test_scaled_eight_bit_weights_are_held_as_they_are(checkpoint: Path, tmp_pat
     assert scaled.identity != dense.identity
 
 
-def test_the_error_of_eight_bits_is_that_of_noise_as_large_as_their_rounding(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_error_of_eight_bits_is_that_of_noise_as_large_as_their_rounding(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     """Three bits of fraction: 0.026 of each weight in the mean of squares."""
     file, _ = scaled_files(checkpoint, tmp_path)
     random = torch.Generator().manual_seed(0)
@@ -218,14 +259,20 @@ def test_the_error_of_eight_bits_is_that_of_noise_as_large_as_their_rounding(che
         {"text_encoder": str(each), "tokenizer": str(checkpoint / "tokenizer")}
         for each in (file, tmp_path / "noisy.safetensors")
     ]
-    exact, found, like = (loaded(**each).encode([CAPTION])[0]["text"] for each in ({"base": str(checkpoint)}, *where))
+    exact, found, like = (
+        loaded(**each).encode([CAPTION])[0]["text"] for each in ({"base": str(checkpoint)}, *where)
+    )
     assert 0.4 < (found - exact).norm() / (like - exact).norm() < 2.5
 
 
 def test_eight_bit_weights_in_another_form_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.weight_scale_inv": torch.ones(1, 1)}
+    state = hf_state(checkpoint) | {
+        "encoder.block.0.layer.0.SelfAttention.q.weight_scale_inv": torch.ones(1, 1)
+    }
     save_file(state, tmp_path / "umt5.safetensors")
-    with pytest.raises(UserError, match="q.weight_scale_inv, which is not supported; get the bf16") as caught:
+    with pytest.raises(
+        UserError, match="q.weight_scale_inv, which is not supported; get the bf16"
+    ) as caught:
         TextEncoder(ModelPaths(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
     assert "\n" not in str(caught.value)
 
@@ -251,7 +298,9 @@ def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Pa
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
     ],
 )
-def test_a_broken_tokenizer_is_found_at_once(checkpoint: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_broken_tokenizer_is_found_at_once(
+    checkpoint: Path, tmp_path: Path, name: str, text: str, said: str
+) -> None:
     folder = tmp_path / "tokenizer"
     shutil.copytree(checkpoint / "tokenizer", folder)
     (folder / name).write_text(text)
@@ -276,9 +325,13 @@ def changed(folder: Path, target: Path, name: str, *path: str, value: Any) -> st
     ("path", "value"),
     [(("version",), None), (("truncation",), {}), (("post_processor",), True), (("model", "vocab"), [1]), (("model", "unk_id"), 10**9)],
 )  # fmt: skip
-def test_a_damaged_tokenizer_is_one_line(checkpoint: Path, tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+def test_a_damaged_tokenizer_is_one_line(
+    checkpoint: Path, tmp_path: Path, path: tuple[str, ...], value: Any
+) -> None:
     folder = changed(checkpoint / "tokenizer", tmp_path, "tokenizer.json", *path, value=value)
-    with pytest.raises(UserError, match="contains no tokenizer that can be read .*; set model.tokenizer") as caught:
+    with pytest.raises(
+        UserError, match="contains no tokenizer that can be read .*; set model.tokenizer"
+    ) as caught:
         loaded(base=str(checkpoint), tokenizer=folder)
     assert "\n" not in str(caught.value) and folder in str(caught.value)
 
@@ -287,17 +340,26 @@ def test_a_damaged_tokenizer_is_one_line(checkpoint: Path, tmp_path: Path, path:
     ("key", "value"),
     [("num_heads", None), ("dropout_rate", None), ("num_layers", 10**9), ("num_layers", True), ("d_model", 10**30), ("d_kv", "x")],
 )  # fmt: skip
-def test_a_damaged_configuration_is_one_line(checkpoint: Path, tmp_path: Path, key: str, value: Any) -> None:
+def test_a_damaged_configuration_is_one_line(
+    checkpoint: Path, tmp_path: Path, key: str, value: Any
+) -> None:
     folder = changed(checkpoint / "text_encoder", tmp_path, "config.json", key, value=value)
     with pytest.raises(UserError, match="config") as caught:
         loaded(base=str(checkpoint), text_encoder=folder)
     assert "\n" not in str(caught.value) and folder in str(caught.value)
 
 
-@pytest.mark.parametrize("part", ["tokenizer", "tokenizer/tokenizer.json", "text_encoder", "text_encoder/config.json"])
-def test_files_without_permission_are_said_as_such(checkpoint: Path, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["tokenizer", "tokenizer/tokenizer.json", "text_encoder", "text_encoder/config.json"]
+)
+def test_files_without_permission_are_said_as_such(
+    checkpoint: Path, tmp_path: Path, part: str
+) -> None:
     shutil.copytree(checkpoint, tmp_path / "base")
-    with denied(tmp_path / "base" / part), pytest.raises(UserError, match="cannot be read .Permission denied"):
+    with (
+        denied(tmp_path / "base" / part),
+        pytest.raises(UserError, match="cannot be read .Permission denied"),
+    ):
         TextEncoder(ModelPaths(base=str(tmp_path / "base")), CPU, torch.float32)
 
 
@@ -310,10 +372,16 @@ def test_a_tokenizer_without_padding_is_one_line(checkpoint: Path, tmp_path: Pat
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_a_padding_that_the_encoder_does_not_know_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    folder = changed(checkpoint / "tokenizer", tmp_path, "tokenizer_config.json", "pad_token", value="<other>")
+def test_a_padding_that_the_encoder_does_not_know_is_one_line(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = changed(
+        checkpoint / "tokenizer", tmp_path, "tokenizer_config.json", "pad_token", value="<other>"
+    )
     encoder = loaded(base=str(checkpoint), tokenizer=folder)
-    with pytest.raises(UserError, match="and the text encoder knows .*: they do not belong together") as caught:
+    with pytest.raises(
+        UserError, match="and the text encoder knows .*: they do not belong together"
+    ) as caught:
         encoder.encode(["a red circle"])
     assert "\n" not in str(caught.value) and folder in str(caught.value)
 
@@ -332,7 +400,9 @@ def test_truncated_weights_are_found_at_once(checkpoint: Path, tmp_path: Path) -
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="model.safetensors is truncated"):
-        TextEncoder(ModelPaths(base=str(checkpoint), text_encoder=str(tmp_path)), CPU, torch.float32)
+        TextEncoder(
+            ModelPaths(base=str(checkpoint), text_encoder=str(tmp_path)), CPU, torch.float32
+        )
 
 
 def test_weights_of_another_depth_name_the_text_encoder(checkpoint: Path, tmp_path: Path) -> None:
@@ -345,9 +415,14 @@ def test_weights_of_another_depth_name_the_text_encoder(checkpoint: Path, tmp_pa
 
 
 def test_a_clip_file_is_no_text_encoder(checkpoint: Path, tmp_path: Path) -> None:
-    save_file({"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip_vision_h.safetensors")
+    save_file(
+        {"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip_vision_h.safetensors"
+    )
     with pytest.raises(UserError, match="not a UMT5 encoder"):
-        loaded(text_encoder=str(tmp_path / "clip_vision_h.safetensors"), tokenizer=str(checkpoint / "tokenizer"))
+        loaded(
+            text_encoder=str(tmp_path / "clip_vision_h.safetensors"),
+            tokenizer=str(checkpoint / "tokenizer"),
+        )
 
 
 def test_identity_follows_weights_tokenizer_and_dtype(checkpoint: Path, tmp_path: Path) -> None:

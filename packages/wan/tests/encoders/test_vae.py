@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 
 def official_name(name: str) -> str:
-    """The official name of a diffusers parameter, written the other way round than the code under test."""
+    """The official name of a diffusers parameter, written the other way round than the code under
+    test."""
     stage = re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.", name)
     if stage:
         index = 4 * int(stage[1]) + (3 if stage[2] == "upsamplers" else int(stage[3]))
@@ -58,7 +59,10 @@ def test_every_parameter_of_the_wan_vae_has_an_official_name_and_finds_back() ->
         names = list(AutoencoderKLWan().state_dict())
     official = [official_name(name) for name in names]
     assert len(set(official)) == 194
-    assert "decoder.upsamples.3.time_conv.weight" in official and "encoder.downsamples.3.shortcut.bias" in official
+    assert (
+        "decoder.upsamples.3.time_conv.weight" in official
+        and "encoder.downsamples.3.shortcut.bias" in official
+    )
     assert "encoder.middle.1.to_qkv.weight" in official and "decoder.head.0.gamma" in official
     assert [to_diffusers(name) for name in official] == names
     assert [to_diffusers(name) for name in names] == names
@@ -71,7 +75,9 @@ def test_official_names_are_those_that_diffusers_converts() -> None:
     with torch.device("meta"):
         state = AutoencoderKLWan().state_dict()
     converted = convert_wan_vae_to_diffusers({official_name(name): name for name in state})
-    assert all(key == original for key, original in converted.items()) and len(converted) == len(state)
+    assert all(key == original for key, original in converted.items()) and len(converted) == len(
+        state
+    )
 
 
 def test_latents_are_the_normalised_mean_of_the_posterior(checkpoint: Path) -> None:
@@ -100,7 +106,9 @@ def test_decoding_undoes_the_normalisation(checkpoint: Path) -> None:
     torch.testing.assert_close(pixels, expected / 2 + 0.5, atol=1e-5, rtol=0)
 
 
-def test_the_official_single_file_gives_what_the_folder_gives(narrow_vae: Path, tmp_path: Path) -> None:
+def test_the_official_single_file_gives_what_the_folder_gives(
+    narrow_vae: Path, tmp_path: Path
+) -> None:
     file = single_file(narrow_vae, tmp_path / "wan_2.1_vae.safetensors")
     from_file, from_folder = loaded(vae=str(file)), loaded(vae=str(narrow_vae))
     latents = from_file.encode([clip()])[0]["latents"]
@@ -109,7 +117,9 @@ def test_the_official_single_file_gives_what_the_folder_gives(narrow_vae: Path, 
     assert from_file.strides == from_folder.strides == (4, 8) and from_file.channels == 16
 
 
-def test_a_clip_of_four_frames_is_refused_because_the_vae_would_drop_three(checkpoint: Path) -> None:
+def test_a_clip_of_four_frames_is_refused_because_the_vae_would_drop_three(
+    checkpoint: Path,
+) -> None:
     with pytest.raises(AssertionError, match="4 frames"):
         loaded(base=str(checkpoint)).encode([clip(frames=4)])
 
@@ -122,7 +132,9 @@ def test_a_truncated_file_is_one_line(narrow_vae: Path, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Path, tmp_path: Path) -> None:
+def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(
+    narrow_vae: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "vae"
     shutil.copytree(narrow_vae, folder)
     file = folder / "diffusion_pytorch_model.safetensors"
@@ -138,7 +150,9 @@ def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Pa
 
 
 @pytest.mark.parametrize("wrong", [{"base_dim": "wide"}, {"dim_mult": None}])
-def test_a_configuration_that_makes_no_vae_is_one_line(narrow_vae: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_configuration_that_makes_no_vae_is_one_line(
+    narrow_vae: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     shutil.copytree(narrow_vae, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | wrong))
@@ -178,14 +192,17 @@ def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None
         VaeEncoder(ModelPaths(vae=str(tmp_path / "Wan2.1_VAE.pth")), CPU)
 
 
-def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp_path: Path) -> None:
+def test_identity_follows_the_weights_and_needs_no_loading(
+    narrow_vae: Path, tmp_path: Path
+) -> None:
     first = single_file(narrow_vae, tmp_path / "first.safetensors")
     same = single_file(narrow_vae, tmp_path / "same.safetensors")
     state = load_file(first)
     state["conv1.bias"] = state["conv1.bias"] + 1
     save_file(state, tmp_path / "other.safetensors")
     identities = [
-        VaeEncoder(ModelPaths(vae=str(file)), CPU).identity for file in (first, same, tmp_path / "other.safetensors")
+        VaeEncoder(ModelPaths(vae=str(file)), CPU).identity
+        for file in (first, same, tmp_path / "other.safetensors")
     ]
     assert identities[0] == identities[1] != identities[2]
 
@@ -200,7 +217,10 @@ def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
     shutil.copytree(narrow_vae, tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(UserError, match="vae: its configuration has a damaged value .*; fetch its config.json again"):
+    with pytest.raises(
+        UserError,
+        match="vae: its configuration has a damaged value .*; fetch its config.json again",
+    ):
         loaded(vae=str(tmp_path / "vae"))
 
 
@@ -208,19 +228,27 @@ def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
 def test_decoding_goes_on_where_memory_lacks(
     narrow_vae: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the next way, and on the host after the last; what failed once is not tried again until the weights are freed."""
-    monkeypatch.setattr(vae, "TILES", Tiles(side=64, overlap=16))  # a frame of the usual ones takes seconds
+    """In the next way, and on the host after the last; what failed once is not tried again until
+    the weights are freed."""
+    monkeypatch.setattr(
+        vae, "TILES", Tiles(side=64, overlap=16)
+    )  # a frame of the usual ones takes seconds
     ways = decodings_of("auto", tiled=False)
     latents = torch.randn(16, 2, 10, 8, generator=torch.Generator().manual_seed(1))
     expected = {
-        way.label: VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(way,)).decode(latents) for way in ways
+        way.label: VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(way,)).decode(
+            latents
+        )
+        for way in ways
     }
     work, tried = VaeFamily.decode_clip, list[torch.dtype]()
 
     def lacking(failures: int) -> VaeEncoder:
         tried.clear()
 
-        def decode(family: VaeFamily, module: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+        def decode(
+            family: VaeFamily, module: Any, part: torch.Tensor, device: torch.device
+        ) -> torch.Tensor:
             tried.append(module.dtype)
             if len(tried) <= failures:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -237,19 +265,27 @@ def test_decoding_goes_on_where_memory_lacks(
         assert torch.equal(encoder.decode(latents), expected[mode])
         assert tried[failures:attempts] == tried[attempts:], "nothing fails twice"
         said = capfd.readouterr().err.splitlines()
-        assert len(said) == failures and all("no room on cpu to decode a sample" in line for line in said)
+        assert len(said) == failures and all(
+            "no room on cpu to decode a sample" in line for line in said
+        )
     encoder = lacking(1)
     assert torch.equal(encoder.decode(latents), expected["in bf16"])
     encoder.unload()
-    assert torch.equal(encoder.decode(latents), expected["whole"]), "later samples may have more room"
+    assert torch.equal(encoder.decode(latents), expected["whole"]), (
+        "later samples may have more room"
+    )
     capfd.readouterr()
     encoder = lacking(3)
     on_host = encoder.decode(latents)
     assert tried[:3] == [fp32, bf16, bf16] and set(tried[3:]) == {fp32}
     in_tiles = VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(VaeMode(tiled=True),))
     monkeypatch.setattr(VaeFamily, "decode_clip", work)
-    assert torch.equal(on_host, in_tiles.decode(latents)) and not torch.equal(on_host, expected["whole"])
-    assert "decoding it on the CPU" not in capfd.readouterr().err, "which the device of this test is"
+    assert torch.equal(on_host, in_tiles.decode(latents)) and not torch.equal(
+        on_host, expected["whole"]
+    )
+    assert "decoding it on the CPU" not in capfd.readouterr().err, (
+        "which the device of this test is"
+    )
     with pytest.raises(torch.OutOfMemoryError):
         lacking(99).decode(latents)
 
@@ -257,7 +293,9 @@ def test_decoding_goes_on_where_memory_lacks(
 def test_bf16_decodes_almost_what_fp32_does(narrow_vae: Path) -> None:
     latents = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     exact, rounded = (
-        VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(VaeMode(dtype),)).decode(latents)
+        VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(VaeMode(dtype),)).decode(
+            latents
+        )
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert exact.dtype == rounded.dtype == torch.float32 and exact.std() > 0.02
@@ -267,8 +305,13 @@ def test_bf16_decodes_almost_what_fp32_does(narrow_vae: Path) -> None:
 
 
 def test_bf16_encodes_almost_what_fp32_does_under_another_identity(narrow_vae: Path) -> None:
-    where, clip = ModelPaths(vae=str(narrow_vae)), torch.rand(3, 5, 32, 32, generator=torch.Generator().manual_seed(2))
-    exact, rounded = (VaeEncoder(where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    where, clip = (
+        ModelPaths(vae=str(narrow_vae)),
+        torch.rand(3, 5, 32, 32, generator=torch.Generator().manual_seed(2)),
+    )
+    exact, rounded = (
+        VaeEncoder(where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16)
+    )
     assert exact.identity != rounded.identity
     exact.load()
     rounded.load()

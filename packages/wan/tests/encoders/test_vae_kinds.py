@@ -1,4 +1,5 @@
-"""The VAE of Wan 2.2: official names against diffusers', what its latents are, and which model takes which VAE."""
+"""The VAE of Wan 2.2: official names against diffusers', what its latents are, and which model
+takes which VAE."""
 
 import re
 from pathlib import Path
@@ -19,13 +20,18 @@ CPU = torch.device("cpu")
 
 
 def official_name(name: str) -> str:
-    """The official name of a parameter of the 2.2 VAE, from diffusers' name: the other way round than the code under test."""
+    """The official name of a parameter of the 2.2 VAE, from diffusers' name: the other way round
+    than the code under test."""
     for half, way, last in (("encoder", "down", 2), ("decoder", "up", 3)):
         name = re.sub(
-            rf"^{half}\.{way}_blocks\.(\d)\.resnets\.(\d)\.", rf"{half}.{way}samples.\1.{way}samples.\2.", name
+            rf"^{half}\.{way}_blocks\.(\d)\.resnets\.(\d)\.",
+            rf"{half}.{way}samples.\1.{way}samples.\2.",
+            name,
         )
         name = re.sub(
-            rf"^{half}\.{way}_blocks\.(\d)\.{way}sampler\.", rf"{half}.{way}samples.\1.{way}samples.{last}.", name
+            rf"^{half}\.{way}_blocks\.(\d)\.{way}sampler\.",
+            rf"{half}.{way}samples.\1.{way}samples.{last}.",
+            name,
         )
     return official_within_blocks(name)
 
@@ -66,11 +72,16 @@ def test_every_parameter_has_the_official_name_that_files_give_it() -> None:
     assert [to_diffusers(name) for name in names] == names
 
 
-def test_the_single_file_gives_what_the_folder_gives_and_diffusers(narrow_vae: Path, single_file: Path) -> None:
+def test_the_single_file_gives_what_the_folder_gives_and_diffusers(
+    narrow_vae: Path, single_file: Path
+) -> None:
     from diffusers import AutoencoderKLWan
 
     from_file, from_folder = loaded(single_file), loaded(narrow_vae)
-    assert from_file.strides == from_folder.strides == (4, 16) and from_file.channels == from_folder.channels == 48
+    assert (
+        from_file.strides == from_folder.strides == (4, 16)
+        and from_file.channels == from_folder.channels == 48
+    )
     latents = from_file.encode([clip()])[0]["latents"]
     pixels = from_file.decode(latents)
     vae = AutoencoderKLWan.from_pretrained(narrow_vae)
@@ -79,7 +90,11 @@ def test_the_single_file_gives_what_the_folder_gives_and_diffusers(narrow_vae: P
     normal = (mean - torch.tensor(WAN_2_2["latents_mean"]).view(-1, 1, 1, 1)) / torch.tensor(
         WAN_2_2["latents_std"]
     ).view(-1, 1, 1, 1)
-    assert latents.shape == (48, 2, 2, 2) and latents.dtype == torch.float32 and torch.equal(latents, normal)
+    assert (
+        latents.shape == (48, 2, 2, 2)
+        and latents.dtype == torch.float32
+        and torch.equal(latents, normal)
+    )
     assert torch.equal(latents, from_folder.encode([clip()])[0]["latents"])
     assert pixels.shape == (3, 5, 32, 32) and torch.equal(pixels, from_folder.decode(latents))
 
@@ -98,7 +113,9 @@ def test_a_clip_of_four_frames_is_refused(narrow_vae: Path) -> None:
         loaded(narrow_vae).encode([clip(frames=4)])
 
 
-def test_an_error_of_the_vae_is_not_swallowed(narrow_vae: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_vae_is_not_swallowed(
+    narrow_vae: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*given: Any) -> None:
         raise TypeError("a convolution was given a string")
 
@@ -111,12 +128,16 @@ def test_an_error_of_the_vae_is_not_swallowed(narrow_vae: Path, monkeypatch: pyt
         encoder.decode(torch.zeros(48, 2, 2, 2))
 
 
-def test_the_vae_of_another_model_is_refused_in_one_line(checkpoint: Path, single_file: Path) -> None:
+def test_the_vae_of_another_model_is_refused_in_one_line(
+    checkpoint: Path, single_file: Path
+) -> None:
     for components, channels, remedy in (
         (ModelPaths(vae=str(single_file)), 16, "wan_2.1_vae.safetensors"),
         (ModelPaths(base=str(checkpoint)), 48, "wan2.2_vae.safetensors"),
     ):
-        with pytest.raises(UserError, match=f"the model takes {channels}.*{re.escape(remedy)}") as caught:
+        with pytest.raises(
+            UserError, match=f"the model takes {channels}.*{re.escape(remedy)}"
+        ) as caught:
             VaeEncoder(components, CPU, channels=channels)
         assert "\n" not in str(caught.value)
     assert VaeEncoder(ModelPaths(vae=str(single_file)), CPU, channels=48).channels == 48
@@ -140,7 +161,10 @@ def test_tiles_agree_with_the_whole_where_one_holds_it(narrow_vae: Path) -> None
     whole, tiled = loaded(narrow_vae), loaded(narrow_vae, mode=VaeMode(tiled=True))
     small = clip(frames=1, size=256)
     latents = whole.encode([small])[0]["latents"]
-    assert torch.equal(latents, tiled.encode([small])[0]["latents"]) and whole.identity != tiled.identity
+    assert (
+        torch.equal(latents, tiled.encode([small])[0]["latents"])
+        and whole.identity != tiled.identity
+    )
     wide = torch.cat([small, small], dim=3)
     assert tiled.encode([wide])[0]["latents"].shape == (48, 1, 16, 32)
     assert tiled.decode(torch.cat([latents, latents], dim=3)).shape == wide.shape

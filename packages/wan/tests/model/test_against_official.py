@@ -1,4 +1,5 @@
-"""Our transformer against recordings of the official code (outputs and gradients made by running it)."""
+"""Our transformer against recordings of the official code (outputs and gradients made by running
+it)."""
 
 import json
 import math
@@ -29,13 +30,17 @@ class Recording:
             self.tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
 
     def group(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)
+        }
 
     def model(self, precision: Precision, text_tokens: int) -> WanTransformer:
         c = self.config
         arch = WanArch(
-            dim=c["dim"], ffn_dim=c["ffn_dim"], heads=c["num_heads"], layers=c["num_layers"], in_channels=c["in_dim"],
-            out_channels=c["out_dim"], text_dim=c["text_dim"], text_tokens=text_tokens, freq_dim=c["freq_dim"],
+            dim=c["dim"], ffn_dim=c["ffn_dim"], heads=c["num_heads"], layers=c["num_layers"],
+            in_channels=c["in_dim"],
+            out_channels=c["out_dim"], text_dim=c["text_dim"], text_tokens=text_tokens,
+            freq_dim=c["freq_dim"],
             image_dim=self.tensors["in.clip_fea"].shape[-1] if "in.clip_fea" in self.tensors else 0,
         )  # fmt: skip
         model = WanTransformer(arch, precision)
@@ -48,10 +53,20 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
 
 
-def run(recording: Recording, model: WanTransformer, latents: torch.Tensor, text: torch.Tensor, t: torch.Tensor):
+def run(
+    recording: Recording,
+    model: WanTransformer,
+    latents: torch.Tensor,
+    text: torch.Tensor,
+    t: torch.Tensor,
+):
     latents, text = latents.requires_grad_(), text.requires_grad_()
     out = model(WanInputs([latents], t, [text]))[0]
-    loss = (out.float() - recording.tensors[recording_target(recording)].reshape(out.shape)).square().mean()
+    loss = (
+        (out.float() - recording.tensors[recording_target(recording)].reshape(out.shape))
+        .square()
+        .mean()
+    )
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return out, loss, latents.grad, text.grad, gradients
@@ -63,41 +78,57 @@ def recording_target(recording: Recording) -> str:
 
 @pytest.mark.parametrize("name", ["wan22_t2v_fp32", "diffsynth_wan_t2v_fp32"])
 def test_fp32_outputs_and_gradients_equal_the_recording(name):
-    """2e-6 on the output is reachable only with the fp64 sinusoid; 2e-5 on gradients is summation order over two blocks."""
+    """2e-6 on the output is reachable only with the fp64 sinusoid; 2e-5 on gradients is summation
+    order over two blocks."""
     recording = Recording(name)
     t = recording.tensors
     official = name == "wan22_t2v_fp32"
     text = t["in.context.0"] if official else t["in.context"][0]
     latents = t["in.x.0"] if official else t["in.latents"][0]
     # DiffSynth hands the text over unpadded
-    model = recording.model(Precision(matmul=torch.float32), recording.config.get("text_len", len(text)))
+    model = recording.model(
+        Precision(matmul=torch.float32), recording.config.get("text_len", len(text))
+    )
     out, loss, d_latents, d_text, gradients = run(
         recording, model, latents, text, t["in.t" if official else "in.timestep"]
     )
     assert relative(out, t["out.0"].reshape(out.shape)) <= 2e-6
     assert relative(loss, t["loss"]) <= 2e-6
-    assert relative(d_latents, t["gi.x.0" if official else "gi.latents"].reshape(latents.shape)) <= 2e-5
-    assert relative(d_text, t["gi.context.0" if official else "gi.context"].reshape(text.shape)) <= 2e-5
+    assert (
+        relative(d_latents, t["gi.x.0" if official else "gi.latents"].reshape(latents.shape))
+        <= 2e-5
+    )
+    assert (
+        relative(d_text, t["gi.context.0" if official else "gi.context"].reshape(text.shape))
+        <= 2e-5
+    )
     check_parameters(recording, gradients)
 
 
-def check_parameters(recording: Recording, gradients: dict[str, torch.Tensor], rounding: float = 1e-7) -> None:
+def check_parameters(
+    recording: Recording, gradients: dict[str, torch.Tensor], rounding: float = 1e-7
+) -> None:
     expected = {to_native(key): tensor for key, tensor in recording.group("gp.").items()}
     assert expected.keys() == gradients.keys()
     norm = max(float(tensor.norm()) for tensor in expected.values())
     for key, tensor in expected.items():
-        # k.bias has a gradient of exactly zero in exact arithmetic: compare on the scale of the whole gradient too
-        assert relative(gradients[key], tensor) <= 2e-5 or float((gradients[key] - tensor).norm()) <= rounding * norm, (
-            key
-        )
+        # k.bias has a gradient of exactly zero in exact arithmetic: compare on the scale of the
+        # whole gradient too
+        assert (
+            relative(gradients[key], tensor) <= 2e-5
+            or float((gradients[key] - tensor).norm()) <= rounding * norm
+        ), key
 
 
 def test_image_to_video_in_fp32_equals_the_recording():
-    """`y` behind the latents, image tokens with keys and values of their own; tolerances as above."""
+    """`y` behind the latents, image tokens with keys and values of their own; tolerances as
+    above."""
     recording = Recording("wan21_i2v_fp32")
     t = recording.tensors
     model = recording.model(Precision(matmul=torch.float32), recording.config["text_len"])
-    given = {name: t[f"in.{name}"].requires_grad_() for name in ("x.0", "context.0", "y.0", "clip_fea")}
+    given = {
+        name: t[f"in.{name}"].requires_grad_() for name in ("x.0", "context.0", "y.0", "clip_fea")
+    }
     latents, text, y, image = given.values()
     out = model(WanInputs([latents], t["in.t"], [text], y=[y], image=[image[0]]))[0]
     loss = (out - t["in.target.0"]).square().mean()
@@ -105,21 +136,27 @@ def test_image_to_video_in_fp32_equals_the_recording():
     assert relative(out, t["out.0"]) <= 2e-6 and relative(loss, t["loss"]) <= 2e-6
     for name, tensor in given.items():
         assert relative(tensor.grad, t[f"gi.{name}"]) <= 2e-5, name
-    # 512 rows of text, all but 7 of them equal: the biases of their keys are 2.6e-5 off an fp64 run in the recording, and 2.1e-5 in ours
-    check_parameters(recording, {name: p.grad for name, p in model.named_parameters()}, rounding=2e-7)
+    # 512 rows of text, all but 7 of them equal: the biases of their keys are 2.6e-5 off an fp64 run
+    # in the recording, and 2.1e-5 in ours
+    check_parameters(
+        recording, {name: p.grad for name, p in model.named_parameters()}, rounding=2e-7
+    )
 
 
-# What the bf16 recording is off by from an fp64 run of the same weights, by our own run of it, and what we are off from the
-# recording by: (the recording from fp64, ours from fp64, ours from the recording), then the tolerance, 1.5 times the last.
-# The recording rounds q and k twice (after the norm and before attention) and we once, so both are some bf16 roundings (4e-3)
-# away from exact and from each other; what is summed over two blocks' backward (text, single biases) collects more of them.
+# What the bf16 recording is off by from an fp64 run of the same weights, by our own run of it, and
+# what we are off from the recording by: (the recording from fp64, ours from fp64, ours from the
+# recording), then the tolerance, 1.5 times the last. The recording rounds q and k twice (after the
+# norm and before attention) and we once, so both are some bf16 roundings (4e-3) away from exact and
+# from each other; what is summed over two blocks' backward (text, single biases) collects more of
+# them.
 BF16 = {
     "output": 3.8e-3,  # 4.0e-3, 3.6e-3, 2.5e-3
     "loss": 2.5e-4,  # 9.1e-4, 7.6e-4, 1.6e-4
     "latents": 8.3e-3,  # 6.2e-3, 6.0e-3, 5.5e-3
     "text": 1.75e-2,  # 1.4e-2, 1.3e-2, 1.2e-2
     "all parameters": 5.8e-3,  # 5.4e-3, 5.2e-3, 3.8e-3
-    "any parameter": 3e-2,  # 1.9e-2, 1.9e-2, 2.0e-2: biases of k, whose gradients all but cancel in the softmax
+    # 1.9e-2, 1.9e-2, 2.0e-2: biases of k, whose gradients all but cancel in the softmax
+    "any parameter": 3e-2,
 }
 
 
@@ -133,14 +170,35 @@ def test_the_bf16_recording_is_met_within_rounding():
     half = bf16_model(recording, Precision(matmul=torch.bfloat16))
     exact = recording.model(Precision(matmul=torch.float64), recording.config["text_len"]).double()
 
-    out, loss, d_latents, d_text, d_parameters = run(recording, half, *(t[key].clone() for key in given), t["in.t"])
+    out, loss, d_latents, d_text, d_parameters = run(
+        recording, half, *(t[key].clone() for key in given), t["in.t"]
+    )
     assert out.dtype == torch.float32
-    ours = {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "all parameters": flat(d_parameters)}
-    out, loss, d_latents, d_text, d_exact = run(recording, exact, *(t[key].double() for key in given), t["in.t"])
-    truth = {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "all parameters": flat(d_exact)}
+    ours = {
+        "output": out,
+        "loss": loss,
+        "latents": d_latents,
+        "text": d_text,
+        "all parameters": flat(d_parameters),
+    }
+    out, loss, d_latents, d_text, d_exact = run(
+        recording, exact, *(t[key].double() for key in given), t["in.t"]
+    )
+    truth = {
+        "output": out,
+        "loss": loss,
+        "latents": d_latents,
+        "text": d_text,
+        "all parameters": flat(d_exact),
+    }
     d_recorded = {to_native(key): tensor for key, tensor in recording.group("gp.").items()}
     assert d_recorded.keys() == d_parameters.keys()
-    theirs = {"output": t["out.0"], "loss": t["loss"], "latents": t["gi.x.0"], "text": t["gi.context.0"]}
+    theirs = {
+        "output": t["out.0"],
+        "loss": t["loss"],
+        "latents": t["gi.x.0"],
+        "text": t["gi.context.0"],
+    }
     theirs["all parameters"] = flat(d_recorded)
     for name, recorded in theirs.items():
         assert relative(ours[name], recorded) < BF16[name], name
@@ -167,12 +225,19 @@ def found(recording: Recording, precision: Precision) -> dict[str, torch.Tensor]
     out, loss, d_latents, d_text, d_parameters = run(
         recording, model, t["in.x.0"].clone(), t["in.context.0"].clone(), t["in.t"]
     )
-    return {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "parameters": flat(d_parameters)}
+    return {
+        "output": out,
+        "loss": loss,
+        "latents": d_latents,
+        "text": d_text,
+        "parameters": flat(d_parameters),
+    }
 
 
 class ExactBf16(TorchFunctionMode):
-    """Linear layers, GELU and attention in bf16 by their definition: computed in fp64 and rounded to bf16 where the official code's kernels round.
-    Attention rounds twice: the exponentials, before they meet the values, and its result.
+    """Linear layers, GELU and attention in bf16 by their definition: computed in fp64 and rounded
+    to bf16 where the official code's kernels round. Attention rounds twice: the exponentials,
+    before they meet the values, and its result.
 
     Args:
         replace: Whether the definition's results are passed on, or those of this CPU's kernels.
@@ -182,11 +247,16 @@ class ExactBf16(TorchFunctionMode):
         super().__init__()
         self.replace = replace
         self.differing: Counter[str] = Counter()
-        """Elements in which this CPU's kernel and the definition differ, by function; 0 where they never do."""
+        """Elements in which this CPU's kernel and the definition differ, by function; 0 where they
+        never do."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        definitions = {F.linear: F.linear, F.gelu: F.gelu, F.scaled_dot_product_attention: self.attention}
+        definitions = {
+            F.linear: F.linear,
+            F.gelu: F.gelu,
+            F.scaled_dot_product_attention: self.attention,
+        }
         if func not in definitions or out.dtype != torch.bfloat16:
             return out
         wide = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -202,8 +272,11 @@ class ExactBf16(TorchFunctionMode):
         return weights.bfloat16().double() @ v / weights.sum(-1, keepdim=True)
 
 
-def exact_bf16(recording: Recording, precision: Precision, *, replace: bool) -> tuple[torch.Tensor, Counter[str]]:
-    """Output of the forward with the recording's weights, and in how many elements this CPU's kernels differ from the definition."""
+def exact_bf16(
+    recording: Recording, precision: Precision, *, replace: bool
+) -> tuple[torch.Tensor, Counter[str]]:
+    """Output of the forward with the recording's weights, and in how many elements this CPU's
+    kernels differ from the definition."""
     model, t = bf16_model(recording, precision), recording.tensors
     with torch.no_grad(), ExactBf16(replace=replace) as mode:
         out = model(WanInputs([t["in.x.0"]], t["in.t"], [t["in.context.0"]]))[0]
@@ -212,8 +285,8 @@ def exact_bf16(recording: Recording, precision: Precision, *, replace: bool) -> 
 
 
 def test_reference_makes_the_roundings_of_the_official_bf16_run():
-    """To 1e-6 on any CPU: every rounding of the official forward is made, in the same place. What is left to the CPU is computed in fp32 or
-    wider and is 2e-7 off."""
+    """To 1e-6 on any CPU: every rounding of the official forward is made, in the same place. What
+    is left to the CPU is computed in fp32 or wider and is 2e-7 off."""
     recording = Recording("wan22_t2v_autocast_bf16")
     t = recording.tensors
     out, _ = exact_bf16(recording, preset("reference"), replace=True)
@@ -223,10 +296,12 @@ def test_reference_makes_the_roundings_of_the_official_bf16_run():
     assert 1e-3 < relative(plain, t["out.0"]) < BF16["output"], "the roundings make a difference"
 
 
-# How far `reference` may be from the recording where attention rounds elsewhere than it did on the recording's machine. Torch's kernel for avx2
-# rounds some exponentials to the other bf16 number: 25 of the 1536 elements that attention returns differ by one rounding, which two blocks carry
-# on. Which elements these are is the kernel's accident, so the bounds are 1.5 times the largest of 25 runs in which one element in 20,
-# at random, is moved by one rounding; then this largest, and what avx2 gives.
+# How far `reference` may be from the recording where attention rounds elsewhere than it did on the
+# recording's machine. Torch's kernel for avx2 rounds some exponentials to the other bf16 number: 25
+# of the 1536 elements that attention returns differ by one rounding, which two blocks carry on.
+# Which elements these are is the kernel's accident, so the bounds are 1.5 times the largest of 25
+# runs in which one element in 20, at random, is moved by one rounding; then this largest, and what
+# avx2 gives.
 OTHER_KERNELS = {
     "output": 3.5e-3,  # 2.3e-3, 1.3e-3
     "loss": 8.1e-4,  # 5.4e-4, 1.4e-4
@@ -237,14 +312,25 @@ OTHER_KERNELS = {
 
 
 def test_reference_is_the_official_bf16_run():
-    """With this CPU's kernels: the output to 1e-6 where they round as the recording's machine did, which is measured in the same forward. In the
-    backward some roundings are not made: autocast casts gradients where its casts of the forward were."""
+    """With this CPU's kernels: the output to 1e-6 where they round as the recording's machine did,
+    which is measured in the same forward. In the backward some roundings are not made: autocast
+    casts gradients where its casts of the forward were."""
     recording = Recording("wan22_t2v_autocast_bf16")
     t = recording.tensors
-    theirs = {"output": t["out.0"], "loss": t["loss"], "latents": t["gi.x.0"], "text": t["gi.context.0"]}
-    theirs["parameters"] = flat({to_native(key): tensor for key, tensor in recording.group("gp.").items()})
+    theirs = {
+        "output": t["out.0"],
+        "loss": t["loss"],
+        "latents": t["gi.x.0"],
+        "text": t["gi.context.0"],
+    }
+    theirs["parameters"] = flat(
+        {to_native(key): tensor for key, tensor in recording.group("gp.").items()}
+    )
     default, reference = found(recording, preset("default")), found(recording, preset("reference"))
-    off = {name: (relative(reference[name], theirs[name]), relative(default[name], theirs[name])) for name in theirs}
+    off = {
+        name: (relative(reference[name], theirs[name]), relative(default[name], theirs[name]))
+        for name in theirs
+    }
     _, differing = exact_bf16(recording, preset("reference"), replace=False)
     if differing.total() == 0:
         assert off["output"][0] < 1e-6 and off["loss"][0] < 1e-6
@@ -279,5 +365,8 @@ def test_fast_is_between_default_and_a_timestep_in_bf16():
         "fast": preset("fast"),
         "timestep": preset("default", timestep="bf16"),
     }
-    off = {name: relative(found(recording, precision)["output"], truth) for name, precision in precisions.items()}
+    off = {
+        name: relative(found(recording, precision)["output"], truth)
+        for name, precision in precisions.items()
+    }
     assert off["default"] < off["fast"] < 1e-2 < 0.1 * off["timestep"] * 1.5, off

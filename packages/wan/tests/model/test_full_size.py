@@ -1,4 +1,5 @@
-"""Some blocks of Wan at full size, without memory, on a device that is not the host: which matmul runs where and in what."""
+"""Some blocks of Wan at full size, without memory, on a device that is not the host: which matmul
+runs where and in what."""
 
 from dataclasses import replace
 
@@ -30,7 +31,10 @@ RANK = 32
     ("preset", "policy"),
     [
         ("ti2v-5b", "attn_only"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("t2v-14b", "none"), ("vace-14b", "full"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("t2v-14b", "none"), ("vace-14b", "full"))
+        ),
         *(
             pytest.param(preset, policy, marks=pytest.mark.exhaustive)
             for preset, policy in [
@@ -44,7 +48,9 @@ RANK = 32
 def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
     as_on_a_gpu(monkeypatch)
     arch = WAN.architecture.presets[preset]
-    model = build_on_meta(WAN, replace(arch, layers=2, vace_layers=arch.vace_layers[:1]), Precision())
+    model = build_on_meta(
+        WAN, replace(arch, layers=2, vace_layers=arch.vace_layers[:1]), Precision()
+    )
     inject(model, AdapterConfig(rank=RANK), WAN.adapters.targets)
     with FakeTensorMode():
         materialise(model, WAN)
@@ -62,5 +68,6 @@ def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
     flops = arithmetic.flops
     assert {device for _, device in flops} == {DEVICE}
     assert arithmetic.waits == [], "the host waits for the device"
-    # Adapters and the head are all that runs in fp32: 2 % of the arithmetic at rank 32 and a width of 5120.
+    # Adapters and the head are all that runs in fp32: 2 % of the arithmetic at rank 32 and a width
+    # of 5120.
     assert flops[torch.float32, DEVICE] < 3.2 * RANK / arch.dim * flops[torch.bfloat16, DEVICE]

@@ -24,4 +24,6 @@ def test_an_angle_is_position_times_frequency_of_its_axis(head_dim):
         for position, pairs in zip((2, 3, 1), axis_pairs(head_dim), strict=True)
         for i in range(pairs)
     ]
-    torch.testing.assert_close(angles[token], torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        angles[token], torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )

@@ -1,4 +1,5 @@
-"""The variants against diffusers' transformers with the same weights: outputs, gradients of inputs and of every parameter.
+"""The variants against diffusers' transformers with the same weights: outputs, gradients of inputs
+and of every parameter.
 
 1e-5 in fp32, because diffusers' sinusoid is fp32; 1e-10 where diffusers is made to run in fp64.
 """
@@ -14,7 +15,8 @@ from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import to_native
 
 SIZES: dict[str, Any] = {
-    "dim": 32, "ffn_dim": 40, "heads": 2, "layers": 2, "out_channels": 4, "text_dim": 12, "freq_dim": 16,
+    "dim": 32, "ffn_dim": 40, "heads": 2, "layers": 2, "out_channels": 4, "text_dim": 12,
+    "freq_dim": 16,
 }  # fmt: skip
 GRID = (2, 4, 6)
 TIMESTEPS = torch.tensor([731.25, 12.5], dtype=torch.float64)
@@ -26,7 +28,12 @@ def i2v(dtype: torch.dtype, batch: int, **extra: int) -> tuple[Any, Any, dict[st
     theirs: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 32}
     if arch.image_positions:
         theirs["pos_embed_seq_len"] = arch.image_positions
-    shapes = {"latents": (4, *GRID), "text": (512, 12), "y": (6, *GRID), "image": (arch.image_tokens, 16)}
+    shapes = {
+        "latents": (4, *GRID),
+        "text": (512, 12),
+        "y": (6, *GRID),
+        "image": (arch.image_tokens, 16),
+    }
     given = random_inputs({name: (batch, *shape) for name, shape in shapes.items()}, dtype)
     return *pair(arch, dtype=dtype, **theirs), given
 
@@ -59,7 +66,9 @@ def a14b_i2v(dtype: torch.dtype) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """More channels and no CLIP."""
     arch = WanArch(**SIZES, in_channels=10)
     shapes = {"latents": (4, *GRID), "text": (512, 12), "y": (6, *GRID)}
-    return *pair(arch, dtype=dtype), random_inputs({name: (2, *shape) for name, shape in shapes.items()}, dtype)
+    return *pair(arch, dtype=dtype), random_inputs(
+        {name: (2, *shape) for name, shape in shapes.items()}, dtype
+    )
 
 
 def test_a14b_i2v_equals_diffusers():
@@ -73,7 +82,8 @@ def test_a14b_i2v_equals_diffusers_run_in_fp64(monkeypatch):
 
 
 def vace(dtype: torch.dtype, batch: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """Hints behind the first block and the last but one, so that blocks without one stand between and after them."""
+    """Hints behind the first block and the last but one, so that blocks without one stand between
+    and after them."""
     sizes = SIZES | {"layers": 5}
     arch = WanArch(**sizes, in_channels=4, vace_layers=(0, 2, 3), vace_channels=7, text_tokens=9)
     shapes = {"latents": (4, *GRID), "text": (9, 12), "vace": (7, *GRID)}
@@ -94,7 +104,8 @@ def test_vace_equals_diffusers_run_in_fp64(monkeypatch):
 
 
 def ti2v(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *with_first_frame: bool) -> Any:
-    """What `make_inputs` makes of items against diffusers on what its image-to-video pipeline makes of them."""
+    """What `make_inputs` makes of items against diffusers on what its image-to-video pipeline makes
+    of them."""
     arch = WanArch(**SIZES | {"out_channels": 6}, in_channels=6, token_times=True, text_tokens=9)
     ours, theirs = pair(arch, dtype=dtype)
     batch = len(with_first_frame)
@@ -117,7 +128,8 @@ def ti2v(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *with_first_frame:
 
     out = torch.stack(ours(make_inputs(list(given["noised"]), sigma, items, 1.0)))
     mine = gradients(out)
-    # expand_timesteps: a mask over latents that is 0 on a clean first frame, thinned to a token each
+    # expand_timesteps: a mask over latents that is 0 on a clean first frame, thinned to a token
+    # each
     mask = torch.ones(batch, 1, 3, 4, 6, dtype=dtype)
     mask[torch.tensor(with_first_frame), :, 0] = 0
     hidden = (1 - mask) * given["first_frame"] + mask * given["noised"]
@@ -126,12 +138,19 @@ def ti2v(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *with_first_frame:
         exact_diffusers(monkeypatch)
     their_out = theirs(hidden, per_token, given["text"], return_dict=False)[0]
     pairs = [("output", out, their_out)]
-    pairs += [(name, mine.get(name, torch.zeros(())), gradient) for name, gradient in gradients(their_out).items()]
+    pairs += [
+        (name, mine.get(name, torch.zeros(())), gradient)
+        for name, gradient in gradients(their_out).items()
+    ]
     named = dict(ours.named_parameters())
-    return pairs + [(name, named[to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
+    return pairs + [
+        (name, named[to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("with_first_frame", [(True,), (True, False), (True, True), (False, False)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
+)
 def test_ti2v_equals_diffusers(dtype, tolerance, with_first_frame, monkeypatch):
     assert_close(ti2v(dtype, monkeypatch, *with_first_frame), tolerance)

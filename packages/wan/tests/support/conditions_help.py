@@ -1,4 +1,5 @@
-"""What tests of conditions share: images and videos whose frames can be told apart, sounds, and the VAE of the tiny checkpoint."""
+"""What tests of conditions share: images and videos whose frames can be told apart, sounds, and the
+VAE of the tiny checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ FRAMES, HEIGHT, WIDTH = 9, 32, 48
 def noise(name: int, frames: int = 1, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
     """Smooth colours in [0, 1] of [3, frames, height, width]."""
     small = torch.rand(3, frames, 2, 3, generator=torch.Generator().manual_seed(name))
-    return torch.nn.functional.interpolate(small.transpose(0, 1), size=(height, width), mode="bilinear").transpose(0, 1)
+    return torch.nn.functional.interpolate(
+        small.transpose(0, 1), size=(height, width), mode="bilinear"
+    ).transpose(0, 1)
 
 
 def image_file(path: Path, name: int, height: int = HEIGHT, width: int = WIDTH) -> str:
@@ -42,8 +45,16 @@ def sound_file(path: Path, samples: np.ndarray, rate: int = 8000) -> str:
     return str(path)
 
 
-def controls(clip: str | Path | None, files: dict[str, str] | None = None, **changes: Any) -> ClipInputs:
-    given = {"frames": FRAMES, "height": HEIGHT, "width": WIDTH, "fps": 16.0, "start_seconds": 0.0} | changes
+def controls(
+    clip: str | Path | None, files: dict[str, str] | None = None, **changes: Any
+) -> ClipInputs:
+    given = {
+        "frames": FRAMES,
+        "height": HEIGHT,
+        "width": WIDTH,
+        "fps": 16.0,
+        "start_seconds": 0.0,
+    } | changes
     return ClipInputs(clip=None if clip is None else Path(clip), files=files or {}, **given)
 
 

@@ -10,7 +10,12 @@ from ditkit_wan.encoders.vae_kinds import WAN_2_2
 NARROW_2_2 = {**WAN_2_2, "base_dim": 4, "decoder_base_dim": 8}
 """Wan 2.2's structure, a fortieth as wide."""
 
-_RESIDUAL = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+_RESIDUAL = {
+    "norm1": "residual.0",
+    "conv1": "residual.2",
+    "norm2": "residual.3",
+    "conv2": "residual.6",
+}
 
 
 def narrow(folder: Path, **structure: Any) -> Path:
@@ -30,12 +35,15 @@ def clip(frames: int = 5, size: int = 32) -> torch.Tensor:
 
 
 def official_within_blocks(name: str) -> str:
-    """The official name of a parameter of either VAE, from diffusers' name in which the blocks are numbered as the official ones.
+    """The official name of a parameter of either VAE, from diffusers' name in which the blocks are
+    numbered as the official ones.
 
     Written the other way round than the code under test.
     """
     name = name.replace("mid_block.attentions.0", "middle.1").replace("conv_shortcut", "shortcut")
-    name = name.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
+    name = name.replace("mid_block.resnets.0", "middle.0").replace(
+        "mid_block.resnets.1", "middle.2"
+    )
     for half in ("encoder", "decoder"):
         for theirs, ours in (("conv_in", "conv1"), ("norm_out", "head.0"), ("conv_out", "head.2")):
             name = name.replace(f"{half}.{theirs}.", f"{half}.{ours}.")

@@ -3,7 +3,8 @@
 from typing import Any
 
 SIZES: dict[str, Any] = {
-    "dim": 32, "ffn_dim": 40, "heads": 2, "layers": 2, "text_dim": 12, "freq_dim": 16, "out_channels": 4,
+    "dim": 32, "ffn_dim": 40, "heads": 2, "layers": 2, "text_dim": 12, "freq_dim": 16,
+    "out_channels": 4,
 }  # fmt: skip
 IMAGE = {"in_channels": 10, "image_dim": 16}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,5 @@
-"""Tiny Wans and their training items, for conformance checks and for scripts that run in processes of their own."""
+"""Tiny Wans and their training items, for conformance checks and for scripts that run in processes
+of their own."""
 
 import torch
 
@@ -6,7 +7,8 @@ from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 
 SIZES = {
-    "dim": 48, "ffn_dim": 64, "heads": 2, "layers": 2, "out_channels": 4, "text_dim": 20, "text_tokens": 6, "freq_dim": 16,
+    "dim": 48, "ffn_dim": 64, "heads": 2, "layers": 2, "out_channels": 4, "text_dim": 20,
+    "text_tokens": 6, "freq_dim": 16,
 }  # fmt: skip
 
 
@@ -21,7 +23,10 @@ class Clips:
         random = torch.Generator().manual_seed(0)
         grids = [(4, 6), (4, 10), (6, 4)] if ragged else [(4, 6)]
         return [
-            {name: torch.randn(size, generator=random) for name, size in self.sizes(i, grids[i % len(grids)]).items()}
+            {
+                name: torch.randn(size, generator=random)
+                for name, size in self.sizes(i, grids[i % len(grids)]).items()
+            }
             for i in range(count)
         ]
 

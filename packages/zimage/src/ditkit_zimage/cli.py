@@ -11,10 +11,17 @@ if TYPE_CHECKING:
 
 
 def _spec() -> "ModelSpec":
-    from ditkit_zimage.spec import ZIMAGE  # here: it imports torch, which help and mistakes do without
+    from ditkit_zimage.spec import (
+        ZIMAGE,
+    )  # here: it imports torch, which help and mistakes do without
 
     return ZIMAGE
 
 
-FAMILY = Family(name="zimage", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
+FAMILY = Family(
+    name="zimage",
+    presets=tuple(PRESETS),
+    demo=Path(__file__).parent / "demo" / "demo.toml",
+    spec=_spec,
+)
 train, encode, sample, export, watch = commands(FAMILY)

@@ -1,8 +1,10 @@
 """The Z-Image transformer as embed → noise refiners → context refiners → join → blocks → head.
 
-Names follow Tongyi-MAI/Z-Image, src/zimage/transformer.py, and diffusers' `ZImageTransformer2DModel`; `state_dict.py` has the few that differ.
-Image and caption are padded to multiples of 32 with learned tokens that take part in attention; only what pads a sample to the longest of its
-batch is masked. The refiners run along one of both, the blocks behind the join along image, then caption.
+Names follow Tongyi-MAI/Z-Image, src/zimage/transformer.py, and diffusers'
+`ZImageTransformer2DModel`; `state_dict.py` has the few that differ. Image and caption are padded to
+multiples of 32 with learned tokens that take part in attention; only what pads a sample to the
+longest of its batch is masked. The refiners run along one of both, the blocks behind the join along
+image, then caption.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,8 @@ MULTIPLE = 32
 TEXT_TOKENS = 512
 """Most tokens of a caption, with its template."""
 FREQ_DIM, TIME_HIDDEN = 256, 1024
-"""Features of the noise level, and width between the two layers that embed it: the same in any architecture."""
+"""Features of the noise level, and width between the two layers that embed it: the same in any
+architecture."""
 HEAD_EPS = 1e-6
 
 Grid = tuple[int, int]
@@ -54,7 +57,8 @@ class ZImageInputs(NamedTuple):
 
 
 def with_padded_text(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An item whose `text` [rows, text_dim] has a multiple of `MULTIPLE` rows, and a `text_mask` that is False on padding.
+    """An item whose `text` [rows, text_dim] has a multiple of `MULTIPLE` rows, and a `text_mask`
+    that is False on padding.
 
     Not in `embed`: captions then come in a few lengths, which a replay of a micro-batch depends on.
     """
@@ -69,7 +73,8 @@ def with_padded_text(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> ZImageInputs:
-    """Make the model's inputs of noised latents and training items; Z-Image has no embedding of guidance."""
+    """Make the model's inputs of noised latents and training items; Z-Image has no embedding of
+    guidance."""
     device, padded = noised[0].device, [with_padded_text(item) for item in items]
     text, mask = ([item[name].to(device) for item in padded] for name in ("text", "text_mask"))
     return ZImageInputs(noised, sigma, text, mask)
@@ -89,9 +94,11 @@ class ZImageRefinerCarry(NamedTuple):
     caption: Float[Tensor, "batch caption dim"]
     time: Float[Tensor, "batch time_dim"]
     rotary: Float[Tensor, "tables tokens 1 pairs 2"]
-    """Cosines and sines, side by side, of image, then caption; `tables` is 1 when all samples share a layout."""
+    """Cosines and sines, side by side, of image, then caption; `tables` is 1 when all samples share
+    a layout."""
     image_mask: Bool[Tensor, "batch all_image"] | None
-    """False on what pads a sample to the longest; None when all have one length. Likewise the other two masks."""
+    """False on what pads a sample to the longest; None when all have one length. Likewise the other
+    two masks."""
     caption_mask: Bool[Tensor, "batch all_caption"] | None
     padding_mask: Bool[Tensor, "batch all_tokens"] | None
     grids: tuple[Grid, ...]
@@ -120,12 +127,17 @@ TOKEN_STREAMS = TokenStreams(
     names=("image", "caption"),
     fields=_token_fields,
     within={"image": ("image",), "caption": ("caption",)},
-    inputs={"adaLN_modulation.0": (), "noise_refiner.*": ("image",), "context_refiner.*": ("caption",)},
+    inputs={
+        "adaLN_modulation.0": (),
+        "noise_refiner.*": ("image",),
+        "context_refiner.*": ("caption",),
+    },
     masks={"padding_mask": (), "image_mask": ("image",), "caption_mask": ("caption",)},
     residual=("image", "caption", "tokens"),
     routed="image",
 )
-"""Image and caption, each divided among ranks by itself: the refiners run along one of them. The caption skips no block."""
+"""Image and caption, each divided among ranks by itself: the refiners run along one of them. The
+caption skips no block."""
 
 
 class ZImageEmbed(nn.Module):
@@ -135,10 +147,18 @@ class ZImageEmbed(nn.Module):
         super().__init__()
         self.arch, self.precision = arch, precision
         self.x_embedder = nn.Linear(PATCH**2 * arch.in_channels, arch.dim)
-        self.cap_embedder = nn.Sequential(nn.RMSNorm(arch.text_dim, eps=arch.eps), nn.Linear(arch.text_dim, arch.dim))
-        layers = CastLinear(FREQ_DIM, TIME_HIDDEN), nn.SiLU(), CastLinear(TIME_HIDDEN, arch.time_dim)
+        self.cap_embedder = nn.Sequential(
+            nn.RMSNorm(arch.text_dim, eps=arch.eps), nn.Linear(arch.text_dim, arch.dim)
+        )
+        layers = (
+            CastLinear(FREQ_DIM, TIME_HIDDEN),
+            nn.SiLU(),
+            CastLinear(TIME_HIDDEN, arch.time_dim),
+        )
         self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(*layers)})
-        self.x_pad_token, self.cap_pad_token = (nn.Parameter(torch.zeros(1, arch.dim)) for _ in range(2))
+        self.x_pad_token, self.cap_pad_token = (
+            nn.Parameter(torch.zeros(1, arch.dim)) for _ in range(2)
+        )
 
     def forward(self, inputs: ZImageInputs) -> ZImageRefinerCarry:
         precision, device = self.precision, inputs.latents[0].device
@@ -153,14 +173,23 @@ class ZImageEmbed(nn.Module):
         text = pad_sequence(list(inputs.text), batch_first=True).to(precision.norms)
         text = F.rms_norm(text, norm.normalized_shape, norm.weight.to(text.dtype), norm.eps)
         caption = linear(text.to(precision.matmul)).to(precision.entry)
-        lengths = [(len(rows), len(text_rows)) for rows, text_rows in zip(patches, inputs.text, strict=True)]
+        lengths = [
+            (len(rows), len(text_rows))
+            for rows, text_rows in zip(patches, inputs.text, strict=True)
+        ]
         masks = [padding_mask(sizes, device) for sizes in zip(*lengths, strict=True)]
-        # One table serves the whole batch where all samples share a layout: it is broadcast instead of stored per sample.
+        # One table serves the whole batch where all samples share a layout: it is broadcast instead
+        # of stored per sample.
         layouts = list(zip(grids, (length for _, length in lengths), strict=True))
         angles = self._angles(
-            layouts if len(set(layouts)) > 1 else layouts[:1], image.shape[1], caption.shape[1], device
+            layouts if len(set(layouts)) > 1 else layouts[:1],
+            image.shape[1],
+            caption.shape[1],
+            device,
         )
-        features = timestep_features(1000 * (1 - inputs.sigma.to(precision.timestep)), FREQ_DIM, precision.timestep)
+        features = timestep_features(
+            1000 * (1 - inputs.sigma.to(precision.timestep)), FREQ_DIM, precision.timestep
+        )
         return ZImageRefinerCarry(
             image=_with_token(image, is_patch, self.x_pad_token),
             caption=_with_token(caption, inputs.text_mask, self.cap_pad_token),
@@ -173,11 +202,17 @@ class ZImageEmbed(nn.Module):
         )
 
     def _angles(
-        self, layouts: Sequence[tuple[Grid, int]], num_image: int, num_caption: int, device: torch.device
+        self,
+        layouts: Sequence[tuple[Grid, int]],
+        num_image: int,
+        num_caption: int,
+        device: torch.device,
     ) -> Float[Tensor, "tables tokens 1 pairs"]:
-        """Angles of each layout (grid, rows of the caption with its padding): image, then caption; 0 on the image's padding.
+        """Angles of each layout (grid, rows of the caption with its padding): image, then caption;
+        0 on the image's padding.
 
-        The caption's rows are at 1, 2, … of the first axis, its padding included, and the image is behind them.
+        The caption's rows are at 1, 2, … of the first axis, its padding included, and the image is
+        behind them.
         """
         rows = torch.arange(1, num_caption + 1, device=device)
         caption = self._rotary_angles(F.pad(rows[:, None], (0, 2)))
@@ -193,12 +228,16 @@ class ZImageEmbed(nn.Module):
 
     def _rotary_angles(self, positions: Int[Tensor, "tokens 3"]) -> Float[Tensor, "tokens pairs"]:
         arch = self.arch
-        parts = [axis_angles(positions[:, axis], size // 2, arch.theta) for axis, size in enumerate(arch.axes)]
+        parts = [
+            axis_angles(positions[:, axis], size // 2, arch.theta)
+            for axis, size in enumerate(arch.axes)
+        ]
         return torch.cat(parts, -1)
 
 
 def _patches(latents: Tensor) -> Float[Tensor, "tokens features"]:
-    """Squares of latent pixels with their channels last, and rows of zeros up to a multiple of `MULTIPLE`."""
+    """Squares of latent pixels with their channels last, and rows of zeros up to a multiple of
+    `MULTIPLE`."""
     rows = rearrange(latents, "c 1 (h p) (w q) -> (h w) (p q c)", p=PATCH, q=PATCH)
     return F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
 
@@ -228,16 +267,22 @@ class ZImageAttention(nn.Module):
     def __init__(self, arch: ZImageArch, precision: Precision):
         super().__init__()
         self.heads, self.precision = arch.heads, precision
-        self.to_q, self.to_k, self.to_v = (nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(3))
+        self.to_q, self.to_k, self.to_v = (
+            nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(3)
+        )
         self.to_out = nn.Sequential(nn.Linear(arch.dim, arch.dim, bias=False))
         self.norm_q, self.norm_k = (nn.RMSNorm(arch.head_dim, eps=1e-5) for _ in range(2))
 
-    def forward(self, h: Float[Tensor, "batch tokens dim"], rotary: Tensor, mask: Tensor | None, name: str) -> Tensor:
+    def forward(
+        self, h: Float[Tensor, "batch tokens dim"], rotary: Tensor, mask: Tensor | None, name: str
+    ) -> Tensor:
         precision = self.precision
         q = normalised_heads(self.to_q(h), self.norm_q, self.heads, precision, rotary)
         k = normalised_heads(self.to_k(h), self.norm_k, self.heads, precision, rotary)
         v = self.to_v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)
-        return self.to_out(attend(q, k, v, name=name, padding_mask=mask).flatten(2).to(precision.matmul))
+        return self.to_out(
+            attend(q, k, v, name=name, padding_mask=mask).flatten(2).to(precision.matmul)
+        )
 
 
 class ZImageFeedForward(nn.Module):
@@ -253,14 +298,18 @@ class ZImageFeedForward(nn.Module):
 
 
 class ZImageLayer(nn.Module):
-    """Attention and MLP, each with an RMS norm before and after it. Its subclasses say which part of the carry it runs on."""
+    """Attention and MLP, each with an RMS norm before and after it. Its subclasses say which part
+    of the carry it runs on."""
 
     modulated = True
 
     def __init__(self, arch: ZImageArch, precision: Precision):
         super().__init__()
         self.eps, self.precision = arch.eps, precision
-        self.attention, self.feed_forward = ZImageAttention(arch, precision), ZImageFeedForward(arch)
+        self.attention, self.feed_forward = (
+            ZImageAttention(arch, precision),
+            ZImageFeedForward(arch),
+        )
         self.attention_norm1, self.attention_norm2, self.ffn_norm1, self.ffn_norm2 = (
             nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(4)
         )
@@ -279,7 +328,9 @@ class ZImageLayer(nn.Module):
         h = self.feed_forward(scaled_norm(x, before_mlp, eps, precision.norms, precision.matmul))
         return normed_sum(h, x, after_mlp, eps, precision.norms)
 
-    def _factors(self, time: Float[Tensor, "batch time_dim"]) -> list[Float[Tensor, "samples 1 dim"]]:
+    def _factors(
+        self, time: Float[Tensor, "batch time_dim"]
+    ) -> list[Float[Tensor, "samples 1 dim"]]:
         """The weight of each norm, times scale or gate."""
         norms = (self.attention_norm1, self.attention_norm2, self.ffn_norm1, self.ffn_norm2)
         if not self.modulated:
@@ -298,7 +349,9 @@ class ZImageNoiseRefiner(ZImageLayer):
 
     def forward(self, carry: ZImageRefinerCarry) -> ZImageRefinerCarry:
         rotary = carry.rotary[:, : carry.image.shape[1]]
-        return carry._replace(image=self.run(carry.image, rotary, carry.image_mask, carry.time, "image"))
+        return carry._replace(
+            image=self.run(carry.image, rotary, carry.image_mask, carry.time, "image")
+        )
 
 
 class ZImageContextRefiner(ZImageLayer):
@@ -308,7 +361,9 @@ class ZImageContextRefiner(ZImageLayer):
 
     def forward(self, carry: ZImageRefinerCarry) -> ZImageRefinerCarry:
         rotary = carry.rotary[:, carry.image.shape[1] :]
-        return carry._replace(caption=self.run(carry.caption, rotary, carry.caption_mask, carry.time, "caption"))
+        return carry._replace(
+            caption=self.run(carry.caption, rotary, carry.caption_mask, carry.time, "caption")
+        )
 
 
 class ZImageJoin(nn.Module):
@@ -323,7 +378,9 @@ class ZImageBlock(ZImageLayer):
     """A layer of image and caption together."""
 
     def forward(self, carry: ZImageCarry) -> ZImageCarry:
-        return carry._replace(tokens=self.run(carry.tokens, carry.rotary, carry.padding_mask, carry.time, "self"))
+        return carry._replace(
+            tokens=self.run(carry.tokens, carry.rotary, carry.padding_mask, carry.time, "self")
+        )
 
 
 class ZImageHead(nn.Module):
@@ -338,12 +395,19 @@ class ZImageHead(nn.Module):
     def forward(self, carry: ZImageCarry) -> list[Tensor]:
         dtype = self.precision.head
         scale = 1 + self.adaLN_modulation(carry.time.to(dtype))[:, None]
-        # The image comes first, so padding behind the longest image and captions are never normalised or projected.
+        # The image comes first, so padding behind the longest image and captions are never
+        # normalised or projected.
         x = carry.tokens[:, : max(height * width for height, width in carry.grids)].to(dtype)
         rows = self.linear(F.layer_norm(x, x.shape[-1:], eps=HEAD_EPS) * scale)
         # Upstream predicts the velocity from noise to data.
         return [
-            -rearrange(row[: height * width], "(h w) (p q c) -> c 1 (h p) (w q)", h=height, p=PATCH, q=PATCH)
+            -rearrange(
+                row[: height * width],
+                "(h w) (p q c) -> c 1 (h p) (w q)",
+                h=height,
+                p=PATCH,
+                q=PATCH,
+            )
             for row, (height, width) in zip(rows, carry.grids, strict=True)
         ]
 
@@ -356,7 +420,9 @@ class ZImageTransformer(nn.Module):
         self.embed = ZImageEmbed(arch, precision)
         refiners, layers = range(arch.refiner_layers), range(arch.layers)
         self.noise_refiner = nn.ModuleList(ZImageNoiseRefiner(arch, precision) for _ in refiners)
-        self.context_refiner = nn.ModuleList(ZImageContextRefiner(arch, precision) for _ in refiners)
+        self.context_refiner = nn.ModuleList(
+            ZImageContextRefiner(arch, precision) for _ in refiners
+        )
         self.join = ZImageJoin()
         self.layers = nn.ModuleList(ZImageBlock(arch, precision) for _ in layers)
         self.head = ZImageHead(arch, precision)

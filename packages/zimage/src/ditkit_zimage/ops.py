@@ -1,8 +1,10 @@
-"""RMS norms of the residual stream, and a gated unit of two matmuls: what no other family has, in as few passes over memory as eager mode allows.
+"""RMS norms of the residual stream, and a gated unit of two matmuls: what no other family has, in
+as few passes over memory as eager mode allows.
 
-Z-Image normalises before and after attention and MLP, and its modulation has no shift. So scale and gate are one factor with the norm's weight, a
-row per sample: `scaled_norm` begins a sub-layer, `normed_sum` adds its result to the stream. As in `nn/functional.py` of the core these are
-autograd functions, which save a matmul's output in its own dtype.
+Z-Image normalises before and after attention and MLP, and its modulation has no shift. So scale and
+gate are one factor with the norm's weight, a row per sample: `scaled_norm` begins a sub-layer,
+`normed_sum` adds its result to the stream. As in `nn/functional.py` of the core these are autograd
+functions, which save a matmul's output in its own dtype.
 """
 
 from typing import Any
@@ -16,13 +18,19 @@ from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 
 Factor = Float[Tensor, "samples 1 dim"]
-"""The weight of a norm, times what the modulation makes of it; one row if all samples have the same."""
+"""The weight of a norm, times what the modulation makes of it; one row if all samples have the
+same."""
 
 
 def scaled_norm(
-    x: Float[Tensor, "batch tokens dim"], factor: Factor, eps: float, norms: torch.dtype, result: torch.dtype
+    x: Float[Tensor, "batch tokens dim"],
+    factor: Factor,
+    eps: float,
+    norms: torch.dtype,
+    result: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The RMS norm of `x`, in the dtype `norms`, times `factor`, rounded to `result`. Statistics are fp32 or wider."""
+    """The RMS norm of `x`, in the dtype `norms`, times `factor`, rounded to `result`. Statistics
+    are fp32 or wider."""
     if _fused(x, factor, norms):
         return kernels.NormRotation.apply(x, factor[0, 0], None, eps, 1, result).flatten(2)
     out: Tensor = _ScaledNorm.apply(x, factor, eps, norms, result)
@@ -36,7 +44,8 @@ def normed_sum(
     eps: float,
     norms: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The residual stream `x` plus the RMS norm of `y` times `factor`, rounded once to the dtype of `x`."""
+    """The residual stream `x` plus the RMS norm of `y` times `factor`, rounded once to the dtype of
+    `x`."""
     if _fused(y, factor, norms):
         return x + kernels.NormRotation.apply(y, factor[0, 0], None, eps, 1, x.dtype).flatten(2)
     out: Tensor = _NormedSum.apply(y, x, factor, eps, norms)
@@ -60,7 +69,13 @@ def _fused(x: Tensor, factor: Tensor, norms: torch.dtype) -> bool:
 def _statistics(x: Tensor, eps: float, norms: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` normalised, as a tensor of its own in the dtype `norms`, and 1 / rms of each token."""
     wide = x.to(norms).to(torch.promote_types(norms, torch.float32))
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    inverse = (
+        torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     return torch.mul(wide, inverse).to(norms), inverse
 
 
@@ -71,9 +86,15 @@ def _times(normed: Tensor, factor: Tensor) -> Tensor:
 
 
 def _gradients(
-    gradient: Tensor, x: Tensor, factor: Tensor, inverse: Tensor, norms: torch.dtype, is_trained: bool
+    gradient: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    inverse: Tensor,
+    norms: torch.dtype,
+    is_trained: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of a norm's input and of its factor. With n = x · r the normalised input and g the gradient of n: dx = r · (g - n · mean(g · n))."""
+    """Gradients of a norm's input and of its factor. With n = x · r the normalised input and g the
+    gradient of n: dx = r · (g - n · mean(g · n))."""
     wide = torch.promote_types(inverse.dtype, factor.dtype)
     normed, g = torch.mul(x.to(norms).to(wide), inverse), gradient.to(wide)
     d_factor = (g * normed).sum_to_size(factor.shape).to(factor.dtype) if is_trained else None
@@ -84,7 +105,9 @@ def _gradients(
 
 class _ScaledNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor, eps: float, norms: torch.dtype, result: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, factor: Tensor, eps: float, norms: torch.dtype, result: torch.dtype
+    ) -> Tensor:
         normed, inverse = _statistics(x, eps, norms)
         ctx.norms = norms
         ctx.save_for_backward(x, factor, inverse)
@@ -99,7 +122,9 @@ class _ScaledNorm(torch.autograd.Function):
 
 class _NormedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, factor: Tensor, eps: float, norms: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, factor: Tensor, eps: float, norms: torch.dtype
+    ) -> Tensor:
         normed, inverse = _statistics(y, eps, norms)
         ctx.norms = norms
         ctx.save_for_backward(y, factor, inverse)

@@ -1,4 +1,5 @@
-"""Z-Image architectures by name; both have 6,154,908,736 parameters, counted on `meta` and as many as diffusers' model has."""
+"""Z-Image architectures by name; both have 6,154,908,736 parameters, counted on `meta` and as many
+as diffusers' model has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class ZImageArch:
     theta: float = 256.0
     eps: float = 1e-5
     distilled: bool = False
-    """Whether the model was distilled to a few steps: it samples fast, and is a poor start for training."""
+    """Whether the model was distilled to a few steps: it samples fast, and is a poor start for
+    training."""
 
     @property
     def mlp_dim(self) -> int:
@@ -36,7 +38,8 @@ class ZImageArch:
 
     @property
     def time_dim(self) -> int:
-        """Width of the embedded noise level, which every block has a linear layer of its own for."""
+        """Width of the embedded noise level, which every block has a linear layer of its own
+        for."""
         return min(self.dim, 256)
 
 
@@ -74,5 +77,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> ZIm
         eps=config["norm_eps"],
     )
     if sum(arch.axes) != arch.head_dim:
-        raise ValueError(f"axes_dims {list(arch.axes)} do not add up to a head of {arch.head_dim} features")
+        raise ValueError(
+            f"axes_dims {list(arch.axes)} do not add up to a head of {arch.head_dim} features"
+        )
     return arch

@@ -5,7 +5,13 @@ from dataclasses import replace
 from ditkit_core.families.language_models import QWEN3, TextEncoding
 from ditkit_core.families.spec import family_spec
 from ditkit_core.families.vae import VaeFamily
-from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, PrecisionSpec, SampleDefaults, op_groups_by_name
+from ditkit_core.models.spec import (
+    AdapterSpec,
+    ArchitectureSpec,
+    PrecisionSpec,
+    SampleDefaults,
+    op_groups_by_name,
+)
 from ditkit_zimage.model import (
     PATCH,
     TEXT_TOKENS,
@@ -18,8 +24,9 @@ from ditkit_zimage.model import (
 from ditkit_zimage.presets import HUB_PRESETS, PRESETS, ZImageArch, arch_from_config
 from ditkit_zimage.state_dict import NAMES, RULES
 
-# The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group. The
-# tokens of padding are rows of the residual stream: they count as norms so that they stay in fp32.
+# The operation group that a parameter computes in, by the start of its name, then by the end; all
+# others compute in the matmuls' group. The tokens of padding are rows of the residual stream: they
+# count as norms so that they stay in fp32.
 _STARTS = {
     "embed.t_embedder.": "time_mlp",
     "embed.cap_embedder.0.": "norms",
@@ -35,7 +42,8 @@ _ENDS = {
     **{f".{part}_norm{index}.weight": "norms" for part in ("attention", "ffn") for index in (1, 2)},
 }
 
-# As src/zimage/transformer.py of Tongyi-MAI/Z-Image runs in bf16: everything except the sinusoid of the noise level, rotary tables and rotation.
+# As src/zimage/transformer.py of Tongyi-MAI/Z-Image runs in bf16: everything except the sinusoid of
+# the noise level, rotary tables and rotation.
 _REFERENCE = {
     "timestep": "fp32",
     **dict.fromkeys(("qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul"),
@@ -49,7 +57,8 @@ SHIFT = 3.0
 
 
 def _sample_defaults(arch: ZImageArch) -> SampleDefaults:
-    """Steps and guidance of the models' authors; their pipelines count guidance from 0, so that a guidance of 4 there is 5 here."""
+    """Steps and guidance of the models' authors; their pipelines count guidance from 0, so that a
+    guidance of 4 there is 5 here."""
     if arch.distilled:
         return SampleDefaults(steps=8, guidance=1.0, guided_by="nothing")
     return SampleDefaults(steps=50, guidance=5.0, guided_by="negative")
@@ -68,7 +77,8 @@ VAE = VaeFamily(
     label="the VAE of Z-Image, which is that of FLUX.1",
     remedy="get ae.safetensors of black-forest-labs/FLUX.1-schnell, or name a diffusers vae folder",
     published={
-        "latent_channels": 16, "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "use_quant_conv": False,
+        "latent_channels": 16, "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2,
+        "use_quant_conv": False,
         "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
         "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     },
@@ -101,13 +111,18 @@ _SPEC = family_spec(
     sample_defaults=_sample_defaults,
     advice=_training_advice,
     adapters=AdapterSpec(
-        targets={"blocks": (*_ATTENTION, *_MLP), "attention": _ATTENTION, "modulation": ("adaLN_modulation.0",)},
+        targets={
+            "blocks": (*_ATTENTION, *_MLP),
+            "attention": _ATTENTION,
+            "modulation": ("adaLN_modulation.0",),
+        },
         rules=RULES,
     ),
     verifier="ditkit_zimage.verify:DIFFUSERS",
 )
 
-# Images and captions have padding tokens, which take part, so they are counted, and captions come in few lengths.
+# Images and captions have padding tokens, which take part, so they are counted, and captions come
+# in few lengths.
 ZIMAGE = replace(
     _SPEC,
     training=replace(

@@ -1,9 +1,12 @@
-"""Z-Image's parameter names: ours, the official ones, which diffusers has too, and ComfyUI's; and which programs read which adapter files.
+"""Z-Image's parameter names: ours, the official ones, which diffusers has too, and ComfyUI's; and
+which programs read which adapter files.
 
-Source: `ZImageTransformer2DModel` in Tongyi-MAI/Z-Image, src/zimage/transformer.py, and in diffusers. ComfyUI keeps q, k and v in one tensor, and
-reads the official names as well, of transformers and of adapters. So these are what we write.
+Source: `ZImageTransformer2DModel` in Tongyi-MAI/Z-Image, src/zimage/transformer.py, and in
+diffusers. ComfyUI keeps q, k and v in one tensor, and reads the official names as well, of
+transformers and of adapters. So these are what we write.
 
-Ours are the official names, but for modules that run before the blocks, which are below `embed`, and after them, below `head`.
+Ours are the official names, but for modules that run before the blocks, which are below `embed`,
+and after them, below `head`.
 """
 
 import re
@@ -60,10 +63,13 @@ def to_comfyui(name: str) -> tuple[TensorSlice, ...]:
 
 
 def to_native(name: str) -> tuple[TensorSlice, ...] | None:
-    """The parameters of ours that an official or ComfyUI tensor is; None if neither has the name."""
+    """The parameters of ours that an official or ComfyUI tensor is; None if neither has the
+    name."""
     if _BLOCK.match(name):
         if name.endswith(_QKV):
-            return tuple(TensorSlice(f"{name.removesuffix('qkv.weight')}to_{part}.weight") for part in "qkv")
+            return tuple(
+                TensorSlice(f"{name.removesuffix('qkv.weight')}to_{part}.weight") for part in "qkv"
+            )
         for ours, theirs in _ENDS.items():
             if name.endswith(theirs):
                 return (TensorSlice(name.removesuffix(theirs) + ours),)
@@ -107,7 +113,8 @@ NAMES = StateDictNames(
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    # Measured with diffusers 0.42 by loading an adapter of every layer in each form: `ZImageLoraLoaderMixin` reads them all.
+    # Measured with diffusers 0.42 by loading an adapter of every layer in each form:
+    # `ZImageLoraLoaderMixin` reads them all.
     if layout.method == "lokr" and layout.form in ("official", "diffusers"):
         # It converts names where alpha is, and then finds its own prefix twice.
         rejected = layout.form == "diffusers" and layout.alpha
@@ -124,7 +131,8 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
 
 
 _UNKNOWN_TO_COMFYUI = r"\.attention\.to_|^embed\.x_embedder$|^head\."
-"""Modules that ComfyUI has by its own names alone behind kohya's prefix: musubi-tuner keeps the official ones."""
+"""Modules that ComfyUI has by its own names alone behind kohya's prefix: musubi-tuner keeps the
+official ones."""
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 _KINDS = ("lora", "dora", "lokr", "loha")
 _OFFICIAL = "write it with --to official"
@@ -150,7 +158,8 @@ ROWS = (
     *diffsynth_rows("official"),
     *musubi_rows(),
 )
-"""What other programs than diffusers do with Z-Image's adapter files; tools/clients runs them against it."""
+"""What other programs than diffusers do with Z-Image's adapter files; tools/clients runs them
+against it."""
 
 RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers))
 """Rules for Z-Image's adapter files: which programs load them."""

@@ -1,4 +1,5 @@
-"""`python -m ditkit_zimage.train` is the command zimage-train: torchrun starts a module by its name."""
+"""`python -m ditkit_zimage.train` is the command zimage-train: torchrun starts a module by its
+name."""
 
 import sys
 

@@ -15,10 +15,14 @@ _SIGMA, _TEXT = 0.5, 5
 
 
 def _inputs(model: Any) -> ZImageInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny image whose sides differ, so that swapped axes show."""
+    """Inputs of noise at a middle noise level, on the model's device: of a tiny image whose sides
+    differ, so that swapped axes show."""
     arch: ZImageArch = model.embed.arch
     device = model.embed.x_pad_token.device
-    empty = {"latents": torch.empty(arch.in_channels, 1, 4, 6), "text": torch.empty(_TEXT, arch.text_dim)}
+    empty = {
+        "latents": torch.empty(arch.in_channels, 1, 4, 6),
+        "text": torch.empty(_TEXT, arch.text_dim),
+    }
     item = noise_item(empty, device)
     return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
@@ -41,7 +45,9 @@ def _config(arch: ZImageArch) -> Mapping[str, Any]:
 def _run_diffusers(transformer: Any, inputs: ZImageInputs) -> Tensor:
     (latents,), (text,), (mask,) = inputs.latents, inputs.text, inputs.text_mask
     dtype = transformer.x_pad_token.dtype
-    output = transformer([latents.to(dtype)], 1 - inputs.sigma, [text[mask].to(dtype)], return_dict=False)[0][0]
+    output = transformer(
+        [latents.to(dtype)], 1 - inputs.sigma, [text[mask].to(dtype)], return_dict=False
+    )[0][0]
     return -output.float()
 
 

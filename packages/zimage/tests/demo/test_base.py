@@ -1,4 +1,5 @@
-"""The weights that the demo starts from: small, in every installation, and a VAE that reproduces images that it has not seen."""
+"""The weights that the demo starts from: small, in every installation, and a VAE that reproduces
+images that it has not seen."""
 
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_files_take_less_than_3_2_mb_and_the_demo_counts_as_trained() -> None:
     sizes = {file.name: file.stat().st_size for file in WEIGHTS.iterdir()}
-    assert set(sizes) == {"vae.safetensors", "transformer.safetensors"} and sum(sizes.values()) < 3_200_000
+    assert (
+        set(sizes) == {"vae.safetensors", "transformer.safetensors"}
+        and sum(sizes.values()) < 3_200_000
+    )
     assert ZIMAGE.demo.trained_base
 
 

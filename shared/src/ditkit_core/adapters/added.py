@@ -1,7 +1,9 @@
-"""Adds adapter files to a loaded model for samples alone: none of its weights changes, and nothing stays of them afterwards.
+"""Adds adapter files to a loaded model for samples alone: none of its weights changes, and nothing
+stays of them afterwards.
 
-The products are added to the output of each layer, whatever it is: quantized, streamed, divided, or with an adapter that is trained. Merging the
-files would round the base once more, and a second copy of it would be needed to take them out bitwise.
+The products are added to the output of each layer, whatever it is: quantized, streamed, divided, or
+with an adapter that is trained. Merging the files would round the base once more, and a second copy
+of it would be needed to take them out bitwise.
 """
 
 import math
@@ -23,12 +25,14 @@ from ditkit_core.weights.fused_tensors import LoraMatrices
 
 
 class AddedAdapter(NamedTuple):
-    """An open adapter file that is added at a strength, or was merged into the base at a strength and is taken out again."""
+    """An open adapter file that is added at a strength, or was merged into the base at a strength
+    and is taken out again."""
 
     file: AdapterFile
     strength: float
     base_weight: Callable[[str], Tensor] | None = None
-    """For a file that is taken out, reads the weight [out, in] of a module that it was merged into, in fp32 on the host; None to add it."""
+    """For a file that is taken out, reads the weight [out, in] of a module that it was merged into,
+    in fp32 on the host; None to add it."""
 
     @property
     def sign(self) -> int:
@@ -36,7 +40,8 @@ class AddedAdapter(NamedTuple):
         return 1 if self.base_weight is None else -1
 
     def method(self, module: str) -> str:
-        """The method of its adapter of a module, as in `adapter.method`, or `dora`; empty if it has none."""
+        """The method of its adapter of a module, as in `adapter.method`, or `dora`; empty if it has
+        none."""
         file_module = self.file.modules.get(module)
         return "" if file_module is None else "dora" if file_module.use_dora else file_module.method
 
@@ -59,13 +64,15 @@ class AddedLora(nn.Module):
     def __init__(self, layer: nn.Module, down: Tensor, up: Tensor):
         super().__init__()
         self.layer = layer
-        # Neither parameters nor buffers, so that a walk over the model's parameters finds its own alone.
+        # Neither parameters nor buffers, so that a walk over the model's parameters finds its own
+        # alone.
         self._down, self._up = down, up
 
     def forward(self, x: Tensor) -> Tensor:
         low = x.flatten(0, -2).to(self._down.dtype) @ self._down.T
         out: Tensor = self.layer(x)
-        # In place: the widest layer's output is the largest tensor of a block, and nobody else has it yet.
+        # In place: the widest layer's output is the largest tensor of a block, and nobody else has
+        # it yet.
         out.view(-1, out.shape[-1]).addmm_(low.to(out.dtype), self._up.T.to(out.dtype))
         return out
 
@@ -91,17 +98,24 @@ class Dora(NamedTuple):
     strength: float
     sign: int
     factors: Tensor | None
-    """Factors of the rows [out], if the base's weight was read for them; None computes them from the layer's own weight."""
+    """Factors of the rows [out], if the base's weight was read for them; None computes them from
+    the layer's own weight."""
 
     @property
     def from_merged(self) -> Tensor:
-        """For an adapter that is taken out, the factor of each row that turns the merged row into the base's: 1 / (1 + strength · (f - 1))."""
+        """For an adapter that is taken out, the factor of each row that turns the merged row into
+        the base's: 1 / (1 + strength · (f - 1))."""
         assert self.factors is not None
         return 1 / (1 + self.strength * (self.factors - 1))
 
     def of_rows(self, weight: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """The two parts added to a layer's output: for each row [out] the share of the layer's own product, and B of a LoRA [out, rank]."""
-        factors = row_factors(weight(), self.matrices, self.scale) if self.factors is None else self.factors
+        """The two parts added to a layer's output: for each row [out] the share of the layer's own
+        product, and B of a LoRA [out, rank]."""
+        factors = (
+            row_factors(weight(), self.matrices, self.scale)
+            if self.factors is None
+            else self.factors
+        )
         up = self.matrices.up * (self.strength * self.scale * factors)[:, None]
         if self.sign > 0:
             return self.strength * (factors - 1), up
@@ -111,15 +125,21 @@ class Dora(NamedTuple):
 class AddedDoras(nn.Module):
     """A layer, and the change of its output by DoRAs over its frozen weight.
 
-    With strength t, a DoRA makes (1 - t) · W + t · f · (W + s·B·A) of a weight W. So the output gets t · (f - 1) of the frozen product, and a
-    LoRA's product. Factors are computed in each forward, because a streamed or divided weight is on the device only then.
+    With strength t, a DoRA makes (1 - t) · W + t · f · (W + s·B·A) of a weight W. So the output
+    gets t · (f - 1) of the frozen product, and a LoRA's product. Factors are computed in each
+    forward, because a streamed or divided weight is on the device only then.
     """
 
-    def __init__(self, layer: nn.Module, frozen: nn.Module, doras: Sequence[Dora], *, trained: bool):
-        """Add `doras` to a layer with the frozen weight of `frozen`; the output of a `trained` layer is not the product of that weight alone."""
+    def __init__(
+        self, layer: nn.Module, frozen: nn.Module, doras: Sequence[Dora], *, trained: bool
+    ):
+        """Add `doras` to a layer with the frozen weight of `frozen`; the output of a `trained`
+        layer is not the product of that weight alone."""
         super().__init__()
         self.layer, self._doras, self._trained = layer, doras, trained
-        self._frozen: tuple[Any] = (frozen,)  # in a tuple: it is a part of `layer`, and no second child
+        self._frozen: tuple[Any] = (
+            frozen,
+        )  # in a tuple: it is a part of `layer`, and no second child
 
     def forward(self, x: Tensor) -> Tensor:
         (frozen,) = self._frozen
@@ -141,10 +161,14 @@ class AddedDoras(nn.Module):
 
 
 @contextmanager
-def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
-    """Add adapters that fit a model as long as the context is open; only forwards without gradients may run meanwhile.
+def added(
+    model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]
+) -> Iterator[None]:
+    """Add adapters that fit a model as long as the context is open; only forwards without gradients
+    may run meanwhile.
 
-    `dtype_of` gives the dtype of a base parameter that is not quantized, by name: the products are made in it.
+    `dtype_of` gives the dtype of a base parameter that is not quantized, by name: the products are
+    made in it.
     """
     modules = dict.fromkeys(module for adapter in adapters for module in adapter.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []
@@ -158,7 +182,9 @@ def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable
                 # Below the trained adapter, where a layer's output is the frozen product alone.
                 parent, leaf, layer = layer, "base_layer", layer.get_submodule("base_layer")
             before.append((parent, leaf, layer))
-            setattr(parent, leaf, _with(layer, module_adapters, module, dtype_of(f"{module}.weight")))
+            setattr(
+                parent, leaf, _with(layer, module_adapters, module, dtype_of(f"{module}.weight"))
+            )
         yield
     finally:
         for parent, leaf, layer in before:
@@ -170,22 +196,31 @@ def _is_dora(layer: Any) -> bool:
     return bool(layer._modules.get("lora_magnitude_vector"))
 
 
-def _with(layer: nn.Module, adapters: Sequence[AddedAdapter], module: str, dtype: torch.dtype) -> nn.Module:
-    """A layer with adapters of its module: first without what is taken out, so that a DoRA's weight is the base's."""
+def _with(
+    layer: nn.Module, adapters: Sequence[AddedAdapter], module: str, dtype: torch.dtype
+) -> nn.Module:
+    """A layer with adapters of its module: first without what is taken out, so that a DoRA's weight
+    is the base's."""
     # The layer's own device: its parameters name it even while a streamed block is on the host.
     device, wrapped = next(layer.parameters()).device, layer
     frozen = layer.get_submodule("base_layer") if _is_dora(layer) else layer
-    read = next((adapter.base_weight for adapter in adapters if adapter.base_weight is not None), None)
+    read = next(
+        (adapter.base_weight for adapter in adapters if adapter.base_weight is not None), None
+    )
     for some in (
         [adapter for adapter in adapters if adapter.sign < 0],
         [adapter for adapter in adapters if adapter.sign > 0],
     ):
         if doras := [
-            _opened(adapter, module, read, device, dtype) for adapter in some if adapter.method(module) == "dora"
+            _opened(adapter, module, read, device, dtype)
+            for adapter in some
+            if adapter.method(module) == "dora"
         ]:
             wrapped = AddedDoras(wrapped, frozen, doras, trained=frozen is not layer)
         if loras := [adapter for adapter in some if adapter.method(module) == "lora"]:
-            wrapped = AddedLora(wrapped, *(matrix.to(device, dtype) for matrix in _joined(loras, module)))
+            wrapped = AddedLora(
+                wrapped, *(matrix.to(device, dtype) for matrix in _joined(loras, module))
+            )
         for adapter in some:
             if adapter.method(module) not in ("dora", "lora"):
                 wrapped = AddedFactors(wrapped, adapter.pieces(module, device))
@@ -199,24 +234,32 @@ def _opened(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Dora:
-    """The DoRA of a module on a device. If something is taken out, the base's weight is read for the factors of its rows."""
+    """The DoRA of a module on a device. If something is taken out, the base's weight is read for
+    the factors of its rows."""
     read, scale = adapter.file.read(module), adapter.file.modules[module].scale
-    factors = None if base_weight is None else row_factors(base_weight(module), read, scale).to(device)
+    factors = (
+        None if base_weight is None else row_factors(base_weight(module), read, scale).to(device)
+    )
     assert read.magnitude is not None
     moved = replace(
-        read, down=read.down.to(device, dtype), up=read.up.to(device, dtype), magnitude=read.magnitude.to(device)
+        read,
+        down=read.down.to(device, dtype),
+        up=read.up.to(device, dtype),
+        magnitude=read.magnitude.to(device),
     )
     dora = Dora(moved, scale, adapter.strength, adapter.sign, factors)
     if dora.sign < 0 and not bool((dora.from_merged.abs() < 1e3).all()):
         raise UserError(
-            f"{adapter.file.source.path} cannot be taken out of {module} again, because it makes rows of its weight zero; give another strength "
+            f"{adapter.file.source.path} cannot be taken out of {module} again, because it makes "
+            f"rows of its weight zero; give another strength "
             "or another file"
         )
     return dora
 
 
 def _joined(adapters: Sequence[AddedAdapter], module: str) -> tuple[Tensor, Tensor]:
-    """A and B of all LoRAs of a module side by side along the rank, with scales and strengths in B."""
+    """A and B of all LoRAs of a module side by side along the rank, with scales and strengths in
+    B."""
     downs, ups = [], []
     for adapter in adapters:
         read = adapter.file.read(module)
@@ -231,7 +274,8 @@ def added_bytes(
     dtype_of: Callable[[str], torch.dtype],
     within: Collection[str],
 ) -> int:
-    """Bytes that adapters take while they are added: on the modules of the device (`within`), by their weights' shapes [out, in]."""
+    """Bytes that adapters take while they are added: on the modules of the device (`within`), by
+    their weights' shapes [out, in]."""
     stored, changes = 0, [0]
     for adapter in adapters:
         file = adapter.file
@@ -241,7 +285,8 @@ def added_bytes(
             if module.method == "lora":
                 stored += module.rank * sum(shapes[name]) * dtype_of(f"{name}.weight").itemsize
                 if module.use_dora:
-                    # Magnitudes and factors; some rows of the weight in fp32, with and without the product.
+                    # Magnitudes and factors; some rows of the weight in fp32, with and without the
+                    # product.
                     stored += 2 * 4 * shapes[name][0]
                     changes.append(2 * 4 * min(math.prod(shapes[name]), AT_ONCE["cuda"]))
                 continue

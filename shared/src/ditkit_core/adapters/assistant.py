@@ -1,8 +1,10 @@
 """An assistant in layers whose DoRA is trained.
 
-A row of a DoRA's weight is f · (W + s·B·A), where a trained magnitude and the norm of that row make f. An assistant C that is merged into W
-would be scaled with it: the trained change, (f - 1) · (W + C) + f·s·B·A, would contain some of C, which samples must not have. So these layers
-keep the base's own W, and compute f · (W + s·B·A) + C, as peft does with two active adapters. All other layers have C merged into W.
+A row of a DoRA's weight is f · (W + s·B·A), where a trained magnitude and the norm of that row make
+f. An assistant C that is merged into W would be scaled with it: the trained change, (f - 1) · (W +
+C) + f·s·B·A, would contain some of C, which samples must not have. So these layers keep the base's
+own W, and compute f · (W + s·B·A) + C, as peft does with two active adapters. All other layers have
+C merged into W.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -19,39 +21,52 @@ from ditkit_core.nn.lora import ASSISTANT
 
 
 def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> dict[str, int]:
-    """The rank of an assistant's LoRA of each module whose DoRA is trained (`doras`); `key` is the setting that names the assistant."""
+    """The rank of an assistant's LoRA of each module whose DoRA is trained (`doras`); `key` is the
+    setting that names the assistant."""
     both = {module: file_module for module, file_module in file.modules.items() if module in doras}
     for module, file_module in both.items():
         if file_module.method != "lora" or file_module.use_dora:
             kind = "DoRA" if file_module.use_dora else file_module.method
             raise UserError(
-                f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is trained an assistant must be a LoRA; train a "
-                f"LoRA, LoKr or LoHa or leave its layers out of {argument('adapter.targets')}, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
+                f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is "
+                f"trained an assistant must be a LoRA; train a "
+                f"LoRA, LoKr or LoHa or leave its layers out of {argument('adapter.targets')}, or "
+                f"make a LoRA of the assistant: merge it with the export command's --merge, then "
+                f"--extract"
             )
     return {module: file_module.rank for module, file_module in both.items()}
 
 
 def add_assistant(model: nn.Module, ranks: Mapping[str, int]) -> None:
-    """Give the layers with an adapter, on `meta`, an assistant too, of the rank of their module, if it has one."""
+    """Give the layers with an adapter, on `meta`, an assistant too, of the rank of their module, if
+    it has one."""
     for module, layer in adapter_layers(model).items():
         if (rank := ranks.get(module)) is not None:
             with torch.device("meta"):
-                layer.lora_A[ASSISTANT] = nn.Linear(layer.in_features, rank, bias=False).requires_grad_(False)
-                layer.lora_B[ASSISTANT] = nn.Linear(rank, layer.out_features, bias=False).requires_grad_(False)
+                layer.lora_A[ASSISTANT] = nn.Linear(
+                    layer.in_features, rank, bias=False
+                ).requires_grad_(False)
+                layer.lora_B[ASSISTANT] = nn.Linear(
+                    rank, layer.out_features, bias=False
+                ).requires_grad_(False)
 
 
 def put_next_to_doras(
     model: nn.Module, merged: list[tuple[AdapterFile, float]], key: str
 ) -> tuple[AdapterFile, float] | None:
-    """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is merged into the other layers alone.
+    """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is
+    merged into the other layers alone.
 
-    `key` is the setting that names the assistant; empty for none. Returns the assistant and its strength.
+    `key` is the setting that names the assistant; empty for none. Returns the assistant and its
+    strength.
     """
     if not key:
         return None
     (file, strength), doras = merged[-1], adapter_layers(model)
     add_assistant(model, ranks_next_to_dora(file, doras, key))
-    others = {module: file_module for module, file_module in file.modules.items() if module not in doras}
+    others = {
+        module: file_module for module, file_module in file.modules.items() if module not in doras
+    }
     merged[-1] = (replace(file, modules=others), strength)
     return file, strength
 
@@ -63,7 +78,8 @@ def load_assistant(
     device_of: Callable[[str], torch.device],
     put: Callable[[nn.Module, str, Tensor], None] | None,
 ) -> None:
-    """Give assistants their values, in fp32, with scale and strength in B; `put` sets a parameter whose rows ranks divide."""
+    """Give assistants their values, in fp32, with scale and strength in B; `put` sets a parameter
+    whose rows ranks divide."""
     if assistant is None:
         return
     file, strength = assistant
@@ -71,7 +87,10 @@ def load_assistant(
         if ASSISTANT in getattr(layer, "lora_A", ()):
             read, device = file.read(module), device_of(module)
             up = read.up * (strength * file.modules[module].scale)
-            for child, value in ((layer.lora_A[ASSISTANT], read.down), (layer.lora_B[ASSISTANT], up)):
+            for child, value in (
+                (layer.lora_A[ASSISTANT], read.down),
+                (layer.lora_B[ASSISTANT], up),
+            ):
                 value = value.to(device, torch.float32).contiguous()
                 if put is None:
                     child.weight = nn.Parameter(value, requires_grad=False)

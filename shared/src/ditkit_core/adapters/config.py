@@ -1,4 +1,5 @@
-"""The sections `[adapter]`, `[base]` and `[export]` of a configuration; this module needs no torch."""
+"""The sections `[adapter]`, `[base]` and `[export]` of a configuration; this module needs no
+torch."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -25,14 +26,15 @@ class BaseConfig(BaseExecution):
     """The `[base]` section: how the frozen base is changed before training."""
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`. For a model of two experts:
-    the files of the high-noise expert."""
+    """Existing LoRA files to merge into the base before training, each as `FILE` or
+    `FILE@strength`. For a model of two experts: the files of the high-noise expert."""
     merge_low: tuple[str, ...] = setting((), resume="refused", holds="path", part_of="merge")
     """The same for the low-noise expert. Name a file for both experts in both keys."""
     assistant: str = setting("", resume="refused", holds="path")
-    """A LoRA file, as `FILE` or `FILE@strength`, that undoes the distillation of a distilled base while an adapter is trained, so that
-    the adapter does not. It is merged into the base for training and taken out again for samples. For a model of two experts: the file of
-    the high-noise expert."""
+    """A LoRA file, as `FILE` or `FILE@strength`, that undoes the distillation of a distilled base
+    while an adapter is trained, so that the adapter does not. It is merged into the base for
+    training and taken out again for samples. For a model of two experts: the file of the high-noise
+    expert."""
     assistant_low: str = setting("", resume="refused", holds="path")
     """The same for the low-noise expert."""
 
@@ -42,7 +44,8 @@ class BaseConfig(BaseExecution):
         return [("base.merge", self.merge), ("base.merge_low", self.merge_low)]
 
     def merge_key(self, component: str) -> str:
-        """The key that names what is merged into a transformer for good; the component as for `files`."""
+        """The key that names what is merged into a transformer for good; the component as for
+        `files`."""
         return self.merges[component == "transformer_2"][0]
 
     @property
@@ -51,12 +54,14 @@ class BaseConfig(BaseExecution):
         return [("base.assistant", self.assistant), ("base.assistant_low", self.assistant_low)]
 
     def assistant_key(self, component: str) -> str:
-        """The key that names a transformer's assistant, if it has one, else empty; the component as for `files`."""
+        """The key that names a transformer's assistant, if it has one, else empty; the component as
+        for `files`."""
         key, entry = self.assistants[component == "transformer_2"]
         return key if entry else ""
 
     def files(self, component: str) -> list[tuple[str, str]]:
-        """The files that are merged into a transformer (`transformer`, or `transformer_2` for the second of two), each after the key that names it.
+        """The files that are merged into a transformer (`transformer`, or `transformer_2` for the
+        second of two), each after the key that names it.
 
         Its assistant is the last.
         """
@@ -70,28 +75,30 @@ class AdapterConfig:
     """The `[adapter]` section: which parameters are trained."""
 
     method: Literal["lora", "lokr", "loha", "full"] = setting("lora", resume="refused")
-    """`lora` trains low-rank adapters over a frozen base, `lokr` Kronecker products, `loha` elementwise products of two low-rank
-    matrices, and `full` every parameter."""
+    """`lora` trains low-rank adapters over a frozen base, `lokr` Kronecker products, `loha`
+    elementwise products of two low-rank matrices, and `full` every parameter."""
     rank: int = setting(32, resume="refused")
-    """Rank of the adapters; for a LoKr, the rank of its second factor, which is stored whole if that is smaller."""
+    """Rank of the adapters; for a LoKr, the rank of its second factor, which is stored whole if
+    that is smaller."""
     alpha: float = setting(0.0, resume="refused")
     """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
     rank_pattern: tuple[str, ...] = setting((), resume="refused")
-    """Other ranks by layer, each as `PATTERN=RANK`: a name's end (`self_attn.q=64`) or a glob (`*.ffn.*=8`). The first that fits a layer
-    counts."""
+    """Other ranks by layer, each as `PATTERN=RANK`: a name's end (`self_attn.q=64`) or a glob
+    (`*.ffn.*=8`). The first that fits a layer counts."""
     alpha_pattern: tuple[str, ...] = setting((), resume="refused")
     """Other values of alpha by layer, each as `PATTERN=ALPHA`, with patterns as in rank_pattern."""
     dropout: float = setting(0.0, resume="stated")
     """Probability of dropping an input of the adapter in training, 0 to below 1."""
     targets: tuple[str, ...] = setting((), resume="refused")
-    """Layers that get an adapter: a named set of the model, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`). Empty means the
-    model's first set."""
+    """Layers that get an adapter: a named set of the model, name endings (`self_attn.q`) or glob
+    patterns (`layers.1*.ffn.*`). Empty means the model's first set."""
     use_rslora: bool = setting(False, resume="refused")
     """Scale by alpha / sqrt(rank)."""
     use_dora: bool = setting(False, resume="refused")
     """Also train the norm of each output's weights (DoRA)."""
     decompose_factor: int = setting(-1, resume="refused")
-    """For a LoKr: the largest size of its first factor, which has to divide the size of the layer; -1 makes both factors about equally large."""
+    """For a LoKr: the largest size of its first factor, which has to divide the size of the layer;
+    -1 makes both factors about equally large."""
     decompose_both: bool = setting(False, resume="refused")
     """For a LoKr: make the first factor a low-rank product too, where the rank is small enough."""
     init: str = setting("", resume="refused", holds="path")
@@ -100,35 +107,46 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
             raise UserError(
-                f"{argument('adapter.rank')} = {self.rank}, {argument('adapter.alpha')} = {self.alpha}, {argument('adapter.dropout')} = {self.dropout}: "
+                f"{argument('adapter.rank')} = {self.rank}, {argument('adapter.alpha')} = "
+                f"{self.alpha}, {argument('adapter.dropout')} = {self.dropout}: "
                 "set the rank to at least 1, alpha to at least 0, and dropout from 0 to below 1"
             )
         if (largest := max(self.rank, *self._ranks.values(), 0)) > _LARGEST_RANK:
             raise UserError(
-                f"{argument('adapter.rank')} or {argument('adapter.rank_pattern')} has a rank of {largest:g}, and no layer has a side above {_LARGEST_RANK}; "
+                f"{argument('adapter.rank')} or {argument('adapter.rank_pattern')} has a rank of "
+                f"{largest:g}, and no layer has a side above {_LARGEST_RANK}; "
                 "write a smaller one"
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(
-                f"{argument('adapter.dropout')}, use_rslora and use_dora are for {argument('adapter.method')} = lora, and this one is {self.method}; leave them out"
+                f"{argument('adapter.dropout')}, use_rslora and use_dora are for "
+                f"{argument('adapter.method')} = lora, and this one is {self.method}; leave them "
+                f"out"
             )
         if self.method != "lokr" and (self.decompose_factor != -1 or self.decompose_both):
             raise UserError(
-                f"{argument('adapter.decompose_factor')} and {argument('adapter.decompose_both')} are for {argument('adapter.method')} = lokr, and this one is {self.method}; leave them out"
+                f"{argument('adapter.decompose_factor')} and {argument('adapter.decompose_both')} "
+                f"are for {argument('adapter.method')} = lokr, and this one is {self.method}; "
+                f"leave them out"
             )
         if self.decompose_factor < 1 and self.decompose_factor != -1:
             raise UserError(
-                f"{argument('adapter.decompose_factor')} = {self.decompose_factor} must be at least 1, or -1 for factors of about equal size"
+                f"{argument('adapter.decompose_factor')} = {self.decompose_factor} must be at "
+                f"least 1, or -1 for factors of about equal size"
             )
         if self.method == "full" and (self._ranks or self._alphas):
             raise UserError(
-                f"{argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} are for adapters, and {argument('adapter.method')} = full trains the weights themselves; "
+                f"{argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} are "
+                f"for adapters, and {argument('adapter.method')} = full trains the weights "
+                f"themselves; "
                 "leave them out"
             )
 
     @cached_property
     def _ranks(self) -> dict[str, float]:
-        return parse_patterns(argument("adapter.rank_pattern"), self.rank_pattern, "RANK", is_integer=True)
+        return parse_patterns(
+            argument("adapter.rank_pattern"), self.rank_pattern, "RANK", is_integer=True
+        )
 
     @cached_property
     def _alphas(self) -> dict[str, float]:
@@ -159,10 +177,11 @@ class AdapterConfig:
 
 
 class LoraConfig(AdapterConfig):
-    """An `AdapterConfig` by the names that peft has for it: `r` is `rank`, `lora_alpha` is `alpha`, `lora_dropout` is `dropout`, and
-    `target_modules` is `targets`.
+    """An `AdapterConfig` by the names that peft has for it: `r` is `rank`, `lora_alpha` is `alpha`,
+    `lora_dropout` is `dropout`, and `target_modules` is `targets`.
 
-        LoraConfig(r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"], use_rslora=True)
+        LoraConfig(r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"],
+        use_rslora=True)
 
     Defaults are ours: rank 32, alpha equal to the rank, and the model's first set of layers.
     """
@@ -181,27 +200,38 @@ class LoraConfig(AdapterConfig):
         Args:
             r: Rank of the adapters.
             lora_alpha: The adapter is scaled by lora_alpha / r.
-            target_modules: Layers that get an adapter: name endings, glob patterns or named sets of the model. `all-linear` means every Linear
-                layer.
+            target_modules: Layers that get an adapter: name endings, glob patterns or named sets of
+                the model. `all-linear` means every Linear layer.
             lora_dropout: Probability of dropping an input of the adapter in training.
             settings: Fields of `AdapterConfig`.
 
         Raises:
             UserError: If a value is impossible, or there by both names.
         """
-        check_arguments("LoraConfig", settings, (*_PEFT_NAMES, *(field.name for field in fields(AdapterConfig))))
+        check_arguments(
+            "LoraConfig", settings, (*_PEFT_NAMES, *(field.name for field in fields(AdapterConfig)))
+        )
         targets = None
         if target_modules is not None:
-            targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
+            targets = (
+                (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
+            )
             for target in targets:
                 if target != ALL_LINEAR and nearest_word(target, (ALL_LINEAR,), 0.85):
                     raise UserError(f"target_modules has {target!r}; did you mean {ALL_LINEAR}?")
             targets = ("*",) if targets == (ALL_LINEAR,) else targets
-        named = {"r": r, "lora_alpha": lora_alpha, "target_modules": targets, "lora_dropout": lora_dropout}
+        named = {
+            "r": r,
+            "lora_alpha": lora_alpha,
+            "target_modules": targets,
+            "lora_dropout": lora_dropout,
+        }
         for theirs, value in named.items():
             if value is not None:
                 if (ours := _PEFT_NAMES[theirs]) in settings:
-                    raise UserError(f"{theirs} and {ours} are two names of one setting; leave one of them out")
+                    raise UserError(
+                        f"{theirs} and {ours} are two names of one setting; leave one of them out"
+                    )
                 settings[ours] = value
         super().__init__(**settings)
 
@@ -228,7 +258,12 @@ class LoraConfig(AdapterConfig):
 
 ALL_LINEAR = "all-linear"
 """peft's word for every Linear layer."""
-_PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lora_dropout": "dropout"}
+_PEFT_NAMES = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "lora_dropout": "dropout",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,23 +271,32 @@ class ExportConfig:
     """The `[export]` section: what is written next to each save and at the end."""
 
     forms: tuple[str, ...] = setting(("official",), resume="free")
-    """Formats of the files, which differ in the names of tensors: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
-    transformer is written only in the first two."""
+    """Formats of the files, which differ in the names of tensors: `official` (ComfyUI and diffusers
+    load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete transformer is
+    written only in the first two."""
     dtype: str = setting("bf16", resume="free")
-    """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads it, with the blocks' matrices in 8 bits
-    with a scale and the rest in bf16 (adapters next to it are in bf16)."""
+    """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads
+    it, with the blocks' matrices in 8 bits with a scale and the rest in bf16 (adapters next to it
+    are in bf16)."""
     merged: bool = setting(False, resume="free")
-    """Also write the complete transformer with the adapter merged in, as a full fine-tune does: next to each save and at the end."""
+    """Also write the complete transformer with the adapter merged in, as a full fine-tune does:
+    next to each save and at the end."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32", FP8_SCALED):
-            raise UserError(f"{argument('export.dtype')} = {self.dtype!r}: choose bf16, fp32 or {FP8_SCALED}")
+            raise UserError(
+                f"{argument('export.dtype')} = {self.dtype!r}: choose bf16, fp32 or {FP8_SCALED}"
+            )
         if not self.forms or len(set(self.forms)) < len(self.forms):
-            raise UserError(f"{argument('export.forms')} = {list(self.forms)}: name at least one form, and each once")
+            raise UserError(
+                f"{argument('export.forms')} = {list(self.forms)}: name at least one form, and "
+                f"each once"
+            )
         # No other program reads these files, so a second form would be a file that nobody can load.
         if self.scaled and self.forms != ("official",):
             raise UserError(
-                f"{argument('export.dtype')} = {FP8_SCALED} is for ComfyUI, which reads the official form; {set_forms(['official'])}, "
+                f"{argument('export.dtype')} = {FP8_SCALED} is for ComfyUI, which reads the "
+                f"official form; {set_forms(['official'])}, "
                 "or another dtype"
             )
 

@@ -1,4 +1,5 @@
-"""Extracts a LoRA from the difference of two complete transformers, with one module in memory at a time."""
+"""Extracts a LoRA from the difference of two complete transformers, with one module in memory at a
+time."""
 
 import math
 from collections.abc import Callable, Collection
@@ -28,11 +29,13 @@ class Extracted:
     sizes: dict[str, float]
     """Norm of the difference, by name, of every parameter that differs."""
     uncovered: dict[str, float]
-    """For parameters that an adapter cannot change: norm of the difference relative to the base's norm, infinite where that is zero."""
+    """For parameters that an adapter cannot change: norm of the difference relative to the base's
+    norm, infinite where that is zero."""
 
     @property
     def residual(self) -> float:
-        """Norm of the part of the modules' difference that the adapters do not represent, relative to that difference."""
+        """Norm of the part of the modules' difference that the adapters do not represent, relative
+        to that difference."""
         # By Pythagoras: what is kept is orthogonal to its remainder.
         squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.energy_shares}
         lost = sum(square * (1 - self.energy_shares[name]) for name, square in squares.items())
@@ -40,7 +43,8 @@ class Extracted:
 
     @property
     def share_left(self) -> float:
-        """Share of the energy of the total difference in parameters that an adapter cannot change, 0 to 1."""
+        """Share of the energy of the total difference in parameters that an adapter cannot change,
+        0 to 1."""
         total = sum(size**2 for size in self.sizes.values())
         return sum(self.sizes[name] ** 2 for name in self.uncovered) / total
 
@@ -56,7 +60,8 @@ def extract(
     only: Collection[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """Extract LoRAs from the difference of two transformers of one architecture, in any forms and dtypes, module by module.
+    """Extract LoRAs from the difference of two transformers of one architecture, in any forms and
+    dtypes, module by module.
 
     Args:
         rank: None: in each module the lowest rank, up to 256, that keeps `energy`.
@@ -66,17 +71,24 @@ def extract(
     """
     # Both files are matched to the same names, so they may be in different forms and dtypes.
     shapes = parameters_of(spec.architecture.build, arch)
-    stored = [StoredParameters.of(source, spec.architecture.names, shapes) for source in (tuned, base)]
+    stored = [
+        StoredParameters.of(source, spec.architecture.names, shapes) for source in (tuned, base)
+    ]
     layers = layers_of(spec.architecture.build, arch)
     adapters, energy_shares, sizes, uncovered = {}, {}, {}, {}
     for name in shapes:
         theirs, ours = (parameters.read(name) for parameters in stored)
         size_of_base = float(torch.linalg.vector_norm(ours))
-        difference = theirs.sub_(ours)  # in place: memory has at most two matrices of the largest layer
+        difference = theirs.sub_(
+            ours
+        )  # in place: memory has at most two matrices of the largest layer
         size = float(torch.linalg.vector_norm(difference))
         advance()
         if not math.isfinite(size):
-            raise UserError(f"{tuned.path} or {base.path}: {name} has values that are not finite; fetch it again")
+            raise UserError(
+                f"{tuned.path} or {base.path}: {name} has values that are not finite; fetch it "
+                f"again"
+            )
         if size == 0:
             continue
         sizes[name], module = size, name.removesuffix(".weight")
@@ -85,10 +97,16 @@ def extract(
             uncovered[name] = size / size_of_base if size_of_base else float("inf")
             continue
         product = low_rank(difference, rank, energy, module)
-        adapters[module], energy_shares[module] = Scaled(LoraMatrices(product.down, product.up)), product.energy_share
+        adapters[module], energy_shares[module] = (
+            Scaled(LoraMatrices(product.down, product.up)),
+            product.energy_share,
+        )
     if not adapters:
         verdict = "differ in no Linear layer" if sizes else "do not differ"
         raise UserError(
-            f"{tuned.path} and {base.path} {verdict}: there is nothing to extract; check --extract and --base"
+            f"{tuned.path} and {base.path} {verdict}: there is nothing to extract; check --extract "
+            f"and --base"
         )
-    return Extracted(adapters=adapters, energy_shares=energy_shares, sizes=sizes, uncovered=uncovered)
+    return Extracted(
+        adapters=adapters, energy_shares=energy_shares, sizes=sizes, uncovered=uncovered
+    )

@@ -1,7 +1,9 @@
-"""Puts adapters on a model's Linear layers through peft: which layers, their first values, and their names.
+"""Puts adapters on a model's Linear layers through peft: which layers, their first values, and
+their names.
 
-peft renames the layers that it wraps (`q.weight` becomes `q.base_layer.weight`) and puts an adapter name into its own parameters
-(`q.lora_A.default.weight`). Neither leaves this module: everywhere else names are canonical, without both.
+peft renames the layers that it wraps (`q.weight` becomes `q.base_layer.weight`) and puts an adapter
+name into its own parameters (`q.lora_A.default.weight`). Neither leaves this module: everywhere
+else names are canonical, without both.
 """
 
 import math
@@ -56,7 +58,8 @@ def inject(
     if only is not None:
         targets = tuple(target for target in targets if target in only)
     peft_config = _peft_config(config, targets)
-    # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
+    # On meta, because `initialise` makes the values from the seed and the module's name, the same
+    # on every device.
     peft, layers = _import_peft()
     with torch.device("meta"):
         peft.inject_adapter_in_model(peft_config, model)
@@ -67,9 +70,12 @@ def inject(
         if config.method != "lora":
             layer.__class__ = layers.FACTORED[config.method]
         if config.method == "loha":
-            # peft goes by the shape of the weight, which in a quantized layer is the shape of the packed codes.
+            # peft goes by the shape of the weight, which in a quantized layer is the shape of the
+            # packed codes.
             with torch.device("meta"):
-                layer.create_adapter_parameters("default", layer.r["default"], (layer.out_features, layer.in_features))
+                layer.create_adapter_parameters(
+                    "default", layer.r["default"], (layer.out_features, layer.in_features)
+                )
     return targets
 
 
@@ -81,11 +87,16 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
     common: dict[str, Any] = {
         "r": config.rank,
         # Anchored, so that no longer name fits that ends like one of them.
-        "rank_pattern": {f"^{re.escape(target)}": rank for target, rank in ranks.items() if rank != config.rank},
-        "alpha_pattern": {
-            f"^{re.escape(target)}": module_alpha for target, module_alpha in alphas.items() if module_alpha != alpha
+        "rank_pattern": {
+            f"^{re.escape(target)}": rank for target, rank in ranks.items() if rank != config.rank
         },
-        # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
+        "alpha_pattern": {
+            f"^{re.escape(target)}": module_alpha
+            for target, module_alpha in alphas.items()
+            if module_alpha != alpha
+        },
+        # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which
+        # peft cannot wrap.
         "target_modules": "|".join(map(re.escape, targets)),
     }
     # First values: none of peft's. `initialise` gives them, from a generator of their own.
@@ -93,7 +104,9 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
         return peft.LoHaConfig(alpha=alpha, init_weights=False, **common)
     if config.method == "lokr":
         factor, both = config.decompose_factor, config.decompose_both
-        return peft.LoKrConfig(alpha=alpha, decompose_factor=factor, decompose_both=both, init_weights=False, **common)
+        return peft.LoKrConfig(
+            alpha=alpha, decompose_factor=factor, decompose_both=both, init_weights=False, **common
+        )
     lora = peft.LoraConfig(
         lora_alpha=alpha,
         lora_dropout=config.dropout,
@@ -111,7 +124,9 @@ def target_modules(
 ) -> tuple[str, ...]:
     """Names of the Linear layers that the targets select, in the model's order."""
     return chosen_of(
-        [name for name, module in model.named_modules() if isinstance(module, nn.Linear)], targets, named_sets
+        [name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
+        targets,
+        named_sets,
     )
 
 
@@ -128,7 +143,8 @@ def chosen_of(
             meant = f"did you mean {near!r}? " if near else ""
             kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in linears})
             raise UserError(
-                f"{argument('adapter.targets')}: {target!r} fits no layer of this model; {meant}its Linear layers are {', '.join(kinds)}; "
+                f"{argument('adapter.targets')}: {target!r} fits no layer of this model; "
+                f"{meant}its Linear layers are {', '.join(kinds)}; "
                 f"named sets are {', '.join(map(repr, named_sets))}"
             )
         chosen |= fitting
@@ -145,13 +161,15 @@ def initialise(
 ) -> None:
     """Give every adapter its first values, in fp32, once the base has its weights.
 
-    A is uniform within ±1/sqrt(in_features), as in peft, and depends only on the seed and the module's name. B is zero, so the model starts
-    as its base. A DoRA magnitude is the norm of each row of the weight. In a LoKr the first factor is zero, in a LoHa the last.
+    A is uniform within ±1/sqrt(in_features), as in peft, and depends only on the seed and the
+    module's name. B is zero, so the model starts as its base. A DoRA magnitude is the norm of each
+    row of the weight. In a LoKr the first factor is zero, in a LoHa the last.
 
     Args:
         device_of: The device of a module's adapter, by the module's name.
-        start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
-            `dora_scale`, which is over the norm of the base's rows.
+        start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`,
+            perhaps `lora_magnitude_vector.weight`, or `dora_scale`, which is over the norm of the
+            base's rows.
         division: Of the rows of base and adapters over ranks; None if this one has all.
     """
 
@@ -176,7 +194,9 @@ def initialise(
         # Sampled on the CPU, whose generator gives the same numbers wherever the adapter goes.
         down = start_values.get("lora_A.weight")
         if down is None:
-            down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
+            down = torch.empty(rank, width).uniform_(
+                -bound, bound, generator=generator(seed, "adapter", module)
+            )
         up = start_values.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
         put(layer.lora_A["default"], "weight", down.to(device))
         put(layer.lora_B["default"], "weight", up.to(device))
@@ -188,20 +208,35 @@ def initialise(
                 base = dense_weight(layer.get_base_layer()).to(device)
                 put(magnitude, "weight", _row_norms(layer, base, start_values, down, up))
             else:
-                base, rows = dense_rows(layer.get_base_layer(), division), division.rows(magnitude.weight)
+                base, rows = (
+                    dense_rows(layer.get_base_layer(), division),
+                    division.rows(magnitude.weight),
+                )
                 assert rows is not None and len(rows) == len(base), module
                 some = slice(rows.start, rows.stop)
-                division.put(magnitude, "weight", _row_norms(layer, base, start_values, down, up[some], some))
+                division.put(
+                    magnitude, "weight", _row_norms(layer, base, start_values, down, up[some], some)
+                )
 
 
 def _row_norms(
-    layer: Any, base: Tensor, start_values: Mapping[str, Tensor], down: Tensor, up: Tensor, rows: slice = slice(None)
+    layer: Any,
+    base: Tensor,
+    start_values: Mapping[str, Tensor],
+    down: Tensor,
+    up: Tensor,
+    rows: slice = slice(None),
 ) -> Tensor:
-    """The norm of some rows of the merged weight: an adapter that starts from a file has a B that is not zero."""
+    """The norm of some rows of the merged weight: an adapter that starts from a file has a B that
+    is not zero."""
     scaling = layer.scaling["default"]
     if "dora_scale" in start_values:
-        return start_values["dora_scale"][rows].to(base.device) * norm_ratio(base, down, up, scaling)
-    merged = torch.addmm(base, up.to(base.device).float(), down.to(base.device).float(), alpha=scaling)
+        return start_values["dora_scale"][rows].to(base.device) * norm_ratio(
+            base, down, up, scaling
+        )
+    merged = torch.addmm(
+        base, up.to(base.device).float(), down.to(base.device).float(), alpha=scaling
+    )
     return torch.linalg.vector_norm(merged, dim=1)
 
 
@@ -222,12 +257,18 @@ def _factored_values(
 
 
 def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:
-    """The layers with an adapter (peft's LoraLayer, or its kind for LoKr and LoHa), by the module's canonical name, in the model's order."""
-    return {canonical_name(name): module for name, module in model.named_modules() if _is_adapter(module)}
+    """The layers with an adapter (peft's LoraLayer, or its kind for LoKr and LoHa), by the module's
+    canonical name, in the model's order."""
+    return {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if _is_adapter(module)
+    }
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    # By its children, not by its class: importing peft takes seconds, and a model without adapters does not need it.
+    # By its children, not by its class: importing peft takes seconds, and a model without adapters
+    # does not need it.
     children = module._modules
     return "base_layer" in children and any(part in children for part in _FIRST_PARTS)
 
@@ -238,7 +279,8 @@ def method_of(layer: nn.Module) -> str:
 
 
 def has_whole_factors(layer: nn.Module) -> bool:
-    """Whether a layer's adapter is a LoKr without a low-rank product: its rank is large for the layer."""
+    """Whether a layer's adapter is a LoKr without a low-rank product: its rank is large for the
+    layer."""
     low_rank = {"lokr_w1_a", "lokr_w2_a"}
     return method_of(layer) == "lokr" and not low_rank & parts_of(layer, "lokr").keys()
 
@@ -249,7 +291,8 @@ def trainable_parameters(model: nn.Module | StagedModel) -> dict[str, nn.Paramet
 
 
 def module_of(parameter: str) -> str:
-    """The module that a parameter belongs to, by canonical names: of an adapter, the layer that it adapts."""
+    """The module that a parameter belongs to, by canonical names: of an adapter, the layer that it
+    adapts."""
     return re.sub(rf"{_PARTS}(\..*)?$|\.[^.]*$", "", parameter, count=1)
 
 
@@ -266,7 +309,8 @@ def canonical_name(name: str) -> str:
 def _import_peft() -> tuple[Any, Any]:
     """The modules `peft` and `nn/peft_layers.py`."""
     with warnings.catch_warnings():
-        # torchao, which peft imports, has an invalid escape sequence, about which Python warns when it compiles the file.
+        # torchao, which peft imports, has an invalid escape sequence, about which Python warns when
+        # it compiles the file.
         warnings.filterwarnings("ignore", "invalid escape sequence", DeprecationWarning)
         warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
         warnings.filterwarnings("ignore", '"\\\\.*" is an invalid escape sequence', SyntaxWarning)

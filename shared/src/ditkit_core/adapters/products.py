@@ -1,7 +1,9 @@
-"""Low-rank products: their norm, their difference, and the ones nearest to a matrix or to another product.
+"""Low-rank products: their norm, their difference, and the ones nearest to a matrix or to another
+product.
 
-A product B·A of rank r is never formed. With B = Qb·Rb and Aᵀ = Qa·Ra it is Qb·(Rb·Raᵀ)·Qaᵀ, and the r by r matrix in the middle has its
-norm and its singular values. All of this is computed in fp64, because the factors are small.
+A product B·A of rank r is never formed. With B = Qb·Rb and Aᵀ = Qa·Ra it is Qb·(Rb·Raᵀ)·Qaᵀ, and
+the r by r matrix in the middle has its norm and its singular values. All of this is computed in
+fp64, because the factors are small.
 
 Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011.
 """
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from ditkit_core.io.rng import generator
 
-# More than the 5 to 10 and 1 to 2 of the literature, for matrices whose singular values fall slowly.
+# More than the 5 to 10 and 1 to 2 of the literature, for matrices whose singular values fall
+# slowly.
 _OVERSAMPLING, _POWER_ITERATIONS = 32, 4
 _LARGEST = 256
 """Maximum rank where only the energy to keep is given."""
@@ -29,7 +32,8 @@ class LowRank:
     down: Float[Tensor, "rank in"]
     up: Float[Tensor, "out rank"]
     energy_share: float
-    """Share of the original's energy (sum of squared singular values), 0 to 1; 1 if that was zero."""
+    """Share of the original's energy (sum of squared singular values), 0 to 1; 1 if that was
+    zero."""
 
 
 def product_norm(down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"]) -> float:
@@ -41,7 +45,8 @@ def relative_difference(
     one: tuple[Float[Tensor, "rank in"], Float[Tensor, "out rank"]],
     other: tuple[Float[Tensor, "rank2 in"], Float[Tensor, "out rank2"]],
 ) -> float:
-    """Norm of the difference of two products, each of A and B, relative to the norm of the first; infinite if only the first is zero."""
+    """Norm of the difference of two products, each of A and B, relative to the norm of the first;
+    infinite if only the first is zero."""
     # B1·A1 - B2·A2 is itself a product: [B1, -B2] times A1 above A2.
     down = torch.cat([one[0].double(), other[0].double()])
     up = torch.cat([one[1].double(), -other[1].double()], 1)
@@ -59,9 +64,14 @@ def _middle(down: Tensor, up: Tensor) -> Tensor:
 
 
 def reduce_product(
-    down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"], *, rank: int | None = None, energy: float = 1.0
+    down: Float[Tensor, "rank in"],
+    up: Float[Tensor, "out rank"],
+    *,
+    rank: int | None = None,
+    energy: float = 1.0,
 ) -> LowRank:
-    """The product nearest to B·A of a rank, or of the lowest rank that keeps the share `energy` of its squared singular values.
+    """The product nearest to B·A of a rank, or of the lowest rank that keeps the share `energy` of
+    its squared singular values.
 
     Its factors have equal norms and are fp32; their rank is at least 1 and at most the rank of B·A.
     """
@@ -70,10 +80,11 @@ def reduce_product(
     # Share of the energy that the first singular values keep, for every rank at once.
     shares = s.square().cumsum(0) / s.square().sum() if s.any() else torch.ones_like(s)
     wanted = int((shares < energy - 1e-12).sum()) + 1 if rank is None else rank
-    # The tolerance above absorbs rounding in the sum: energy = 1 must not ask for one value more than there
-    # are.
+    # The tolerance above absorbs rounding in the sum: energy = 1 must not ask for one value more
+    # than there are.
     wanted = min(wanted, len(s))
-    # Each factor gets the square root of the singular values: factors of equal norm lose least when they are rounded.
+    # Each factor gets the square root of the singular values: factors of equal norm lose least when
+    # they are rounded.
     root = s[:wanted].sqrt()
     return LowRank(
         (root[:, None] * (vh[:wanted] @ q_down.T)).float(),
@@ -82,11 +93,14 @@ def reduce_product(
     )
 
 
-def low_rank(matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str) -> LowRank:
+def low_rank(
+    matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str
+) -> LowRank:
     """Find a low-rank product near to a matrix; the matrix is not changed.
 
-    Small matrices get a full decomposition. For others, a range finder with power iterations gives the subspace in which the nearest
-    product is searched. The share that it keeps is measured, not estimated.
+    Small matrices get a full decomposition. For others, a range finder with power iterations gives
+    the subspace in which the nearest product is searched. The share that it keeps is measured, not
+    estimated.
 
     Args:
         rank: Rank of the product; None: the lowest, up to `_LARGEST`, that keeps `energy`.
@@ -111,14 +125,19 @@ def low_rank(matrix: Float[Tensor, "out in"], rank: int | None, energy: float, n
     wanted = int((shares < energy - 1e-12).sum()) + 1 if rank is None else rank
     wanted = min(wanted, rank or _LARGEST, len(s))
     root = s[:wanted].sqrt()
-    return LowRank((root[:, None] * vh[:wanted]).float(), (u[:, :wanted] * root).float(), float(shares[wanted - 1]))
+    return LowRank(
+        (root[:, None] * vh[:wanted]).float(),
+        (u[:, :wanted] * root).float(),
+        float(shares[wanted - 1]),
+    )
 
 
 def _range(matrix: Tensor, width: int, name: str) -> Tensor:
     """An orthonormal basis [out, width] that nearly spans the leading left singular vectors."""
     samples = torch.randn(matrix.shape[1], width, generator=generator("low rank", name))
     basis = torch.linalg.qr(matrix @ samples).Q
-    # Orthonormal again after each product: in fp32 the columns would otherwise become parallel to the first singular vector.
+    # Orthonormal again after each product: in fp32 the columns would otherwise become parallel to
+    # the first singular vector.
     for _ in range(_POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
     return basis

@@ -1,4 +1,5 @@
-"""The models next to a transformer: VAE, text encoder, conditioners, sampler. Each loads its weights when it is first used."""
+"""The models next to a transformer: VAE, text encoder, conditioners, sampler. Each loads its
+weights when it is first used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from ditkit_core.sampling.config import SampleConfig
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """The auxiliary models of a transformer. Each is made once, and loads its weights when it is first used."""
+    """The auxiliary models of a transformer. Each is made once, and loads its weights when it is
+    first used."""
 
     spec: ModelSpec
     arch: Any
@@ -46,7 +48,8 @@ class Auxiliary:
 
     @cached_property
     def readers(self) -> Conditioning | None:
-        """Checks whether these columns are readable. It needs none of the model's files, and encodes nothing."""
+        """Checks whether these columns are readable. It needs none of the model's files, and
+        encodes nothing."""
         return self._conditioning(None)
 
     @property
@@ -62,18 +65,28 @@ class Auxiliary:
         if self.arch is None:
             return None
         device = self.device
-        conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, self.encoding)
+        conditioners = self.spec.auxiliary.conditioners(
+            self.arch, components, device, self.encoding
+        )
         texts = [column.name for column in self.columns if column.kind == "text"]
         sounds = [column.name for column in self.columns if column.kind == "audio"]
-        sounds += [""] * any(column.in_step for column in self.columns)  # speech is the clip's own if no file is given
-        return Conditioning(conditioners=conditioners, texts=texts, sounds=sounds) if conditioners else None
+        sounds += [""] * any(
+            column.in_step for column in self.columns
+        )  # speech is the clip's own if no file is given
+        return (
+            Conditioning(conditioners=conditioners, texts=texts, sounds=sounds)
+            if conditioners
+            else None
+        )
 
     @cached_property
     def encoders(self) -> tuple[Encoder, Encoder]:
         """Media and text encoder."""
         device, dtype = self.device, parse_dtype(self.encode.text_dtype)
         media = self.spec.auxiliary.media_encoder(self.paths, device, self.encoding)
-        return media, self.spec.auxiliary.text_encoder(self.paths, device, dtype, self.encode.streaming)
+        return media, self.spec.auxiliary.text_encoder(
+            self.paths, device, dtype, self.encode.streaming
+        )
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +110,9 @@ class Auxiliary:
 
     def sampler_with(self, decodings: Sequence[VaeMode]) -> Sampler:
         """The sampler with some of the ways to decode."""
-        return self.spec.auxiliary.sampler(self.paths, self.device_of_sampler(), self.dtype, decodings)
+        return self.spec.auxiliary.sampler(
+            self.paths, self.device_of_sampler(), self.dtype, decodings
+        )
 
     def sample_encoders(
         self,
@@ -108,7 +123,8 @@ class Auxiliary:
         empty_captions: bool = False,
         slider: tuple[str, str] | None = None,
     ) -> SampleEncoders:
-        """What encodes samples, whose items also have the empty caption or a slider's two prompts; the other arguments are fields of `SampleEncoders`."""
+        """What encodes samples, whose items also have the empty caption or a slider's two prompts;
+        the other arguments are fields of `SampleEncoders`."""
         media, text = self.encoders
         return SampleEncoders(
             media=media,
@@ -119,5 +135,7 @@ class Auxiliary:
             assemble=self.spec.training.assemble,
             mask_weight=mask_weight,
             flips=flips,
-            more_captions={EMPTY_CAPTION_PREFIX: ""} if empty_captions else dict(zip(SLIDER_PREFIXES, slider or ())),
+            more_captions={EMPTY_CAPTION_PREFIX: ""}
+            if empty_captions
+            else dict(zip(SLIDER_PREFIXES, slider or ())),
         )

@@ -15,16 +15,19 @@ _SIDES = re.compile(
     r"|\b(?:links|rechts|linke[nrs]?|rechte[nrs]?|gauche|droite|izquierd[ao]|derech[ao])\b|[左右]",
     re.IGNORECASE,
 )
-"""Words for sides in languages that captions are written in. `right` as in "right now" is one of them: it takes a person to tell."""
+"""Words for sides in languages that captions are written in. `right` as in "right now" is one of
+them: it takes a person to tell."""
 
 
 def check_flip(samples: Sequence[Sample], columns: Sequence[Column]) -> None:
-    """Refuse to mirror a dataset whose captions or conditions (the model's `columns`) say left or right."""
+    """Refuse to mirror a dataset whose captions or conditions (the model's `columns`) say left or
+    right."""
     for column in columns:
         named = next((sample for sample in samples if column.name in sample.controls), None)
         if named is not None and column.kind in ("text", "table"):
             raise UserError(
-                f"data.flip cannot mirror {column.name} of {named.id} (a {column.kind}) with its clip; set data.flip = false"
+                f"data.flip cannot mirror {column.name} of {named.id} (a {column.kind}) with its "
+                f"clip; set data.flip = false"
             )
     sided = [
         (sample.id, match[0])
@@ -36,7 +39,8 @@ def check_flip(samples: Sequence[Sample], columns: Sequence[Column]) -> None:
         id, word = sided[0]
         others = f" ({len(sided) - 1} more do)" if len(sided) > 1 else ""
         raise UserError(
-            f"data.flip would train the other side than the caption of {id} says: {word!r}{others}; reword it, or set data.flip = false"
+            f"data.flip would train the other side than the caption of {id} says: "
+            f"{word!r}{others}; reword it, or set data.flip = false"
         )
 
 
@@ -48,13 +52,16 @@ def completed(config: DataConfig, data: DataSpec) -> DataConfig:
     """
     if data.fps_is_fixed and config.fps not in (0, data.fps):
         raise UserError(
-            f"{argument('data.fps')} = {config.fps:g}: this model counts time at {data.fps:g} frames per second, and at no other rate; leave it "
+            f"{argument('data.fps')} = {config.fps:g}: this model counts time at {data.fps:g} "
+            f"frames per second, and at no other rate; leave it "
             "out, clips of any rate are resampled"
         )
     frames, height, width = data.size
     # The longest frame bucket is the length of the data, for plans and for generated samples.
     own_frames = max(config.frame_buckets, default=config.frames) or frames
-    if config.short_clips == "auto":  # resolved here, where it is known who asked for the number of frames
+    if (
+        config.short_clips == "auto"
+    ):  # resolved here, where it is known who asked for the number of frames
         asked = bool(config.frames or config.frame_buckets)
         config = replace(config, short_clips="error" if asked else "shorten")
     # Likewise the largest resolution is the size.
@@ -63,8 +70,11 @@ def completed(config: DataConfig, data: DataSpec) -> DataConfig:
     return replace(config, frames=own_frames, height=height, width=width)
 
 
-def read_dataset(config: DataConfig, data: DataSpec, columns: Sequence[Column], *, key: str = "data.folder") -> Dataset:
-    """The samples of a completed section; prints nothing. `key` is what messages call the folder."""
+def read_dataset(
+    config: DataConfig, data: DataSpec, columns: Sequence[Column], *, key: str = "data.folder"
+) -> Dataset:
+    """The samples of a completed section; prints nothing. `key` is what messages call the
+    folder."""
     dataset = scan(
         config,
         frame_step=data.frame_step,

@@ -33,20 +33,22 @@ def encode(
     slider: tuple[str, str] | None = None,
     **data: Any,
 ) -> list[EncodedSample]:
-    """Encode the videos, images and captions of a folder with a model's VAE and text encoder, which need not be in memory with its transformer.
+    """Encode the videos, images and captions of a folder with a model's VAE and text encoder, which
+    need not be in memory with its transformer.
 
-        samples = encode(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "clips", "cache", frames=33, height=480, width=832)
-        item = samples[0].load()  # latents, text and more
+        samples = encode(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "clips", "cache", frames=33,
+        height=480, width=832) item = samples[0].load()  # latents, text and more
 
     Args:
         spec: The family.
         path: As for `load`.
         folder: Media with captions next to them, or with metadata.
-        cache: Folder of encoded samples, which is made where it is missing. What it has is not encoded again, and encoders are loaded only for
-            what it lacks.
+        cache: Folder of encoded samples, which is made where it is missing. What it has is not
+            encoded again, and encoders are loaded only for what it lacks.
         encoding: Device and dtypes of the encoders.
         empty_captions: Whether items have the empty caption too, for `FlowConfig.target_guidance`.
-        slider: The two prompts of a slider, which items have too: `FlowConfig.slider_positive` and `slider_negative`.
+        slider: The two prompts of a slider, which items have too: `FlowConfig.slider_positive` and
+            `slider_negative`.
         data: Fields of `DataConfig`: frames, height, width, fps, metadata and more.
 
     Returns:
@@ -55,7 +57,9 @@ def encode(
     Raises:
         UserError: If the folder, a file in it or a component of the model cannot be used.
     """
-    check_arguments("encode", data, (field.name for field in fields(DataConfig) if field.name != "folder"))
+    check_arguments(
+        "encode", data, (field.name for field in fields(DataConfig) if field.name != "folder")
+    )
     paths, encoding = paths_of(path), encoding or EncodeConfig()
     arch = arch_here(spec, paths, fetch=True)[1]
     spec = spec.for_arch(arch)
@@ -71,5 +75,7 @@ def encode(
     config = completed(DataConfig(folder=str(folder), **data), spec.data)
     dataset = read_dataset(config, spec.data, auxiliary.columns)
     make_current([auxiliary.device])
-    encoders = auxiliary.sample_encoders(dataset.fps, flips=config.flip, empty_captions=empty_captions, slider=slider)
+    encoders = auxiliary.sample_encoders(
+        dataset.fps, flips=config.flip, empty_captions=empty_captions, slider=slider
+    )
     return encode_samples(dataset.samples, encoders, Cache(local_path(str(cache))))

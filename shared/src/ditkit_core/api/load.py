@@ -29,7 +29,8 @@ from ditkit_core.planner.planned_step import StepJob
 
 _LOGGER = getLogger(__name__)
 ModelSource = str | Path | ModelPaths
-"""A folder in diffusers layout or hub id, the folder or .safetensors file of a transformer, or a path for each component."""
+"""A folder in diffusers layout or hub id, the folder or .safetensors file of a transformer, or a
+path for each component."""
 
 
 def load(
@@ -46,23 +47,30 @@ def load(
 ) -> Model:
     """Load a model's weights onto its devices, with an adapter to train or without.
 
-        model = load(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", LoraConfig(r=16), checkpointing="attn_only", dtype="bf16")
+        model = load(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", LoraConfig(r=16),
+        checkpointing="attn_only", dtype="bf16")
 
     Args:
         spec: The family.
-        path: A folder in diffusers layout or a hub id, a transformer's folder or file, or `ModelPaths` for a path of each component.
-        adapter: What to train: a `LoraConfig`, an adapter file to start from, or `LoraConfig(method="full")` for all weights. None trains nothing.
+        path: A folder in diffusers layout or a hub id, a transformer's folder or file, or
+            `ModelPaths` for a path of each component.
+        adapter: What to train: a `LoraConfig`, an adapter file to start from, or
+            `LoraConfig(method="full")` for all weights. None trains nothing.
         execution: How it runs: devices, streamed blocks, checkpointing, quantization and more.
         merge: LoRA files to merge into the weights, each as FILE or FILE@strength.
-        component: The one to load of a model with several transformers: `transformer` or `transformer_2`.
+        component: The one to load of a model with several transformers: `transformer` or
+            `transformer_2`.
         seed: Seed of the adapter's first values.
-        batch: A micro-batch, whose shapes alone count: several GPUs without split points are split by the memory of a step with it, and a budget
-            of checkpointing is resolved by it. Empty: one sample of the model's own size.
-        how: Fields of `Execution` instead of a value of it, or `dtype`, short for its precision: `bf16`, `fp16` or `fp32`, of the frozen base and
-            of matmuls; or `shard`, short for its ranks: how many processes divide the weights.
+        batch: A micro-batch, whose shapes alone count: several GPUs without split points are split
+            by the memory of a step with it, and a budget of checkpointing is resolved by it. Empty:
+            one sample of the model's own size.
+        how: Fields of `Execution` instead of a value of it, or `dtype`, short for its precision:
+            `bf16`, `fp16` or `fp32`, of the frozen base and of matmuls; or `shard`, short for its
+            ranks: how many processes divide the weights.
 
     Raises:
-        UserError: If a file is missing, damaged or does not fit, or a setting does not fit the model or this machine.
+        UserError: If a file is missing, damaged or does not fit, or a setting does not fit the
+            model or this machine.
     """
     paths, execution = paths_of(path), execution_from("load", execution, how)
     arch = arch_here(spec, paths, fetch=True)[1]
@@ -106,7 +114,8 @@ def paths_of(path: ModelSource) -> ModelPaths:
 
 
 def execution_from(function: str, execution: Execution | None, how: Mapping[str, Any]) -> Execution:
-    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights.
+    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks
+    that divide the weights.
 
     `function` is the one that got them as keyword arguments, for errors.
     """
@@ -119,7 +128,9 @@ def execution_from(function: str, execution: Execution | None, how: Mapping[str,
     return replace(execution or Execution(), **changes)
 
 
-def _place(unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:
+def _place(
+    unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, Tensor]]
+) -> Placement:
     """Which device runs which block, which blocks are streamed, and the policy of each."""
     if not batch and partition.needs_profile(execution):
         batch = empty_batch(unloaded.spec, unloaded.origin.arch)
@@ -131,13 +142,16 @@ def _place(unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, T
         adapter=unloaded.origin.trained or AdapterConfig(),
         kind=execution.torch_devices[0].type,
     )
-    return partition.placement_of(unloaded.module, job, training=unloaded.origin.trained is not None)
+    return partition.placement_of(
+        unloaded.module, job, training=unloaded.origin.trained is not None
+    )
 
 
 def empty_batch(
     spec: ModelSpec, arch: Any, size: tuple[int, int, int] | None = None, count: int = 1
 ) -> list[dict[str, Tensor]]:
-    """A micro-batch of `count` samples without values, on `meta`, of a size in frames, height and width; None for the model's own."""
+    """A micro-batch of `count` samples without values, on `meta`, of a size in frames, height and
+    width; None for the model's own."""
     with torch.device("meta"):
         return [spec.training.empty_item(arch, size or spec.data.size, ()) for _ in range(count)]
 
@@ -146,15 +160,19 @@ def _ranks(execution: Execution) -> Ranks:
     """The processes that divide the weights."""
     wanted, ranks = execution.ranks, world()
     if wanted.context > 1:
-        raise UserError(f"{argument('ranks.context')} = {wanted.context} is for the train command; leave it out")
+        raise UserError(
+            f"{argument('ranks.context')} = {wanted.context} is for the train command; leave it out"
+        )
     if wanted.shard == 1:
         return Ranks()
     if ranks is None:
         raise UserError(
-            f"{argument('ranks.shard')} = {wanted.shard} needs as many processes: start with torchrun and call torch.distributed.init_process_group first"
+            f"{argument('ranks.shard')} = {wanted.shard} needs as many processes: start with "
+            f"torchrun and call torch.distributed.init_process_group first"
         )
     if ranks.size % wanted.shard:
         raise UserError(
-            f"{argument('ranks.shard')} = {wanted.shard} does not divide {ranks.size} ranks; set it to {ranks.size}"
+            f"{argument('ranks.shard')} = {wanted.shard} does not divide {ranks.size} ranks; set "
+            f"it to {ranks.size}"
         )
     return replace(ranks, shard=wanted.shard)

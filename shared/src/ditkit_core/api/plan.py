@@ -26,25 +26,29 @@ def plan(
     fit: bool = False,
     **how: Any,
 ) -> StepPlan:
-    """Plan a training step: its memory, its time and where each block runs. It takes seconds, reads no weights and needs no GPU.
+    """Plan a training step: its memory, its time and where each block runs. It takes seconds, reads
+    no weights and needs no GPU.
 
-        step = plan(WAN, "t2v-14b", "rtx4090", LoraConfig(r=32), size=(49, 480, 832), checkpointing="full")
-        step.fits, step.devices[0].peak, step.seconds
+        step = plan(WAN, "t2v-14b", "rtx4090", LoraConfig(r=32), size=(49, 480, 832),
+        checkpointing="full") step.fits, step.devices[0].peak, step.seconds
 
     Args:
         spec: The family.
         path: The name of a preset, or as for `load`.
-        gpus: Those to plan for, as `rtx4090,rtx3090` or `2x24GiB`; empty for the devices of the execution on this machine.
+        gpus: Those to plan for, as `rtx4090,rtx3090` or `2x24GiB`; empty for the devices of the
+            execution on this machine.
         adapter: What is trained; None for a LoRA of rank 32.
         execution: How the step runs.
         size: Frames, height and width of a sample; None for the model's own.
-        fit: Whether to change what does not fit, from what changes numbers and time least: checkpointing, streamed blocks, quantization. The plan's
-            `job.execution` is then one that fits, for `load`.
-        how: Fields of `Execution` instead of a value of it, and `dtype`; `batch_size`, the samples of a micro-batch; and
-            `micro_batches`, the micro-batches of a step.
+        fit: Whether to change what does not fit, from what changes numbers and time least:
+            checkpointing, streamed blocks, quantization. The plan's `job.execution` is then one
+            that fits, for `load`.
+        how: Fields of `Execution` instead of a value of it, and `dtype`; `batch_size`, the samples
+            of a micro-batch; and `micro_batches`, the micro-batches of a step.
 
     Raises:
-        UserError: If a GPU is unknown, the execution does not fit the model, or `fit` finds nothing that fits.
+        UserError: If a GPU is unknown, the execution does not fit the model, or `fit` finds nothing
+            that fits.
     """
     counts = {name: how.pop(name, 1) for name in ("batch_size", "micro_batches")}
     for name, count in counts.items():

@@ -1,4 +1,5 @@
-"""Encodes the prompts of samples: texts, reference images and other conditions, each found in a cache where it was encoded before."""
+"""Encodes the prompts of samples: texts, reference images and other conditions, each found in a
+cache where it was encoded before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,18 +31,28 @@ class PromptEncoder:
     def encode_texts(self, texts: Sequence[str]) -> None:
         """Encode all texts that the cache lacks, with one start of the text encoder."""
         make_current([self.auxiliary.device])
-        encode([], self.auxiliary.sample_encoders(self.fps), self.cache, extra_captions=texts, progress=self.progress)
+        encode(
+            [],
+            self.auxiliary.sample_encoders(self.fps),
+            self.cache,
+            extra_captions=texts,
+            progress=self.progress,
+        )
 
     def text(self, text: str) -> Mapping[str, Tensor]:
         """The tensors of a text; encoded again if its entry is damaged."""
         address = text_key(text, self.auxiliary.encoders[1])
-        return self.cache.read_encoded(self.cache.get, "text", address, repr(text), lambda: self.encode_texts([text]))
+        return self.cache.read_encoded(
+            self.cache.get, "text", address, repr(text), lambda: self.encode_texts([text])
+        )
 
     def conditions(self, prompt: SamplePrompt) -> Mapping[str, Tensor]:
         """The conditions of a sample besides its text."""
         if self.auxiliary.conditioning is None:
             return {}
-        return self.auxiliary.conditioning.tensors(prompt.controls(self.fps), self.cache, self.progress)
+        return self.auxiliary.conditioning.tensors(
+            prompt.controls(self.fps), self.cache, self.progress
+        )
 
     def references(self, images: Sequence[Path]) -> list[Tensor]:
         """The latents of the images that a sample is conditioned on."""
@@ -60,7 +71,8 @@ class PromptEncoder:
     def requests(
         self, prompt: SamplePrompt, config: SampleConfig, negative: Mapping[str, Tensor] | None
     ) -> list[GenerationRequest]:
-        """The requests for one prompt, of a resolved section; `negative` is the encoded negative prompt, None if guidance does not use it."""
+        """The requests for one prompt, of a resolved section; `negative` is the encoded negative
+        prompt, None if guidance does not use it."""
         conditions = self.conditions(prompt)
         return requests_of(
             prompt,

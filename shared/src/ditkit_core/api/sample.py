@@ -24,16 +24,20 @@ from ditkit_core.sampling.prompts import choose_prompts
 _LOGGER = getLogger(__name__)
 
 
-def sample(model: Model, prompts: str | Sequence[str], **settings: Any) -> list[Float[Tensor, "3 frames height width"]]:
-    """Generate a sample of each prompt with a model, its adapter, and the encoders and the scheduler next to its transformer.
+def sample(
+    model: Model, prompts: str | Sequence[str], **settings: Any
+) -> list[Float[Tensor, "3 frames height width"]]:
+    """Generate a sample of each prompt with a model, its adapter, and the encoders and the
+    scheduler next to its transformer.
 
         (image,) = sample(model, "a red circle", frames=1, height=512, width=512, steps=30, seed=1)
 
     Args:
         model: The model; it is in eval mode meanwhile.
         prompts: One prompt, or several.
-        settings: Fields of `SampleConfig`: frames, height, width, steps, guidance, negative, seed, images, references, controls and more. What is
-            left out is as the model's authors set it.
+        settings: Fields of `SampleConfig`: frames, height, width, steps, guidance, negative, seed,
+            images, references, controls and more. What is left out is as the model's authors set
+            it.
 
     Returns:
         Pixels in [0, 1] on the CPU; with several `images`, all of the first prompt come first.
@@ -41,14 +45,24 @@ def sample(model: Model, prompts: str | Sequence[str], **settings: Any) -> list[
     Raises:
         UserError: If the model cannot sample with these settings, or a component cannot be used.
     """
-    check_arguments("sample", settings, (field.name for field in fields(SampleConfig) if field.name != "prompts"))
+    check_arguments(
+        "sample",
+        settings,
+        (field.name for field in fields(SampleConfig) if field.name != "prompts"),
+    )
     spec, origin = model.spec, model.origin
     if spec.architecture.experts(origin.arch):
-        raise UserError(f"{spec.name} {origin.preset} samples with two transformers; use the sample command")
+        raise UserError(
+            f"{spec.name} {origin.preset} samples with two transformers; use the sample command"
+        )
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     config = SampleConfig(prompts=texts, **settings)
     data, defaults = spec.data, spec.auxiliary.sample_defaults(origin.arch)
-    config.check(frame_step=data.frame_step, size_step=data.size_step, takes_references=data.reference_size is not None)
+    config.check(
+        frame_step=data.frame_step,
+        size_step=data.size_step,
+        takes_references=data.reference_size is not None,
+    )
     config = config.resolved(defaults, _LOGGER.warning)
     device = model.device
     auxiliary = Auxiliary(
@@ -60,7 +74,9 @@ def sample(model: Model, prompts: str | Sequence[str], **settings: Any) -> list[
         dtype=model.matmul_dtype,
         device_of_sampler=lambda: device,
     )
-    chosen = choose_prompts(config, (), size=data.size, size_step=data.size_step, columns=auxiliary.columns)
+    chosen = choose_prompts(
+        config, (), size=data.size, size_step=data.size_step, columns=auxiliary.columns
+    )
     with TemporaryDirectory(prefix="ditkit") as folder:
         encoder = PromptEncoder(auxiliary, Cache(Path(folder)), data.fps)
         guided = config.uses_negative(defaults)

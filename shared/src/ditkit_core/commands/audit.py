@@ -4,7 +4,13 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
+from ditkit_core.diagnostics.audit.audit import (
+    Subject,
+    audit,
+    estimated_seconds,
+    num_passes,
+    with_adapters_at_work,
+)
 from ditkit_core.diagnostics.audit.findings import AuditFindings, audit_json
 from ditkit_core.diagnostics.audit.render import print_audit, write_audit
 from ditkit_core.diagnostics.rendering import json_text
@@ -28,7 +34,8 @@ from ditkit_core.run.training import training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2
-"""Number of samples of the run's first micro-batch that are audited, each at a noise level in every range."""
+"""Number of samples of the run's first micro-batch that are audited, each at a noise level in every
+range."""
 
 _LONG_SECONDS = 300
 """An audit that may take longer prints an estimate first."""
@@ -50,14 +57,20 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         say(json_text(audit_json(findings)))
 
 
-def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> AuditFindings:
+def _find(
+    spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions
+) -> AuditFindings:
     run = create_run(spec, config)
     check_run(run)
     check_training(run)
     if options.demo:
         spec.demo.write(folder.inputs)
-        run = create_run(spec, config)  # again: the demo's checkpoint, which has the architecture, did not exist before
-    assert run.data.dataset.samples  # reads the dataset: mistakes in it are reported before weights are downloaded
+        run = create_run(
+            spec, config
+        )  # again: the demo's checkpoint, which has the architecture, did not exist before
+    assert (
+        run.data.dataset.samples
+    )  # reads the dataset: mistakes in it are reported before weights are downloaded
     unloaded = build_model(run)
     run = run.with_arch(unloaded.origin.arch)
     placement = place_run(run, unloaded, training=True)
@@ -67,7 +80,9 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     prepared = load_model(unloaded, placement, run.config.train.seed)
     weights = _weights(prepared, folder, options.init_from)
     kept, _ = split_held_out(
-        [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.data.dataset.samples)
+        [sample.id for sample in encoded],
+        run.config.held_out.clips,
+        files_of(run.data.dataset.samples),
     )
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run.data, [by_id[id] for id in kept], []).micro_batches(0)[0]
@@ -87,13 +102,16 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            "memory ran out in the audit, because it computes in fp64; for the audit alone, use smaller samples (--data.frames, "
-            "--data.height, --data.width, --train.batch_size 1), or stream more blocks with --train.swap_blocks"
+            "memory ran out in the audit, because it computes in fp64; for the audit alone, use "
+            "smaller samples (--data.frames, "
+            "--data.height, --data.width, --train.batch_size 1), or stream more blocks with "
+            "--train.swap_blocks"
         ) from error
 
 
 def _weights(prepared: Model, folder: RunFolder, init_from: str) -> str:
-    """Load the weights of the run's latest save, if there is one, else the initial ones; returns a description of them."""
+    """Load the weights of the run's latest save, if there is one, else the initial ones; returns a
+    description of them."""
     if latest(folder.state, warn) is not None:
         return f"the run's save of step {load_trained(prepared, folder)}"
     start_from(init_from, prepared, folder)
@@ -107,13 +125,18 @@ def _audit(subject: Subject, weights: str, prepared: Model, seed: int) -> AuditF
         tokens = sum(map(subject.spec.training.num_tokens, subject.items))
         notes = (
             f"weights: {weights}",
-            f"samples: {', '.join(subject.ids)}: {tokens} tokens, each sample at a noise level in every range of σ",
+            (
+                f"samples: {', '.join(subject.ids)}: {tokens} tokens, each sample at a noise level in "
+                f"every range of σ"
+            ),
         )
         seconds = estimated_seconds(subject)
         if seconds > _LONG_SECONDS:
             say(
-                f"estimated time: at most {seconds / 3600:.1f} h for {num_passes(subject)} forwards and backwards of {tokens} tokens, most of them "
-                "at this device's fp64 speed; smaller samples (--data.frames, --data.height, --data.width) take less"
+                f"estimated time: at most {seconds / 3600:.1f} h for {num_passes(subject)} "
+                f"forwards and backwards of {tokens} tokens, most of them "
+                "at this device's fp64 speed; smaller samples (--data.frames, --data.height, "
+                "--data.width) take less"
             )
         with progress("audit", num_passes(subject)) as bar:
             return audit(subject, advance=bar.advance, notes=notes)

@@ -35,14 +35,18 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         folder = config.run_folder
         run = create_run(spec, config)
         check_run(run)
-        check_preview_device(run)  # here and not per expert: only the run of all experts generates previews
-        # One process checks what several will train, as a plan is of many: what no number of them could train is refused.
+        check_preview_device(
+            run
+        )  # here and not per expert: only the run of all experts generates previews
+        # One process checks what several will train, as a plan is of many: what no number of them
+        # could train is refused.
         several = math.lcm(config.ranks.shard, config.ranks.context)
         lacks_processes = current_ranks().size % several != 0
         for job in jobs_of(run):
             check_training(job.run)
             check_ranks(job.run, several if lacks_processes else current_ranks().size)
-        # The configuration is not stored in the folder: a check must not count as the start of a run.
+        # The configuration is not stored in the folder: a check must not count as the start of a
+        # run.
         if options.demo:
             spec.demo.write(folder.inputs)
             # Again: the demo's checkpoint, which has the architecture, did not exist before.
@@ -54,7 +58,10 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         files = write_check(checkup, folder.path)
         print_check(checkup)
         if lacks_processes:
-            say(f"start it with torchrun: ranks.shard and ranks.context need a multiple of {several} processes")
+            say(
+                f"start it with torchrun: ranks.shard and ranks.context need a multiple of "
+                f"{several} processes"
+            )
         for file in files:
             say(f"written:  {file}")
     if options.json:
@@ -73,7 +80,10 @@ def examine_run(jobs: Jobs) -> CheckReport:
     for job in jobs if examined.samples else ():  # class images alone are no training data
         step, step_findings = try_step(job, examined)
         findings = [finding for finding in step_findings if finding not in checkup.findings]
-        release_memory()  # two experts do not fit at once: free the first before the second is loaded
+        # two experts do not fit at once: free the first before the second is loaded
+        release_memory()
         steps = () if step is None else (step,)
-        checkup = replace(checkup, steps=(*checkup.steps, *steps), findings=(*checkup.findings, *findings))
+        checkup = replace(
+            checkup, steps=(*checkup.steps, *steps), findings=(*checkup.findings, *findings)
+        )
     return replace(checkup, seconds=time.monotonic() - began)

@@ -1,7 +1,7 @@
 """A package's commands: `train, encode, sample, export, watch = commands(FAMILY)`.
 
-Help, versions and mistakes in flags, files and folders are answered before torch is imported, which takes seconds: nothing that this module
-imports needs torch.
+Help, versions and mistakes in flags, files and folders are answered before torch is imported, which
+takes seconds: nothing that this module imports needs torch.
 """
 
 import os
@@ -46,7 +46,9 @@ ABOUT = {
     "watch": "Serve the page of a run on this machine, renewed while the run trains: {prog} RUN.",
 }
 
-_STARTS = dict.fromkeys(("train", "encode"), "give a run file ({prog} run.toml), or try {prog} --demo") | {
+_STARTS = dict.fromkeys(
+    ("train", "encode"), "give a run file ({prog} run.toml), or try {prog} --demo"
+) | {
     "sample": "name a run ({prog} --run RUN --prompt TEXT), or a model and an adapter ({prog} --model.base BASE --adapter FILE "
     "--prompt TEXT), or try {prog} --demo",
     "export": "name a run ({prog} --run RUN), or an adapter file ({prog} --adapter FILE --to FORM, or --inspect FILE), or try {prog} --demo",
@@ -77,7 +79,8 @@ class Family:
 
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
-    """The functions that a package's console scripts call: train, encode, sample, export and watch, in this order."""
+    """The functions that a package's console scripts call: train, encode, sample, export and watch,
+    in this order."""
     return tuple(partial(start, family, command) for command in OPTIONS)
 
 
@@ -85,25 +88,30 @@ def run(spec: "ModelSpec", command: str, argv: Sequence[str]) -> int:
     """Run a command of a family whose spec is already imported; as `start`."""
     presets = tuple(spec.architecture.presets)
     # The work says what is missing: torch is imported, so an early look saves nothing.
-    family = Family(name=spec.name, presets=presets, demo=spec.demo.config, spec=lambda: spec, components=())
+    family = Family(
+        name=spec.name, presets=presets, demo=spec.demo.config, spec=lambda: spec, components=()
+    )
     return start(family, command, argv)
 
 
 def start(family: Family, command: str, argv: Sequence[str] | None = None) -> int:
-    """Run a command: read the command line, resolve the configuration, look at its files, do the work.
+    """Run a command: read the command line, resolve the configuration, look at its files, do the
+    work.
 
     Args:
         command: `train`, `encode`, `sample`, `export` or `watch`.
         argv: Arguments after the program's name; None takes this process's arguments.
 
     Returns:
-        The exit status: 0 for success; 1 for a user's mistake found while working; 2 for one in the command line or the run file; 3 for
-        a plan that does not fit; 130 when interrupted. Other exceptions are bugs of ours and propagate.
+        The exit status: 0 for success; 1 for a user's mistake found while working; 2 for one in the
+        command line or the run file; 3 for a plan that does not fit; 130 when interrupted. Other
+        exceptions are bugs of ours and propagate.
     """
     prepare_streams()
     os.environ |= allocator_settings(os.environ)
     if launched() is not None:
-        # torch would print a page of its frames whenever a connection breaks, which hides the line that says why.
+        # torch would print a page of its frames whenever a connection breaks, which hides the line
+        # that says why.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     typed = tuple(sys.argv[1:] if argv is None else argv)
     token = TYPED.set(typed)
@@ -137,7 +145,10 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
                 say(f"\n{support_matrix()}")
             return 0
         if flags.common.version:
-            say(f"{prog} {ditkit_core.__version__} (torch {version('torch')}, Python {platform.python_version()})")
+            say(
+                f"{prog} {ditkit_core.__version__} (torch {version('torch')}, Python "
+                f"{platform.python_version()})"
+            )
             return 0
         if flags.common.print_schema:
             title = f"Run files of ditkit's {family.name} commands"
@@ -148,7 +159,8 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             check_launch()
         elif launched() is not None:
             raise UserError(
-                f"only training runs in several processes; start {prog} with these options without torchrun"
+                f"only training runs in several processes; start {prog} with these options without "
+                f"torchrun"
             )
         if command == "train" and flags.options.recipe:
             begun = _recipe(family, flags)
@@ -169,7 +181,9 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         check_paths(command, verb, config, flags.options, family.components, run_file=run_file)
         if command == "train" and not verb:
             check_installed(config.log.tracker, f"ditkit-{family.name}")
-        if command == "watch":  # it reads files alone: the family's spec would take seconds and most of a GiB
+        if (
+            command == "watch"
+        ):  # it reads files alone: the family's spec would take seconds and most of a GiB
             from ditkit_core.diagnostics.report.server import watch
 
             options = flags.options
@@ -182,20 +196,29 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             return 0
     except UserError as error:
         return _complain(error, 1)
-    from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed
+    from ditkit_core.commands.stage import (
+        run_stage,
+    )  # here, and not above: from now on torch is needed
 
     return run_stage(family.spec(), command, config, flags.options)
 
 
 def _recipe(family: Family, flags: Flags) -> Flags | int:
-    """The command line with a run file in place of `--recipe`; or an exit status, where nothing is left to do."""
+    """The command line with a run file in place of `--recipe`; or an exit status, where nothing is
+    left to do."""
     common, word = flags.common, flags.options.recipe
     recipes = recipes_called(word, read_recipes(family.recipes))
     if other := common.config or common.run and f"--run {common.run}":
-        raise UserError(f"--recipe {word} and {other}: each is a whole configuration; leave one of them out")
+        raise UserError(
+            f"--recipe {word} and {other}: each is a whole configuration; leave one of them out"
+        )
     if launched() is not None:
-        raise UserError(f"--recipe {word} writes a run file in one process; then start that file with torchrun")
-    from ditkit_core.commands.recipe import use_recipe  # here, and not above: what fits a GPU takes torch
+        raise UserError(
+            f"--recipe {word} writes a run file in one process; then start that file with torchrun"
+        )
+    from ditkit_core.commands.recipe import (
+        use_recipe,
+    )  # here, and not above: what fits a GPU takes torch
 
     try:
         return use_recipe(family.spec(), recipes, flags, family.components)
@@ -207,7 +230,15 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     prog = f"{family.name}-{command}"
     common, demo = flags.common, flags.options.demo
     on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
-    if not (flags.values or common.config or common.run or common.print_config or common.changed or demo or on_files):
+    if not (
+        flags.values
+        or common.config
+        or common.run
+        or common.print_config
+        or common.changed
+        or demo
+        or on_files
+    ):
         raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
     if command == "watch" and common.config and local_path(common.config).is_dir():
         common = replace(common, run=common.config, config="")

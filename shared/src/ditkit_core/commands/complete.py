@@ -1,4 +1,5 @@
-"""The train command on a run that is complete: nothing is trained, and what was left behind is done."""
+"""The train command on a run that is complete: nothing is trained, and what was left behind is
+done."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +47,8 @@ def leave_complete(jobs: Jobs, folder: RunFolder) -> None:
 
 
 def _takes_moved_data(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> bool:
-    """Whether all that changed of a complete run is where its data is, which previews in the queue may need."""
+    """Whether all that changed of a complete run is where its data is, which previews in the queue
+    may need."""
     if not changes or not all(change.key.startswith("data.") for change in changes):
         return False
     data = jobs.run.data
@@ -56,7 +58,8 @@ def _takes_moved_data(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigCha
         encoded = encode_all(data)
         for job in jobs:
             check_samples(job.folder, [*encoded.samples, *encoded.prior])
-        # It is the same data, so where it is now is stored: what generates samples later reads that there.
+        # It is the same data, so where it is now is stored: what generates samples later reads that
+        # there.
         for run_folder in (folder, *(job.folder for job in jobs.in_folders)):
             # Only that: whatever else was set anew is for a run that goes on.
             stored = resolve(RunConfig, stored=run_folder.path)

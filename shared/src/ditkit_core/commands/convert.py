@@ -1,4 +1,5 @@
-"""The export command on files: inspect, convert, reduce, merge, extract. None of these needs a run."""
+"""The export command on files: inspect, convert, reduce, merge, extract. None of these needs a
+run."""
 
 import json
 import math
@@ -26,7 +27,14 @@ from ditkit_core.adapters.files.convert import (
 from ditkit_core.adapters.files.differences import described, not_applied
 from ditkit_core.adapters.files.entry import MAX_STRENGTH, parse_merge
 from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms
-from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
+from ditkit_core.adapters.files.identify import (
+    FoundAdapter,
+    Shapes,
+    find_adapter,
+    layers_of,
+    parameters_of,
+    presets_of,
+)
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import with_differences
@@ -72,27 +80,38 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     """An adapter file in another form, rank or dtype."""
     path, strength = parse_merge(options.adapter, "--adapter")
     if strength != 1:
-        raise UserError(f"--adapter {options.adapter}: a strength is for --merge; a converted file has its alpha")
+        raise UserError(
+            f"--adapter {options.adapter}: a strength is for --merge; a converted file has its "
+            f"alpha"
+        )
     spec, layers = _layers(spec, config, options)
     adapter = find_adapter(path, spec, part=options.part, layers=layers)
     if adapter.differences:
         raise not_applied(path, adapter.differences)
     if layers is not None:
         _check_fits(adapter, layers)
-    # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
-    form = options.to or (adapter.layout.form if adapter.layout.form in ADAPTER_FORMS else "official")
+    # Some forms are only read (peft, OneTrainer …); their files are written in the form that most
+    # programs read.
+    form = options.to or (
+        adapter.layout.form if adapter.layout.form in ADAPTER_FORMS else "official"
+    )
     check_form(form, spec.architecture.names, use_dora=adapter.layout.use_dora)
     is_factored = adapter.layout.method in ("lokr", "loha")
     if is_factored and options.rank:
         raise UserError(
-            f"--rank: {path} is a {adapter.layout.method}, whose rank is not that of its change; merge it, then --extract"
+            f"--rank: {path} is a {adapter.layout.method}, whose rank is not that of its change; "
+            f"merge it, then --extract"
         )
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
     mark = (f"_rank{rank}" if rank else "_reduced") if options.rank else ""
     mark += f"_{options.to}" if options.to else ""
     out = _out(options.out, path, mark or f"_{options.dtype}")
-    derivation = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
-    metadata = derived_metadata(published_header(RunConfig, adapter.file.source.metadata), **derivation)
+    derivation = {"file": path.name, "form": form} | (
+        {"rank": options.rank} if options.rank else {}
+    )
+    metadata = derived_metadata(
+        published_header(RunConfig, adapter.file.source.metadata), **derivation
+    )
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(adapter)
     adapters = read_adapters(adapter.file)
     if layers is None and not adapter.presets:
@@ -103,23 +122,31 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if options.rank:
         adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
-    if adapter.layout.use_dora and adapter.layout.dora_over_base != (ADAPTER_FORMS[form].dora == "base"):
+    if adapter.layout.use_dora and adapter.layout.dora_over_base != (
+        ADAPTER_FORMS[form].dora == "base"
+    ):
         # Its magnitudes are over another norm in this form, which needs the base's weights.
         if not (options.base or config.model.base or config.model.transformer):
             raise UserError(
-                f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the {form} form; the base is needed to convert them: give "
+                f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the "
+                f"{form} form; the base is needed to convert them: give "
                 "--base FILE"
             )
         source, arch, _ = _base(spec, config, options)
         base = _stored(spec, arch, source)
         for name, lora in adapters.items():
             weight = partial(base.read, f"{name}.weight")
-            adapters[name] = replace(lora, matrices=in_norm_of(form, lora.matrices, lora.scale, weight))
+            adapters[name] = replace(
+                lora, matrices=in_norm_of(form, lora.matrices, lora.scale, weight)
+            )
     if layers is None and adapter.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[adapter.presets[0]])
     complete = add_missing_modules(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
-        say(f"{zeros} modules are written as zeros: programs that read the {form} form need all modules of a block")
+        say(
+            f"{zeros} modules are written as zeros: programs that read the {form} form need all "
+            f"modules of a block"
+        )
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
@@ -128,7 +155,8 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     (rank, energy), tuned_path = parse_rank(options.rank), local_path(options.extract)
     if config.adapter.method in ("lokr", "loha"):
         raise UserError(
-            f"--extract makes a LoRA, and adapter.method = {config.adapter.method}; leave adapter.method out"
+            f"--extract makes a LoRA, and adapter.method = {config.adapter.method}; leave "
+            f"adapter.method out"
         )
     form = options.to or ExportConfig().forms[0]
     check_form(form, spec.architecture.names, use_dora=False)
@@ -137,42 +165,59 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     tuned = open_weights(tuned_path)
     only = None
     if config.adapter.targets:
-        only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
+        only = target_modules(
+            build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets
+        )
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
-        extracted = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
+        extracted = extract(
+            spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance
+        )
     say(_kept_lines(extracted.energy_shares, "of the difference's energy kept"))
-    say(f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules")
+    say(
+        f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules"
+    )
     if extracted.uncovered:
         largest = sorted(extracted.uncovered, key=lambda name: -extracted.sizes[name])
         shares = {name: extracted.uncovered[name] for name in largest[:10]}
         of_size = {
-            name: f"{share:.1%} of its size" if math.isfinite(share) else "was zero" for name, share in shares.items()
+            name: f"{share:.1%} of its size" if math.isfinite(share) else "was zero"
+            for name, share in shares.items()
         }
         named = ", ".join(f"{name} ({share})" for name, share in of_size.items())
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
-            f"the adapter does not cover {len(largest)} parameters that differ, with {extracted.share_left:.1%} of the energy of the whole "
+            f"the adapter does not cover {len(largest)} parameters that differ, with "
+            f"{extracted.share_left:.1%} of the energy of the whole "
             f"difference: {named}{more}"
         )
     residual = round(extracted.residual, 6)
-    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
+    metadata = derived_metadata(
+        {}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual
+    )
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
     adapters = add_missing_modules(extracted.adapters, spec, form, layers, out)
     _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Merge an adapter file into a whole transformer, written tensor by tensor so that one tensor is in memory at a time."""
+    """Merge an adapter file into a whole transformer, written tensor by tensor so that one tensor
+    is in memory at a time."""
     path, strength = parse_merge(options.adapter, "--adapter")
     if options.strength is not None:
         if strength != 1:
-            raise UserError(f"--adapter {options.adapter} and --strength {options.strength:g} are two; give one")
+            raise UserError(
+                f"--adapter {options.adapter} and --strength {options.strength:g} are two; give one"
+            )
         strength = options.strength
     if not abs(strength) <= MAX_STRENGTH:
         raise UserError(
-            f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 leaves the adapter unscaled"
+            f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 leaves "
+            f"the adapter unscaled"
         )
-    dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
+    dtype, forms = (
+        options.dtype or config.export.dtype,
+        (options.to,) if options.to else config.export.forms,
+    )
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
     folder = local_path(options.out) if options.out else path.with_name(f"{path.stem}_merged")
     check_kind(folder, is_transformer=True)
@@ -183,7 +228,9 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     _check_fits(adapter, layers)
     check_finite(adapter)  # before gigabytes are written
     names, parameters = spec.architecture.names, parameters_of(spec.architecture.build, arch)
-    file = with_differences(adapter.file, adapter.file.source, adapter.differences, names, parameters)
+    file = with_differences(
+        adapter.file, adapter.file.source, adapter.differences, names, parameters
+    )
     merged = replace(_stored(spec, arch, source), edits=merge_into([(file, strength)]))
     description = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     folders = export_merged(
@@ -197,17 +244,27 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )
     for output in folders:
         worst, lost = _rounding(_stored(spec, arch, open_weights(output)), merged)
-        also = f" and differences of {described(list(file.differences))}" if file.differences else ""
+        also = (
+            f" and differences of {described(list(file.differences))}" if file.differences else ""
+        )
         content = f"{len(adapter.shapes)} modules{also} merged at strength {strength:g}"
         of_change = f", which is {lost:.1%} of what the file changes" if worst else ""
-        say(f"{output}: {content}; rounding to {dtype} changes the written weights by {worst:.1e}{of_change}")
+        say(
+            f"{output}: {content}; rounding to {dtype} changes the written weights by "
+            f"{worst:.1e}{of_change}"
+        )
         if lost > _MUCH_LOST:
             wider = "bf16 or fp32" if dtype == FP8_SCALED else "fp32"
-            warn(f"{output}: rounding is {lost:.0%} of what the file changes; write it with --dtype {wider}")
+            warn(
+                f"{output}: rounding is {lost:.0%} of what the file changes; write it with --dtype "
+                f"{wider}"
+            )
 
 
 def _stored(spec: ModelSpec, arch: Any, source: SafetensorsSource) -> StoredParameters:
-    return StoredParameters.of(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
+    return StoredParameters.of(
+        source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
+    )
 
 
 _MUCH_LOST = 0.1
@@ -215,8 +272,9 @@ _MUCH_LOST = 0.1
 
 
 def _rounding(written: StoredParameters, expected: StoredParameters) -> tuple[float, float]:
-    """The rounding of the parameters of a file that a merge changed: the largest difference to the expected values, relative to a parameter; and the
-    difference of all parameters, relative to what the merge changed."""
+    """The rounding of the parameters of a file that a merge changed: the largest difference to the
+    expected values, relative to a parameter; and the difference of all parameters, relative to what
+    the merge changed."""
     worst, lost, changed, base = 0.0, 0.0, 0.0, replace(expected, edits={})
     for name in expected.edits:
         wanted = expected.read(name).clone()
@@ -227,13 +285,15 @@ def _rounding(written: StoredParameters, expected: StoredParameters) -> tuple[fl
         changed += float(torch.linalg.vector_norm(wanted - base.read(name))) ** 2
     if not worst <= 0.1:  # rounding to 8 bits costs about 3 %; `not <=` also refuses NaN
         raise UserError(
-            f"{written.source.path}: the merged weights differ by {worst:.1%} when read back; check the disk, and write them again"
+            f"{written.source.path}: the merged weights differ by {worst:.1%} when read back; "
+            f"check the disk, and write them again"
         )
     return worst, (lost / changed) ** 0.5 if changed else 0.0
 
 
 def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
-    """Refuse to merge an adapter that is named after one expert into the other, which has the same shapes."""
+    """Refuse to merge an adapter that is named after one expert into the other, which has the same
+    shapes."""
     parts = {
         expert.part: expert.name
         for arch in spec.architecture.presets.values()
@@ -248,7 +308,8 @@ def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> No
     there = named_after(str(base.path)) or (parts.get(folder.name, "") if are_both_there else "")
     if said and there and said != there:
         raise UserError(
-            f"{adapter} is named after the {said} expert, and {base.path} is the {there} one; name the other with --base, or rename the file"
+            f"{adapter} is named after the {said} expert, and {base.path} is the {there} one; name "
+            f"the other with --base, or rename the file"
         )
 
 
@@ -258,13 +319,17 @@ def _check_fits(adapter: FoundAdapter, layers: Shapes) -> None:
         there = f"is {list(layers[first])} there" if first in layers else "does not exist there"
         presets = f"; the adapter fits {', '.join(adapter.presets)}" if adapter.presets else ""
         raise UserError(
-            f"{adapter.path} does not fit the base: {len(wrong)} of {len(adapter.shapes)} modules, {first} {list(adapter.shapes[first])} "
+            f"{adapter.path} does not fit the base: {len(wrong)} of {len(adapter.shapes)} modules, "
+            f"{first} {list(adapter.shapes[first])} "
             f"{there}{presets}; give the base that it was trained on"
         )
 
 
-def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[ModelSpec, Shapes | None]:
-    """The model family with the architecture of the given base or preset, and its Linear layers; None if neither is given."""
+def _layers(
+    spec: ModelSpec, config: RunConfig, options: ExportOptions
+) -> tuple[ModelSpec, Shapes | None]:
+    """The model family with the architecture of the given base or preset, and its Linear layers;
+    None if neither is given."""
     name = config.model.preset
     check_preset(name, spec.architecture.presets)
     if options.base:
@@ -277,13 +342,20 @@ def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple
     return spec.for_arch(arch), layers
 
 
-def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[SafetensorsSource, Any, Shapes]:
+def _base(
+    spec: ModelSpec, config: RunConfig, options: ExportOptions
+) -> tuple[SafetensorsSource, Any, Shapes]:
     """The base's weights, its architecture and its Linear layers."""
     model, part = config.model, options.part or "transformer"
     if options.base:
         path = local_path(options.base)
-        if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
-            raise UserError(f"--base {options.base}: there is no such file or folder; {path_remedy(options.base)}")
+        if not path.exists() and (
+            path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")
+        ):
+            raise UserError(
+                f"--base {options.base}: there is no such file or folder; "
+                f"{path_remedy(options.base)}"
+            )
         is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
         model = ModelPaths(
             preset=model.preset,
@@ -292,18 +364,25 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
         )
     if not (model.base or model.transformer):
         raise UserError(
-            f"--{'extract' if options.extract else 'merge'} needs the base: give --base FILE, or set model.base"
+            f"--{'extract' if options.extract else 'merge'} needs the base: give --base FILE, or "
+            f"set model.base"
         )
     source = open_weights(model.locate("transformer" if model.transformer else part))
-    # Presets with equal weights may differ in other settings; here only weights matter, so the first that fits is used.
+    # Presets with equal weights may differ in other settings; here only weights matter, so the
+    # first that fits is used.
     fitting = () if model.preset else presets_of(source, spec)
     arch = spec.architecture.presets[fitting[0]] if fitting else choose_arch(spec, model, source)[1]
     return source, arch, layers_of(spec.architecture.build, arch)
 
 
 def _out(out_flag: str, source: Path, mark: str) -> Path:
-    """The path of the new adapter file, which must not exist: `--out`, or next to the source with a mark appended to its name."""
-    stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
+    """The path of the new adapter file, which must not exist: `--out`, or next to the source with a
+    mark appended to its name."""
+    stem = (
+        source.name
+        if source.is_dir()
+        else source.name.removesuffix(".index.json").removesuffix(".safetensors")
+    )
     path = local_path(out_flag) if out_flag else source.with_name(f"{stem}{mark}.safetensors")
     check_kind(path, is_transformer=False)
     check_free([path])
@@ -330,7 +409,11 @@ def _write(
     if written.method == "lora":
         lowest, highest = written.ranks[0], written.ranks[-1]
         ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
-        about, compared, rounded = f", {ranks}, {short}", "products of the written matrices", f"rounded to {short}"
+        about, compared, rounded = (
+            f", {ranks}, {short}",
+            "products of the written matrices",
+            f"rounded to {short}",
+        )
     else:
         about, compared, rounded = f" of a {written.method}", "its factors", "rounded"
     same = "bitwise identical" if written.exact else f"equal up to {written.worst:.1e} ({rounded})"

@@ -1,4 +1,5 @@
-"""The encode command: fills the cache, and on request verifies or prunes it, or writes the preprocessed samples as files."""
+"""The encode command: fills the cache, and on request verifies or prunes it, or writes the
+preprocessed samples as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,21 +25,31 @@ from ditkit_core.run.training import base_steps
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Encode the run's data into the cache, and do what the options ask for; nothing is trained."""
-    check_run(create_run(spec, config))  # as before training: what a run would refuse is not worth encoding
+    check_run(
+        create_run(spec, config)
+    )  # as before training: what a run would refuse is not worth encoding
     if options.demo:
         spec.demo.write(config.run_folder.inputs)
     run = create_run(spec, config, fetch=True)
-    rule = parse_rule(options.prune_cache) if options.prune_cache else None  # parsed now: encoding may take hours
+    rule = (
+        parse_rule(options.prune_cache) if options.prune_cache else None
+    )  # parsed now: encoding may take hours
     if options.dump:
         _check_dump(run.data, local_path(options.dump))
     if options.verify_cache:
         _verify_cache(run.data.cache)
     encoded, prior = encode_all(run.data)
     count = len(encoded) + len(prior)
-    say(f"{plural(count, 'sample')} {'is' if count == 1 else 'are'} encoded in {run.data.cache.folder}")
+    say(
+        f"{plural(count, 'sample')} {'is' if count == 1 else 'are'} encoded in "
+        f"{run.data.cache.folder}"
+    )
     if options.dump:
         encoded_ids, folder = {sample.id for sample in encoded}, local_path(options.dump)
-        samples, columns = [s for s in run.data.dataset.samples if s.id in encoded_ids], run.data.auxiliary.columns
+        samples, columns = (
+            [s for s in run.data.dataset.samples if s.id in encoded_ids],
+            run.data.auxiliary.columns,
+        )
         with progress("dump", len(samples)) as bar:
             dump(
                 samples,
@@ -54,7 +65,8 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
 
 
 def _verify_cache(cache: Cache) -> None:
-    """Compare every cache entry with its digest, and report those that differ; have every file that entries were made of read again."""
+    """Compare every cache entry with its digest, and report those that differ; have every file that
+    entries were made of read again."""
     with MediaHashes(cache.folder) as hashes:
         hashes.forget()
     say("all files are read again; whatever has changed unnoticed is encoded again")
@@ -65,7 +77,8 @@ def _verify_cache(cache: Cache) -> None:
 
 
 def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
-    """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do the entries of every run in the same parent folder."""
+    """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do the entries
+    of every run in the same parent folder."""
     keep = {
         part.rpartition(" ")[2]
         for sample in encoded
@@ -76,7 +89,11 @@ def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) ->
     if rule.unused:
         runs = data.config.run_folder.path.absolute().parent
         # Two levels: a run of several experts contains a run folder for each.
-        of_experts = [file for file in runs.glob("*/*/data.json") if RunFolder(file.parent).config_file.exists()]
+        of_experts = [
+            file
+            for file in runs.glob("*/*/data.json")
+            if RunFolder(file.parent).config_file.exists()
+        ]
         keep |= keys_in(sorted([*runs.glob("*/data.json"), *of_experts]))
     done = prune(data.cache, rule, keep)
     say(
@@ -86,7 +103,8 @@ def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) ->
 
 
 def _check_dump(data: RunData, folder: Path) -> None:
-    """Refuse to write samples into the folders of the data, where they would be read as clips or overwrite some."""
+    """Refuse to write samples into the folders of the data, where they would be read as clips or
+    overwrite some."""
     target, section = folder.resolve(), data.config.data
     folders = [*section.folders, section.folder, section.references, section.masks]
     folders += [item.partition("=")[2] for item in section.controls]
@@ -95,5 +113,6 @@ def _check_dump(data: RunData, folder: Path) -> None:
         data_folder = local_path(name.strip()).resolve()
         if name and (target.is_relative_to(data_folder) or data_folder.is_relative_to(target)):
             raise UserError(
-                f"--dump {folder} would write into {name}, which is data; name a folder apart from the data"
+                f"--dump {folder} would write into {name}, which is data; name a folder apart from "
+                f"the data"
             )

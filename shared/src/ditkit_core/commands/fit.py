@@ -1,4 +1,5 @@
-"""`--fit`: choose the settings with which a run fits its devices, and print the configuration with them."""
+"""`--fit`: choose the settings with which a run fits its devices, and print the configuration with
+them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +26,46 @@ from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.planner.ranks.divided import profile_of_rank
 from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of, parse_links
 from ditkit_core.planner.report import describe_shortfall
-from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit, fit_ranks, least_host, least_missing
-from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of, weights_in_words
+from ditkit_core.planner.search.fit import (
+    POLICIES,
+    Fit,
+    RankFit,
+    fit,
+    fit_ranks,
+    least_host,
+    least_missing,
+)
+from ditkit_core.planner.search.task import (
+    PRICE,
+    Candidate,
+    FitTask,
+    formats_of,
+    task_of,
+    weights_in_words,
+)
 from ditkit_core.planner.step_time import BUFFERS, assumptions
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
-from ditkit_core.run.plans.changes import Level, SuggestedChange, accepted, fit_levels, levels, levers, state_bytes
+from ditkit_core.run.plans.changes import (
+    Level,
+    SuggestedChange,
+    accepted,
+    fit_levels,
+    levels,
+    levers,
+    state_bytes,
+)
 from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
 from ditkit_core.run.plans.planned_step import job_of
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 """Device that a name without an index means on a machine with a GPU."""
-_CHANGED_TOO = "nothing fits as configured, so these settings are changed too, from what changes numbers least"
+_CHANGED_TOO = (
+    "nothing fits as configured, so these settings are changed too, from what changes numbers least"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,44 +83,62 @@ class FitResult:
 
 
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
-    """Choose settings for the GPUs, print the whole configuration to stdout, and its memory and the reasons to stderr.
+    """Choose settings for the GPUs, print the whole configuration to stdout, and its memory and the
+    reasons to stderr.
 
-    The search covers train.checkpointing, devices, split_points, swap_blocks, pipelined and cuda_graphs, and base.quantize. If nothing fits a
-    full fine-tune otherwise, it also changes optim.fused_backward, train.clip_by, model.dtype, optim.rounding and optim.name; where encoders
-    do not fit, encode.vae_tiling, streaming and device. It prints each change. Everything else stays as configured.
+    The search covers train.checkpointing, devices, split_points, swap_blocks, pipelined and
+    cuda_graphs, and base.quantize. If nothing fits a full fine-tune otherwise, it also changes
+    optim.fused_backward, train.clip_by, model.dtype, optim.rounding and optim.name; where encoders
+    do not fit, encode.vae_tiling, streaming and device. It prints each change. Everything else
+    stays as configured.
 
     Returns:
-        The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if encoding or sampling does not fit with
-        them.
+        The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if
+        encoding or sampling does not fit with them.
     """
     out = local_path(options.write) if options.write else None
     if out is not None and out.exists():
-        raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
+        raise UserError(
+            f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
+        )
     run = create_run(spec, config)
     launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
-    ranks = layout_of(run.config.ranks, num_gpus(run, options.gpus), launch, devices=run.config.train.devices)
-    check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
+    ranks = layout_of(
+        run.config.ranks, num_gpus(run, options.gpus), launch, devices=run.config.train.devices
+    )
+    check_plannable(
+        run, here=False
+    )  # the configured devices are not checked: the search chooses among all
     gpus, names = gpus_to_fit(run.config, options.gpus)
     host = host_limit(options.host, here=not options.gpus)
     result = (
-        _fit_process(run, gpus, names, host) if ranks is None else _fit_over_ranks(run, gpus, ranks, launch.link, host)
+        _fit_process(run, gpus, names, host)
+        if ranks is None
+        else _fit_over_ranks(run, gpus, ranks, launch.link, host)
     )
     chosen = result.chosen
     if chosen is None:
         for line in result.lines:
             warn(line)
         return DOES_NOT_FIT
-    if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
+    if (
+        not options.gpus
+    ):  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, result.level.config))
 
     def auxiliary(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
         per_machine = 1 if ranks is None else ranks.nproc
         host_of_rank = None if host is None else host // per_machine
         return auxiliary_of(
-            create_run(spec, config), chosen, gpus=bool(options.gpus), per_machine=per_machine, host=host_of_rank
+            create_run(spec, config),
+            chosen,
+            gpus=bool(options.gpus),
+            per_machine=per_machine,
+            host=host_of_rank,
         )
 
-    # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
+    # The search is about training steps; encoders and samples get the memory that it leaves, and
+    # are checked afterwards.
     level, rows = _with_encoding(result.level, auxiliary)
     fitted, lacking = level.config, [row for row in rows if row.fits is False]
     short = "the times are estimates; --why says from what"
@@ -104,7 +148,10 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
     lines += [describe_shortfall(row, previews_here) for row in lacking]
     if lacking:
-        lines.append("training fits, but the rows above do not; correct the settings for them before you train")
+        lines.append(
+            "training fits, but the rows above do not; correct the settings for them before you "
+            "train"
+        )
     changed = "".join(f"# changed: {change}\n" for change in level.changed)
     text = f"# {result.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
     if out is None:
@@ -118,7 +165,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
 
 def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
-    """The GPUs to choose among, of the `--gpus` flag or of this machine, with train.reserve kept free, and the name of each in train.devices."""
+    """The GPUs to choose among, of the `--gpus` flag or of this machine, with train.reserve kept
+    free, and the name of each in train.devices."""
     if gpus:
         candidates = parse_gpus(gpus)
         # One name more than GPUs: the device that generates previews is skipped.
@@ -134,8 +182,16 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
     if config.train.devices:
         return choose_devices(config.train.devices)
     if config.train.device == "auto":
-        devices = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
-        training = [device for device in devices if device.type == "cpu" or not _samples_on(config, device.index)]
+        devices = (
+            choose_devices(("all",))
+            if torch.cuda.is_available()
+            else (choose_device("auto", "train.device"),)
+        )
+        training = [
+            device
+            for device in devices
+            if device.type == "cpu" or not _samples_on(config, device.index)
+        ]
         return tuple(training) or devices
     return choose_devices((config.train.device,))
 
@@ -143,18 +199,23 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
 def _samples_on(config: RunConfig, index: int) -> bool:
     """Whether previews are generated on this GPU, which then does not train."""
     name = config.sample.device
-    return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
+    return (
+        name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
+    )
 
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     """The search problem of a run on these GPUs."""
     check_formats(run.config.base.compute, gpus)
     job = planned_step(run, gpus=gpus).job
-    # The run's, in which train.kernels is what the configuration has, and not yet resolved as in a plan.
+    # The run's, in which train.kernels is what the configuration has, and not yet resolved as in a
+    # plan.
     return replace(task_of(job, gpus, formats_of(job)), execution=run.execution)
 
 
-def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:
+def _fit_process(
+    run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None
+) -> FitResult:
     """The settings of a process alone."""
 
     @cache
@@ -167,17 +228,23 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
     task, level, chosen = searched.task, searched.level, searched.fit.chosen
     changed = [f"changed: {change}" for change in level.changed]
     if chosen is None:
-        return FitResult(level=level, lines=[*changed, *_nothing_fits(run.request.spec, level.config, task)])
+        return FitResult(
+            level=level, lines=[*changed, *_nothing_fits(run.request.spec, level.config, task)]
+        )
     lines: list[str] = []
     if changed:
         state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
-        lines += [f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them", *changed]
+        lines += [
+            f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them",
+            *changed,
+        ]
     lines += explained(searched.fit, task, names)
     for later, candidate in searched.later:
         host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
         cost = "; ".join(change.cost for change in later.changed if change not in level.changed)
         lines.append(
-            f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
+            f"not chosen, because it changes more: {later.short}: "
+            f"{in_words(candidate, names)}{host_gib}; price: {cost}"
         )
     execution, used = chosen.execution, [task.gpus[i] for i in chosen.gpus]
     if run.config.base.compute != "dtype":  # what it gains with the choice
@@ -188,7 +255,11 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
     fitted = replace(level, config=apply(level.config, chosen, names))
     work = replace(task.work, cuda_graphs="off") if chosen.drops_cuda_graphs else task.work
     return FitResult(
-        level=fitted, lines=lines, chosen=chosen, title=in_words(chosen, names), assumed=_estimates(used, work)
+        level=fitted,
+        lines=lines,
+        chosen=chosen,
+        title=in_words(chosen, names),
+        assumed=_estimates(used, work),
     )
 
 
@@ -199,7 +270,8 @@ def _estimates(gpus: Sequence[GPU], work: Workload) -> list[str]:
 def _fit_over_ranks(
     run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None
 ) -> FitResult:
-    """How ranks divide a run, and the settings of each, under the first level with which something fits."""
+    """How ranks divide a run, and the settings of each, under the first level with which something
+    fits."""
     gpu, lacking = weakest(gpus), list[tuple[int, Level]]()
     host_of_rank = None if host is None else host // ranks.nproc
 
@@ -214,19 +286,27 @@ def _fit_over_ranks(
         lacking.append((division, level))
     missing, level = min(lacking, key=lambda pair: pair[0])
     words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {missing / GIB:.2f} GiB"
-    return FitResult(level=level, lines=[*(f"changed: {change}" for change in level.changed), words])
-
-
-def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
-    """The search problems of a rank with the whole model, by the number of ranks that share each sample; each is made once. `host` is the page-locked memory
-    of each rank in bytes; None for no limit."""
-    return cache(
-        lambda context: replace(task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host)
+    return FitResult(
+        level=level, lines=[*(f"changed: {change}" for change in level.changed), words]
     )
 
 
-def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str) -> RankFit | int:
-    """How ranks divide a run, by problems from `tasks_of`; or the bytes that each lacks if nothing fits."""
+def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
+    """The search problems of a rank with the whole model, by the number of ranks that share each
+    sample; each is made once. `host` is the page-locked memory of each rank in bytes; None for no
+    limit."""
+    return cache(
+        lambda context: replace(
+            task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host
+        )
+    )
+
+
+def division_of(
+    run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str
+) -> RankFit | int:
+    """How ranks divide a run, by problems from `tasks_of`; or the bytes that each lacks if nothing
+    fits."""
     parse_links(link, ranks)  # a mistake in it is reported before the search
     refused: list[str] = []
 
@@ -240,7 +320,9 @@ def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLay
 
         @cache
         def profile_of(policy: str, quantize: str) -> Profile:
-            return profile_of_rank(task.profile_of(policy, quantize), layout, run.precision.reduction)
+            return profile_of_rank(
+                task.profile_of(policy, quantize), layout, run.precision.reduction
+            )
 
         return replace(task, profile_of=profile_of, streams=layout.shard == 1)
 
@@ -271,26 +353,46 @@ def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GP
     work = replace(job, execution=with_planned_kernels(job.execution, "cuda", (gpu,))).work
     memory = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
     lines = [
-        *((_CHANGED_TOO, *(f"changed: {change}" for change in level.changed)) if level.changed else ()),
-        f"fits: {title} (were {before.shard} and {before.context}), {in_words(division.chosen, ('each rank',))}",
-        f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: {division.plan.host_of_machine / GIB:.1f} GiB",
-        f"about {division.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
+        *(
+            (_CHANGED_TOO, *(f"changed: {change}" for change in level.changed))
+            if level.changed
+            else ()
+        ),
+        (
+            f"fits: {title} (were {before.shard} and {before.context}), "
+            f"{in_words(division.chosen, ('each rank',))}"
+        ),
+        (
+            f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: "
+            f"{division.plan.host_of_machine / GIB:.1f} GiB"
+        ),
+        (
+            f"about {division.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are "
+            f"not hidden; efficiency {time.efficiency or 0:.0%}"
+        ),
     ]
     assumed = [f"exchanges are an estimate: {time.rates}", *_estimates([gpu], work)]
     fitted = replace(level, config=config)
-    return FitResult(level=fitted, lines=lines, chosen=division.chosen, title=title, assumed=assumed)
+    return FitResult(
+        level=fitted, lines=lines, chosen=division.chosen, title=title, assumed=assumed
+    )
 
 
 def _with_encoding(
     level: Level, auxiliary: Callable[[RunConfig], tuple[AuxiliaryRow, ...]]
 ) -> tuple[Level, tuple[AuxiliaryRow, ...]]:
-    """Change how a run encodes, one setting after the other, until encoders fit. With the plan of its encoders and samples."""
+    """Change how a run encodes, one setting after the other, until encoders fit. With the plan of
+    its encoders and samples."""
 
     def num_lacking(rows: Sequence[AuxiliaryRow]) -> int:
         return sum(row.fits is False for row in rows if row.stage == "encode")
 
     rows = auxiliary(level.config)
-    changes: tuple[dict[str, Any], ...] = ({"vae_tiling": True}, {"streaming": "always"}, {"device": "cpu"})
+    changes: tuple[dict[str, Any], ...] = (
+        {"vae_tiling": True},
+        {"streaming": "always"},
+        {"device": "cpu"},
+    )
     for values in changes:
         if not num_lacking(rows):
             break
@@ -317,7 +419,8 @@ def auxiliary_of(
 
 
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
-    """The configuration with the chosen settings; everything that is not searched stays as it is."""
+    """The configuration with the chosen settings; everything that is not searched stays as it
+    is."""
     execution, used = chosen.execution, [names[i] for i in chosen.gpus]
     if len(used) > 1:
         device, devices = "auto", tuple(used)
@@ -328,20 +431,24 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
     reserve = execution.reserve
     if len(reserve) > 1:
         reserve = tuple(per_device(reserve, len(names), "train.reserve")[i] for i in chosen.gpus)
-    return config.with_execution(replace(execution, device=device, devices=devices, reserve=reserve))
+    return config.with_execution(
+        replace(execution, device=device, devices=devices, reserve=reserve)
+    )
 
 
 def in_words(candidate: Candidate, names: Sequence[str]) -> str:
     """Settings in one line, with their time and how full they make the fullest GPU."""
     execution, bounds = candidate.execution, candidate.division.bounds
     spans = [
-        f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
+        f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}"
+        + (f", {swap} of them streamed" if swap else "")
         for i, (gpu, swap) in enumerate(zip(candidate.gpus, candidate.swap_blocks, strict=True))
     ]
     order = ", micro-batches overlapping" * execution.pipelined
     order += ", micro-batches not replayed" * candidate.drops_cuda_graphs
     return (
-        f"checkpointing {execution.checkpointing}, {weights_in_words(execution.quantize)}, {'; '.join(spans)}{order}: "
+        f"checkpointing {execution.checkpointing}, {weights_in_words(execution.quantize)}, "
+        f"{'; '.join(spans)}{order}: "
         f"about {candidate.seconds:.2g} s a step, "
         f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
@@ -355,12 +462,17 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     for index, plan in zip(chosen.gpus, chosen.plan, strict=True):
         budget = plan.budget
         yield (
-            f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
+            f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and "
+            f"{budget.reserve / GIB:.1f} GiB in reserve, of "
             f"{budget.total / GIB:.1f} GiB"
         )
     if chosen.drops_cuda_graphs:
         yield "train.cuda_graphs = off: replays of micro-batches would be faster, but a graph keeps its memory, and does not fit; results are bitwise the same"
-    limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
+    limit = (
+        "; --host sets a limit"
+        if task.host is None
+        else f", of {task.host / GIB:.1f} GiB that are available"
+    )
     if chosen.execution.swap_blocks:
         weights = chosen.weights_on_host
         streamed = "weights" if task.adapts else "weights and of what the optimizer keeps of them"
@@ -369,17 +481,22 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
         yield f"{sent / GIB:.1f} GiB of activations are offloaded to host memory until the backward, page-locked{limit}"
     for name, other in result.others.items():
         yield f"{name}: {in_words(other, names)}"
-    prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
+    prices = ", ".join(
+        f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none"
+    )
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:
     weights = "" if task.quantizations[-1] == "none" else f" and {task.quantizations[-1]} weights"
-    smallest = f"with everything recomputed{',' if weights else ' and'} activations on the host{weights}"
+    smallest = (
+        f"with everything recomputed{',' if weights else ' and'} activations on the host{weights}"
+    )
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
-            f"nothing fits: {smallest} the GPUs have enough memory, but the host needs {needed / GIB:.2f} GiB for weights and activations "
+            f"nothing fits: {smallest} the GPUs have enough memory, but the host needs "
+            f"{needed / GIB:.2f} GiB for weights and activations "
             f"and has {task.host / GIB:.2f} GiB"
         )
     else:
@@ -398,16 +515,20 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
 
 
 def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[SuggestedChange]:
-    """Plans of single changes, the best first: of each kind the mildest that fits, or else the strongest."""
+    """Plans of single changes, the best first: of each kind the mildest that fits, or else the
+    strongest."""
     planned = []
     for lever in levers(spec, config, task.gpus):
         for change in lever:
             result = replace(change, missing=least_missing(_after(change, spec, config, task)))
-            if not result.missing:  # a lever lists its changes from mild to strong: stronger ones cost more quality
+            if (
+                not result.missing
+            ):  # a lever lists its changes from mild to strong: stronger ones cost more quality
                 break
         if lever:
             planned.append(result)
-    # First those with which the run fits, the least costly first; then the others, by missing bytes.
+    # First those with which the run fits, the least costly first; then the others, by missing
+    # bytes.
     return sorted(planned, key=lambda change: (change.missing, change.lost_share))
 
 

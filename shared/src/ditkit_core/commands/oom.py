@@ -1,4 +1,5 @@
-"""The message when memory runs out: the plan next to the measured peaks, and the cheapest change that would fit."""
+"""The message when memory runs out: the plan next to the measured peaks, and the cheapest change
+that would fit."""
 
 import json
 import sys
@@ -30,18 +31,23 @@ from ditkit_core.run.plans.plan import make_report, planned_step
 from ditkit_core.training.optim.optimizers import optimizers_that
 
 UNDER_THE_PLAN = 0.9
-"""If the plan fitted but memory ran out: the share of the planned peak that a change may need. The plan is then too optimistic by an
-unknown amount, so only a change with a clear margin is suggested."""
+"""If the plan fitted but memory ran out: the share of the planned peak that a change may need. The
+plan is then too optimistic by an unknown amount, so only a change with a clear margin is suggested.
+"""
 _ADVICE = {
     "ditkit_core.sampling.render": "generating samples: try a smaller sample.height and sample.width",
     "ditkit_core.encoding.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
 _GENERAL = (
-    "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, height or width, train.batch_size = 1, "
-    f"a lower adapter.rank, train.cuda_graphs = off, optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
+    "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, "
+    "height or width, train.batch_size = 1, "
+    f"a lower adapter.rank, train.cuda_graphs = off, optim.name = "
+    f"{optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
 _UNTOUCHED = "the last save is untouched"
-_NOTHING_LEFT = "no setting is left to lower: batch, frames, size and rank have their smallest values"
+_NOTHING_LEFT = (
+    "no setting is left to lower: batch, frames, size and rank have their smallest values"
+)
 
 
 class MeasuredPeaks(NamedTuple):
@@ -59,16 +65,24 @@ def measured_peaks(config: RunConfig) -> MeasuredPeaks:
         return MeasuredPeaks((process_peak_bytes(),))
     devices = range(torch.cuda.device_count())
     allocated, reserved = (
-        tuple(map(measure, devices)) for measure in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+        tuple(map(measure, devices))
+        for measure in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     )
     return MeasuredPeaks(allocated, reserved)
 
 
 def explain(
-    spec: ModelSpec, config: RunConfig, failure: str, *, training: bool, modules: Collection[str], peaks: MeasuredPeaks
+    spec: ModelSpec,
+    config: RunConfig,
+    failure: str,
+    *,
+    training: bool,
+    modules: Collection[str],
+    peaks: MeasuredPeaks,
 ) -> None:
-    """Print to stderr the memory that a run needs and had; the last line names the change that helps. `failure` is the allocator's message, in one line;
-    `modules` are those in the traceback."""
+    """Print to stderr the memory that a run needs and had; the last line names the change that
+    helps. `failure` is the allocator's message, in one line; `modules` are those in the traceback.
+    """
     # Only training is planned; for encoding and sampling the traceback shows which of them failed.
     for module, advice in _ADVICE.items():
         if module in modules:
@@ -80,8 +94,19 @@ def explain(
             with redirect_stdout(sys.stderr):
                 advice = "; ".join(_explained(spec, config, failure, peaks))
         # If the plan fails too, the user still has to learn that memory ran out.
-        except (UserError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            warn(f"(not planned: {str(error).splitlines()[0] if str(error) else type(error).__name__})")
+        except (
+            UserError,
+            ArithmeticError,
+            LookupError,
+            OSError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            warn(
+                f"(not planned: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            )
     warn(f"error: out of memory: {advice}; {_UNTOUCHED} ({failure})")
 
 
@@ -90,25 +115,33 @@ def is_of_the_host(failure: str) -> bool:
     return is_host_allocation(failure) or failure.startswith("MemoryError")
 
 
-def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: MeasuredPeaks) -> Iterator[str]:
+def _explained(
+    spec: ModelSpec, config: RunConfig, failure: str, peaks: MeasuredPeaks
+) -> Iterator[str]:
     run = create_run(spec, config)
     say("out of memory; planning the memory of this run and of changes to it ...")
     report = make_report(run)
-    measured = [[sizes[d.index] for d in run.devices] if report.is_cuda else list(sizes) for sizes in peaks if sizes]
+    measured = [
+        [sizes[d.index] for d in run.devices] if report.is_cuda else list(sizes)
+        for sizes in peaks
+        if sizes
+    ]
     print_measured_plan(report, *measured)
     on_host = report.is_cuda and is_of_the_host(failure)
     if on_host:
         yield "host memory ran out"
     elif all(plan.fits for plan in report.devices):
         yield (
-            "according to the plan this run fits, so either another program uses memory (set train.reserve to leave it room) or the plan is "
+            "according to the plan this run fits, so either another program uses memory (set "
+            "train.reserve to leave it room) or the plan is "
             "wrong"
         )
     yield _on_gpus(run, report, on_host=on_host) if report.is_cuda else _on_the_host(run, report)
 
 
 def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
-    """The settings that `--fit` would choose for the devices of the run, with the memory that is free now."""
+    """The settings that `--fit` would choose for the devices of the run, with the memory that is
+    free now."""
     spec, config = run.spec, run.config
     gpus = []
     present = keeping_reserves(gpus_here(run.devices), config.train.reserve)
@@ -142,7 +175,8 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
 
 def _on_the_host(run: RunContext, report: PlanReport) -> str:
     """The mildest single change that fits a CPU; if none fits, the one with the lowest peak."""
-    # The plan's policy: `budget` would choose again by the memory that is free now, and its choice has just failed.
+    # The plan's policy: `budget` would choose again by the memory that is free now, and its choice
+    # has just failed.
     train = replace(run.config.train, checkpointing=report.policy)
     run = with_config(run, replace(run.config, train=train))
     (plan, *_) = report.devices
@@ -152,7 +186,10 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
         changed = with_config(run, change.config)
         step = planned_step(changed, "cpu")
         costs = profile(step.job)
-        budget, undivided = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(costs.blocks))
+        budget, undivided = (
+            Budget(name="cpu", total=limit, workspace=0),
+            Partition(devices=(0,) * len(costs.blocks)),
+        )
         (planned,) = compose(costs, undivided, [budget], step.job.work)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
@@ -164,24 +201,34 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
 
 
 def _single(spec: ModelSpec, config: RunConfig) -> Iterator[SuggestedChange]:
-    """Changes of one setting, beginning with those that only cost time; offloading to the host saves nothing on the host."""
+    """Changes of one setting, beginning with those that only cost time; offloading to the host
+    saves nothing on the host."""
     schedule = config.train.schedule.on_the_host()
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
-    for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
+    for policy in (
+        ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",))
+    ):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
-        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', lost_share=0.0, config=changed, gpus=())
+        yield SuggestedChange(
+            words=f'train.checkpointing = "{policy}"', lost_share=0.0, config=changed, gpus=()
+        )
     for lever in levers(spec, config, ()):
         yield from lever
 
 
-# A plan that does not fit was right: then nothing has to be subtracted from the memory of the device.
+# A plan that does not fit was right: then nothing has to be subtracted from the memory of the
+# device.
 def _allowed(fits: bool, peak: int) -> int:
     return int(UNDER_THE_PLAN * peak) if fits else 2**62
 
 
 def _differing(before: RunConfig, after: RunConfig) -> Iterator[str]:
     old = config_values(before)
-    return (f"{key} = {json.dumps(value)}" for key, value in config_values(after).items() if value != old[key])
+    return (
+        f"{key} = {json.dumps(value)}"
+        for key, value in config_values(after).items()
+        if value != old[key]
+    )
 
 
 def _of(peak: int, available: int) -> str:

@@ -1,4 +1,5 @@
-"""`train --plan`: print the peak memory of a run on each device, before anything is loaded or written."""
+"""`train --plan`: print the peak memory of a run on each device, before anything is loaded or
+written."""
 
 import json
 import sys
@@ -32,12 +33,17 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:
         searched = report.is_cuda and not report.step.fits
-        print_plan(report, fit_command(f"{spec.name}-train", TYPED.get()) if searched else "", why=options.why)
+        print_plan(
+            report,
+            fit_command(f"{spec.name}-train", TYPED.get()) if searched else "",
+            why=options.why,
+        )
     return 0 if report.fits else DOES_NOT_FIT
 
 
 def fit_command(program: str, typed: Sequence[str]) -> str:
-    """The `--plan` command line of the train command as it was typed, with `--fit` in place of `--plan`."""
+    """The `--plan` command line of the train command as it was typed, with `--fit` in place of
+    `--plan`."""
     arguments = [
         text
         for before, text in pairwise(("", *typed))

@@ -1,4 +1,5 @@
-"""`train --recipe`: choose the recipe that fits the GPU, write it as a run file and continue with that; or list them with hours."""
+"""`train --recipe`: choose the recipe that fits the GPU, write it as a run file and continue with
+that; or list them with hours."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,9 @@ from ditkit_core.run.plans.plan import make_report
 from ditkit_core.run.recipes import GOALS, LIST, Recipe
 
 
-def use_recipe(spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, components: Sequence[str]) -> Flags | int:
+def use_recipe(
+    spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, components: Sequence[str]
+) -> Flags | int:
     """Choose among recipes and write the chosen one as a run file, with what the command line sets.
 
     Args:
@@ -36,8 +39,9 @@ def use_recipe(spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, compone
         components: Keys of `[model]` whose files the family reads.
 
     Returns:
-        The command line with the run file in place of the recipe; or an exit status, if there is nothing left to do: 0 after the table,
-        or where the run has to be started elsewhere; 3 if no recipe fits.
+        The command line with the run file in place of the recipe; or an exit status, if there is
+        nothing left to do: 0 after the table, or where the run has to be started elsewhere; 3 if no
+        recipe fits.
     """
     common, options = flags.common, flags.options
     verb, is_printed = verb_of("train", options), common.print_config or common.changed
@@ -54,27 +58,41 @@ def use_recipe(spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, compone
     if not candidates:
         smallest = min(recipes, key=_memory)
         warn(
-            f"no recipe for {GOALS[recipes[0].goal]} is for {_names(gpus)}; the smallest is {smallest.name}, for "
-            f"{smallest.machine}: --recipe {smallest.name} --fit looks for settings with which it fits"
+            f"no recipe for {GOALS[recipes[0].goal]} is for {_names(gpus)}; the smallest is "
+            f"{smallest.name}, for "
+            f"{smallest.machine}: --recipe {smallest.name} --fit looks for settings with which it "
+            f"fits"
         )
         return DOES_NOT_FIT
     chosen = candidates[0]
     if is_printed or verb in ("plan", "fit"):
         warn(f"recipe {chosen.name}: {GOALS[chosen.goal]}, {chosen.model}, for {chosen.machine}")
-        return replace(flags, common=replace(common, config=str(chosen.path)), options=replace(options, recipe=""))
-    check_paths("train", verb, resolve(RunConfig, file=chosen.path, flags=flags.values), options, components)
+        return replace(
+            flags,
+            common=replace(common, config=str(chosen.path)),
+            options=replace(options, recipe=""),
+        )
+    check_paths(
+        "train", verb, resolve(RunConfig, file=chosen.path, flags=flags.values), options, components
+    )
     if (out := local_path(options.write) if options.write else None) and out.exists():
-        raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
+        raise UserError(
+            f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
+        )
     return _begin(spec, candidates, flags, gpus)
 
 
-def _begin(spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> Flags | int:
+def _begin(
+    spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]
+) -> Flags | int:
     """Plan one candidate after the other, and write the first that fits."""
     options = flags.options
     for chosen in candidates:
         config = resolve(RunConfig, file=chosen.path, flags=flags.values)
         doing(f"planning {chosen.name}")
-        report = make_report(create_run(spec, config), _of(chosen, gpus) if options.gpus else "", options.host)
+        report = make_report(
+            create_run(spec, config), _of(chosen, gpus) if options.gpus else "", options.host
+        )
         if report.fits:
             break
         warn(f"{chosen.name} does not fit: {'; '.join(_lacking(report))}")
@@ -85,7 +103,8 @@ def _begin(spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Se
     if len(candidates) > 1:
         others = ", ".join(recipe.name for recipe in candidates if recipe is not chosen)
         warn(
-            f"chosen because it is for the largest GPU among those that fit, and the shortest of these; others: {others}"
+            f"chosen because it is for the largest GPU among those that fit, and the shortest of "
+            f"these; others: {others}"
         )
     keys = {*read_config_file(RunConfig, chosen.path), *flags.values}
     text = f"# Recipe {chosen.name}: {GOALS[chosen.goal]}, {chosen.model}, for {chosen.machine}.\n\n{changes_to_toml(config, keys)}"
@@ -93,7 +112,8 @@ def _begin(spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Se
     if out.exists() and read_text(out) != text:
         command = command_line(f"{spec.name}-train", str(out))
         raise UserError(
-            f"{out} exists with other settings, and nothing is overwritten; continue it ({command}), or give another run.folder"
+            f"{out} exists with other settings, and nothing is overwritten; continue it "
+            f"({command}), or give another run.folder"
         )
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +121,9 @@ def _begin(spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Se
     command = command_line(f"{spec.name}-train", str(out))
     devices = config.train.devices or (config.train.device,)
     if not torch.cuda.is_available() and "cpu" not in devices:
-        warn(f"written to {out}; this machine has no GPU, so start it where there is one: {command}")
+        warn(
+            f"written to {out}; this machine has no GPU, so start it where there is one: {command}"
+        )
         return 0
     warn(f"written to {out}, from which this run is started and continued: {command}")
     rest = replace(options, recipe="", gpus="", host="", write="")
@@ -109,14 +131,18 @@ def _begin(spec: ModelSpec, candidates: Sequence[Recipe], flags: Flags, gpus: Se
 
 
 def _promised(recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> list[Recipe]:
-    """Those that promise to fit these GPUs, first what is for most memory, then what is shortest; of the model that the command line sets."""
+    """Those that promise to fit these GPUs, first what is for most memory, then what is shortest;
+    of the model that the command line sets."""
     preset = flags.values.get("model.preset")
     if preset:
-        models = {recipe.name: resolve(RunConfig, file=recipe.path).model.preset for recipe in recipes}
+        models = {
+            recipe.name: resolve(RunConfig, file=recipe.path).model.preset for recipe in recipes
+        }
         if preset not in models.values():
             presets = ", ".join(dict.fromkeys(models.values()))
             raise UserError(
-                f"no recipe for {GOALS[recipes[0].goal]} is for model.preset = {preset!r}; there are some for {presets}"
+                f"no recipe for {GOALS[recipes[0].goal]} is for model.preset = {preset!r}; there "
+                f"are some for {presets}"
             )
         recipes = [recipe for recipe in recipes if models[recipe.name] == preset]
     fitting = [recipe for recipe in recipes if _is_for(recipe, gpus)]
@@ -124,9 +150,12 @@ def _promised(recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> l
 
 
 def _is_for(recipe: Recipe, gpus: Sequence[GPU]) -> bool:
-    """Whether it promises to fit the first of these GPUs, which are in the order of their memory."""
+    """Whether it promises to fit the first of these GPUs, which are in the order of their
+    memory."""
     asked = parse_gpus(recipe.gpus)
-    return len(asked) <= len(gpus) and all(one.total <= gpu.total for one, gpu in zip(asked, gpus, strict=False))
+    return len(asked) <= len(gpus) and all(
+        one.total <= gpu.total for one, gpu in zip(asked, gpus, strict=False)
+    )
 
 
 def _memory(recipe: Recipe) -> int:
@@ -145,7 +174,8 @@ def _names(gpus: Sequence[GPU]) -> str:
 def _lacking(report: PlanReport) -> list[str]:
     rows = [describe_shortfall(row, report.previews) for row in report.lacking]
     step = [
-        f"{device.budget.name} has {device.budget.available / GIB:.1f} GiB, and a step needs {device.peak / GIB:.1f}"
+        f"{device.budget.name} has {device.budget.available / GIB:.1f} GiB, and a step needs "
+        f"{device.peak / GIB:.1f}"
         for device in report.devices
         if not device.fits
     ]
@@ -155,7 +185,8 @@ def _lacking(report: PlanReport) -> list[str]:
 def _cost(report: PlanReport) -> str:
     """Memory and time of a plan."""
     parts = [
-        f"{device.peak / GIB:.1f} of {device.budget.available / GIB:.1f} GiB of {device.budget.name}"
+        f"{device.peak / GIB:.1f} of {device.budget.available / GIB:.1f} GiB of "
+        f"{device.budget.name}"
         for device in report.devices
     ]
     if report.step.streamed:
@@ -166,11 +197,16 @@ def _cost(report: PlanReport) -> str:
     return f"{', '.join(parts)} by plan"
 
 
-def _print_table(spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> None:
+def _print_table(
+    spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]
+) -> None:
     """A line for each recipe, as soon as it is planned."""
-    name, goal, model = (max(map(len, column)) for column in zip(*map(_words, recipes), strict=True))
+    name, goal, model = (
+        max(map(len, column)) for column in zip(*map(_words, recipes), strict=True)
+    )
     say(
-        f"{'recipe':{name}}  {'I want':{goal}}  {'of':{model}}  {'GPU GiB':>11}  {'host GiB':>8}  {'hours':>5}  on {_names(gpus)}"
+        f"{'recipe':{name}}  {'I want':{goal}}  {'of':{model}}  {'GPU GiB':>11}  {'host GiB':>8}  "
+        f"{'hours':>5}  on {_names(gpus)}"
     )
     for recipe in recipes:
         first, want, of = _words(recipe)
@@ -187,7 +223,10 @@ def _print_table(spec: ModelSpec, recipes: Sequence[Recipe], flags: Flags, gpus:
         host = planned.host + sum(device.host for device in devices)
         fits = all(device.fits for device in devices)
         hours = hours_in_words(planned.hours(used)) if fits else "–"
-        say(f"{line}{peaks:>11}  {host / GIB:>8.1f}  {hours:>5}{'' if fits else '  does not fit as set'}")
+        say(
+            f"{line}{peaks:>11}  {host / GIB:>8.1f}  "
+            f"{hours:>5}{'' if fits else '  does not fit as set'}"
+        )
     say("Planned, not measured; loading, encoding and decoding add minutes.")
 
 

@@ -1,4 +1,5 @@
-"""`train --report`, the lines that a run prints before it trains and when it ends, and whom it tells then."""
+"""`train --report`, the lines that a run prints before it trains and when it ends, and whom it
+tells then."""
 
 import json
 import math
@@ -59,10 +60,15 @@ def say_beginning(job: TrainingJob, changes: Sequence[ConfigChange]) -> None:
 def warn_of_base(spec: ModelSpec, arch: Any, config: RunConfig) -> None:
     """Warn of settings that do not suit the base."""
     # An assistant is the other remedy for what advice is about.
-    if (advice := spec.training.advice(arch)) and not any(entry for _, entry in config.base.assistants):
+    if (advice := spec.training.advice(arch)) and not any(
+        entry for _, entry in config.base.assistants
+    ):
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(arch).guided_by != "embedding":
-        warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
+        warn(
+            f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance "
+            f"embedding"
+        )
 
 
 def say_where_previews_could_be(sample: SampleConfig, devices: Sequence[torch.device]) -> None:
@@ -72,7 +78,8 @@ def say_where_previews_could_be(sample: SampleConfig, devices: Sequence[torch.de
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     if idle := [gpu for gpu in gpus if gpu not in devices]:
         say(
-            f"training pauses while previews are generated; set sample.device = {idle[0]} (idle) to generate them in the background"
+            f"training pauses while previews are generated; set sample.device = {idle[0]} (idle) "
+            f"to generate them in the background"
         )
 
 
@@ -81,10 +88,17 @@ def _opening(job: TrainingJob) -> str:
     run = job.run
     config, devices = run.config, " and ".join(map(str, run.devices))
     adapter = config.adapter
-    trained_part = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
-    if adapter.init and adapter.method != "full":  # the next line says its rank, when the file is open
+    trained_part = (
+        "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
+    )
+    if (
+        adapter.init and adapter.method != "full"
+    ):  # the next line says its rank, when the file is open
         trained_part = f"the adapter in {Path(adapter.init).name}"
-    model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
+    model = (
+        config.model.preset
+        or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
+    )
     forms = ""
     if config.export.forms != job.settings.export.forms:
         of_dora = "no file of a DoRA is for both ComfyUI and diffusers"
@@ -104,7 +118,11 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
         yield f"validation loss {format_number(before)}; nothing was trained"
         return
     values = f"{format_number(before)} before training, {format_number(after)} after"
-    clips = len(listed) if isinstance(listed := json_part(folder.about, "data").get("held_out"), list) else 0
+    clips = (
+        len(listed)
+        if isinstance(listed := json_part(folder.about, "data").get("held_out"), list)
+        else 0
+    )
     verdict = judge_change(before, after, result.held_out_interval, clips)
     yield f"{verdict.words}: {values}"
     if verdict.kind == "fell":
@@ -117,18 +135,22 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
     if best_save.held_out >= before:
         yield f"no save is better than before training: the best one, step {best_save.step}, has {format_number(best_save.held_out)}"
     elif best_save.step != result.step:
-        change = judge_change(before, best_save.held_out, best_save.values.get("held_out_interval"), clips).words
+        change = judge_change(
+            before, best_save.held_out, best_save.values.get("held_out_interval"), clips
+        ).words
         yield f"best save: step {best_save.step}, where the {change}; export it with --step best"
     else:
         yield f"best save: step {best_save.step}, the last one"
 
 
 def loss_rise(losses: Sequence[float]) -> str:
-    """How the training loss rose between the first and the last quarter of a run; empty if it did not, or may have by chance.
+    """How the training loss rose between the first and the last quarter of a run; empty if it did
+    not, or may have by chance.
 
-    Noise levels are drawn anew at each step, so losses differ by a factor from step to step. A long run is judged by the means of both
-    quarters and three times the standard error of their difference; in a short one all losses of the second half have to be
-    above all of the first quarter, and twice as high on average.
+    Noise levels are drawn anew at each step, so losses differ by a factor from step to step. A long
+    run is judged by the means of both quarters and three times the standard error of their
+    difference; in a short one all losses of the second half have to be above all of the first
+    quarter, and twice as high on average.
     """
     count = len(losses) // 4
     if not count:
@@ -141,7 +163,10 @@ def loss_rise(losses: Sequence[float]) -> str:
     else:
         has_risen = rise > 3 * math.sqrt((variance(first) + variance(last)) / count)
     means = f"{format_number(mean(first))} to {format_number(mean(last))}"
-    return f"the training loss rose from {means} (means of the first and the last {plural(count, 'step')})" * has_risen
+    return (
+        f"the training loss rose from {means} (means of the first and the last "
+        f"{plural(count, 'step')})" * has_risen
+    )
 
 
 _ENOUGH_LOSSES = 10
@@ -164,7 +189,10 @@ def say_results(jobs: Jobs, folder: RunFolder) -> None:
         say(f"samples:  {folder.samples}")
     if folder.report.exists():
         say(f"report:   {folder.report}")
-    sample, train = (command_line(f"{run.spec.name}-{verb}", "--run", str(folder.path)) for verb in ("sample", "train"))
+    sample, train = (
+        command_line(f"{run.spec.name}-{verb}", "--run", str(folder.path))
+        for verb in ("sample", "train")
+    )
     say(f'next:     {sample} --prompt "..." generates another sample')
     if not experts:
         steps = max(run.config.train.steps, folder.completed_step() or 0)
@@ -174,7 +202,8 @@ def say_results(jobs: Jobs, folder: RunFolder) -> None:
         series = read_metrics(result_folder.metrics)[0] if result_folder.metrics.is_file() else {}
         if "loss" in series and (rise := loss_rise(series["loss"].values)):
             warn(
-                f"{rise}{name}: a lower optim.lr in another run.folder may learn; this run continues from what it has become"
+                f"{rise}{name}: a lower optim.lr in another run.folder may learn; this run "
+                f"continues from what it has become"
             )
 
 
@@ -184,8 +213,9 @@ _WEBHOOK_SECONDS = 20.0
 
 
 def tell(config: RunConfig, reason: str = "", *, is_stopped: bool = False) -> None:
-    """Start the command, or call the webhook, of `run.on_end`; of `run.on_error` if there is a reason why the run is not complete. Nothing that goes wrong
-    with it is more than a warning: the run has ended already."""
+    """Start the command, or call the webhook, of `run.on_end`; of `run.on_error` if there is a
+    reason why the run is not complete. Nothing that goes wrong with it is more than a warning: the
+    run has ended already."""
     key = "run.on_error" if reason else "run.on_end"
     words = command_words(config.run.on_error if reason else config.run.on_end, key)
     if not words:
@@ -198,7 +228,8 @@ def tell(config: RunConfig, reason: str = "", *, is_stopped: bool = False) -> No
         names = [section.name and f"{section.name}: " for section in sections]
         verdicts = [section_verdict(section)[0].words for section in sections]
         verdict = "; ".join(f"{name}{words}" for name, words in zip(names, verdicts, strict=True))
-    # What the command finds in its environment, and a webhook in its JSON, by name without the prefix.
+    # What the command finds in its environment, and a webhook in its JSON, by name without the
+    # prefix.
     about = {
         "run": str(folder.path.resolve()),
         "name": folder.name,
@@ -237,22 +268,36 @@ def _call_webhook(address: str, about: Mapping[str, str]) -> None:
 
 def _start(words: Sequence[str], about: Mapping[str, str], folder: RunFolder, key: str) -> None:
     log = folder.path / f"{key.partition('.')[2]}.log"
-    environment = {**os.environ, **{f"DITKIT_{name.upper()}": value for name, value in about.items()}}
-    # A folder that is no run, such as one that was named by mistake, gets no file; the terminal has the output then.
+    environment = {
+        **os.environ,
+        **{f"DITKIT_{name.upper()}": value for name, value in about.items()},
+    }
+    # A folder that is no run, such as one that was named by mistake, gets no file; the terminal has
+    # the output then.
     with open(log, "ab") if folder.config_file.is_file() else nullcontext() as output:
-        # In a session of its own: it goes on if this terminal closes, and may take as long as it likes.
+        # In a session of its own: it goes on if this terminal closes, and may take as long as it
+        # likes.
         process = subprocess.Popen(
-            list(words), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            list(words),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         status = process.wait(timeout=_COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
-        say(f"{key}: {words[0]} is still working{f'; its output is in {log}' if log.exists() else ''}")
+        say(
+            f"{key}: {words[0]} is still "
+            f"working{f'; its output is in {log}' if log.exists() else ''}"
+        )
         process.returncode = 0  # nobody waits for it any more, and Python would warn of that
         return
     if status:
         warn(
-            f"{key}: {words[0]} ended with status {status}{f', see {log}' if log.exists() else ''}; the run itself is not affected"
+            f"{key}: {words[0]} ended with status "
+            f"{status}{f', see {log}' if log.exists() else ''}; the run itself is not affected"
         )
     else:
         say(f"{key}: {words[0]} was called")

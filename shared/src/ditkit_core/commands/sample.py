@@ -16,7 +16,12 @@ from ditkit_core.io.run_dir import reserve_sample_number
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import generate_samples
-from ditkit_core.previews.stages import ExpertWeights, build_with_adapter, denoiser_stages, trained_weights_in
+from ditkit_core.previews.stages import (
+    ExpertWeights,
+    build_with_adapter,
+    denoiser_stages,
+    trained_weights_in,
+)
 from ditkit_core.run.checks import check_prompts, check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
@@ -33,18 +38,28 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     """Generate samples with a run's trained weights, or with an adapter file.
 
     Raises:
-        UserError: If there are no trained weights, no prompts, or settings that the model cannot sample with.
+        UserError: If there are no trained weights, no prompts, or settings that the model cannot
+            sample with.
     """
     if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
-        raise UserError(f"--out {options.out} has the name of a file, and several are written; name a folder")
-    inputs = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
+        raise UserError(
+            f"--out {options.out} has the name of a file, and several are written; name a folder"
+        )
+    inputs = {
+        "prompts": options.prompt,
+        "references": options.reference,
+        "controls": options.control,
+    }
     changed: dict[str, Any] = {name: value for name, value in inputs.items() if value}
-    changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
+    changed |= {
+        name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None
+    }
     config = replace(config, sample=replace(config.sample, **changed))
     run, folder = create_run(spec, config, fetch=True), config.run_folder
     if options.adapter_low and not run.experts:
         raise UserError(
-            "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
+            "--adapter-low is for the second of two experts, and this model has one transformer; "
+            "give --adapter"
         )
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
@@ -53,23 +68,36 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
             raise UserError(f"there is no adapter file {path}; {path_remedy(path)}")
     if not files and not run.experts and not folder.has_save:
         raise UserError(
-            f"{folder.path} has no save to sample with; name a run that was trained (--run), or give --adapter"
+            f"{folder.path} has no save to sample with; name a run that was trained (--run), or "
+            f"give --adapter"
         )
     check_run(run)
-    # With prompts the dataset is not opened at all: sampling works on a machine that does not have it.
-    prompts = sample_prompts(run.data, [] if config.sample.prompts else run.data.dataset.samples, warn)
+    # With prompts the dataset is not opened at all: sampling works on a machine that does not have
+    # it.
+    prompts = sample_prompts(
+        run.data, [] if config.sample.prompts else run.data.dataset.samples, warn
+    )
     if not prompts:
-        raise UserError("there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions")
+        raise UserError(
+            "there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions"
+        )
     check_prompts(run.data, prompts)
-    # Built on `meta` before anything slow, so that an adapter that does not fit the model is reported now.
+    # Built on `meta` before anything slow, so that an adapter that does not fit the model is
+    # reported now.
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
-    encode_prompts(run.data, prompts)  # before the transformer is loaded: the GPU need not have room for both
+    encode_prompts(
+        run.data, prompts
+    )  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
         stages, label = _experts(jobs_of(run), options)
     else:
         prepared = load_model(unloaded, place_run(sampling, unloaded), config.train.seed)
         stages = single_stage(prepared.module, engine_for(prepared, sampling.execution))
-        label = _label(options.adapter) if options.adapter else f"step-{load_trained(prepared, folder):06d}"
+        label = (
+            _label(options.adapter)
+            if options.adapter
+            else f"step-{load_trained(prepared, folder):06d}"
+        )
     out = local_path(options.out) if options.out else folder.samples
     # Numbers are reserved: two commands in one folder never overwrite each other.
     with reserve_sample_number(out) as number:
@@ -84,17 +112,27 @@ def _label(entry: str) -> str:
 
 
 def _experts(jobs: Jobs, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
-    """The experts as stages, with the adapter files if any is given, else with the run's saves; and a label for the samples' names."""
+    """The experts as stages, with the adapter files if any is given, else with the run's saves; and
+    a label for the samples' names."""
     run = jobs.run
-    paths = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
+    paths = dict(
+        zip(
+            (expert.name for expert in run.experts),
+            (options.adapter, options.adapter_low),
+            strict=True,
+        )
+    )
     files = {name: ExpertWeights(file=file) for name, file in paths.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
         check_named(expert, option, paths[expert.name])
     if files:
-        return denoiser_stages(run, files), "-".join(_label(weights.file) for weights in files.values())
+        return denoiser_stages(run, files), "-".join(
+            _label(weights.file) for weights in files.values()
+        )
     trained, step = trained_weights_in(jobs)
     if not trained:
         raise UserError(
-            f"{run.config.run.folder} has no save of an expert; name a run that was trained, or give --adapter"
+            f"{run.config.run.folder} has no save of an expert; name a run that was trained, or "
+            f"give --adapter"
         )
     return denoiser_stages(run, trained), f"step-{step:06d}"

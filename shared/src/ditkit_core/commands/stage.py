@@ -1,4 +1,5 @@
-"""Does the work of a command, and explains how it ended: a mistake, an interruption, or a lack of memory."""
+"""Does the work of a command, and explains how it ended: a mistake, an interruption, or a lack of
+memory."""
 
 import importlib
 import json
@@ -24,13 +25,20 @@ from ditkit_core.run.gpus import with_kernels
 
 _CONTINUED = (("train", ""), ("encode", ""))
 """Commands that continue from their saved state when they are run again after an interruption."""
-_COMPUTING = (("train", ""), ("train", "plan"), ("train", "check"), ("train", "audit_precision"), ("sample", ""))
+_COMPUTING = (
+    ("train", ""),
+    ("train", "plan"),
+    ("train", "check"),
+    ("train", "audit_precision"),
+    ("sample", ""),
+)
 """Commands that run a model on the devices of this machine, or plan to."""
 
 
 @contextmanager
 def _log_ended() -> Iterator[None]:
-    """End the log that a run began to keep, with the name of a fault of ours, whose traceback Python prints."""
+    """End the log that a run began to keep, with the name of a fault of ours, whose traceback
+    Python prints."""
     try:
         yield
     finally:
@@ -56,8 +64,13 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     }
     about |= {key: json.dumps(value) for key, value in config_values(config).items()}
     try:
-        with _told(command, config, options), joined_ranks(config.ranks, config.train.device, about) as ranks:
-            if (command, verb_of(command, options)) in _COMPUTING and not getattr(options, "gpus", ""):
+        with (
+            _told(command, config, options),
+            joined_ranks(config.ranks, config.train.device, about) as ranks,
+        ):
+            if (command, verb_of(command, options)) in _COMPUTING and not getattr(
+                options, "gpus", ""
+            ):
                 config = with_kernels(config, ranks)
             status = _stage(command, options)(spec, config, options)
     except UserError as error:
@@ -66,8 +79,12 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # Keep only text: the error refers to the frames, these refer to tensors, and the explanation needs their memory.
-        failure, modules = (str(error) or type(error).__name__).splitlines()[0], release_frames(error)
+        # Keep only text: the error refers to the frames, these refer to tensors, and the
+        # explanation needs their memory.
+        failure, modules = (
+            (str(error) or type(error).__name__).splitlines()[0],
+            release_frames(error),
+        )
     except Interrupted as stopped:
         warn(str(stopped))
         return 130
@@ -78,7 +95,8 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
         return 130
     else:
         return status or 0
-    # Outside the except block nothing refers to the error any more, nor to the model whose step failed: memory can be freed.
+    # Outside the except block nothing refers to the error any more, nor to the model whose step
+    # failed: memory can be freed.
     release_memory()
     from ditkit_core.commands.oom import explain, measured_peaks
 
@@ -89,9 +107,12 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
 
 @contextmanager
 def _told(command: str, config: RunConfig, options: Any) -> Iterator[None]:
-    """Call `run.on_end` or `run.on_error` when a training ends inside of the block, however it ends; on the first rank alone."""
+    """Call `run.on_end` or `run.on_error` when a training ends inside of the block, however it
+    ends; on the first rank alone."""
     launch, run = launched(), config.run
-    is_training = (command, verb_of(command, options)) == ("train", "") and not (launch and launch.rank)
+    is_training = (command, verb_of(command, options)) == ("train", "") and not (
+        launch and launch.rank
+    )
     if not is_training or not (run.on_end or run.on_error):
         yield
         return
@@ -101,16 +122,22 @@ def _told(command: str, config: RunConfig, options: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Whatever ends it: a mistake, a lack of memory, a signal, or a fault of ours, which keeps its traceback.
+        # Whatever ends it: a mistake, a lack of memory, a signal, or a fault of ours, which keeps
+        # its traceback.
         error = sys.exc_info()[1]
         if error is not None:
             is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-            tell(config, (" ".join(str(error).split()) or type(error).__name__)[:2000], is_stopped=is_stopped)
+            tell(
+                config,
+                (" ".join(str(error).split()) or type(error).__name__)[:2000],
+                is_stopped=is_stopped,
+            )
         elif config.run_folder.completion() != before:  # not of a run that was complete already
             tell(config)
 
 
 def _stage(command: str, options: Any) -> Any:
-    """The function that does the work. Its module is imported only now, because each stage imports other libraries."""
+    """The function that does the work. Its module is imported only now, because each stage imports
+    other libraries."""
     module, function = STAGES[command, verb_of(command, options)]
     return getattr(importlib.import_module(f"ditkit_core.commands.{module}"), function)

@@ -1,4 +1,5 @@
-"""`train --tell`: tells a run that trains in another process to sample, to save or to stop. It needs no model and no torch."""
+"""`train --tell`: tells a run that trains in another process to sample, to save or to stop. It
+needs no model and no torch."""
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.io.console import say

@@ -1,10 +1,12 @@
 """The train command: encode → train → export → verify → sample.
 
-A run is a list of jobs that train one transformer each (`run/jobs.py`). The folder of an ordinary run is the folder of its only job. Where there
-are several, each job has a folder for its saves, metrics and exports inside the run's folder, which contains what belongs to all of them: the
+A run is a list of jobs that train one transformer each (`run/jobs.py`). The folder of an ordinary
+run is the folder of its only job. Where there are several, each job has a folder for its saves,
+metrics and exports inside the run's folder, which contains what belongs to all of them: the
 configuration, the adapters, the samples.
 
-Each step only does what is missing, so the same command starts a run, continues it, and reports that it is complete.
+Each step only does what is missing, so the same command starts a run, continues it, and reports
+that it is complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +44,12 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         Interrupted: If a signal ended it early.
     """
     ranks = current_ranks()
-    # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
+    # Only families with experts need the architecture this early; a demo's checkpoint does not
+    # exist yet.
     has_experts = any(map(spec.architecture.experts, spec.architecture.presets.values()))
-    jobs = jobs_of(create_run(spec, config, fetch=has_experts and not options.demo), options.init_from)
+    jobs = jobs_of(
+        create_run(spec, config, fetch=has_experts and not options.demo), options.init_from
+    )
     check_jobs(jobs, ranks.size)
     with open_run(config.run_folder.path, jobs.settings, ranks) as (folder, changes):
         if ranks.is_first:
@@ -68,12 +73,18 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 
 
 def _train(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> None:
-    """Train one transformer after the other, then generate the samples that need all of them. `changes` are the settings that changed since the run was last
-    trained; its folder is locked by this process."""
+    """Train one transformer after the other, then generate the samples that need all of them.
+    `changes` are the settings that changed since the run was last trained; its folder is locked by
+    this process."""
     run, ranks = jobs.run, current_ranks()
-    left = [job for job in jobs if ranks.broadcast_object(job.completed_step) is None]  # as the first rank sees them
+    left = [
+        job for job in jobs if ranks.broadcast_object(job.completed_step) is None
+    ]  # as the first rank sees them
     if jobs.in_folders and left:
-        say(f"{len(jobs.all)} experts, one in memory at a time: {', then '.join(job.name for job in left)}")
+        say(
+            f"{len(jobs.all)} experts, one in memory at a time: "
+            f"{', then '.join(job.name for job in left)}"
+        )
         prepare_jobs(jobs, left)
     with previews_of(jobs, folder, write_report) if ranks.is_first else nullcontext() as previews:
         steps = [job.completed_step or 0 for job in jobs]
@@ -82,7 +93,8 @@ def _train(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> No
                 page = LivePage([job.folder.path, folder.path])
                 result = train_job(job, jobs, changes_of_job, previews, page)
                 steps.append(result.step)
-                release_memory()  # before the next transformer, and before samples that take all of them
+                # before the next transformer, and before samples that take all of them
+                release_memory()
                 if not ranks.is_first:
                     continue
                 if jobs.in_folders:
@@ -101,14 +113,18 @@ def _train(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> No
         folder.mark_complete(max(steps))
         write_report(folder.path)  # once more, now that it is complete
         if previews is not None:
-            # Last, after the run is marked complete: if a signal ends the wait, the same command only generates what is left.
+            # Last, after the run is marked complete: if a signal ends the wait, the same command
+            # only generates what is left.
             previews.wait()
     log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn, is_said=True)
 
 
 @contextmanager
-def _opened(job: TrainingJob, folder: RunFolder, changes: Sequence[ConfigChange]) -> Iterator[Sequence[ConfigChange]]:
-    """Open the folder of a job: the run's own, or one inside it. Yields the settings that changed since the job was last trained."""
+def _opened(
+    job: TrainingJob, folder: RunFolder, changes: Sequence[ConfigChange]
+) -> Iterator[Sequence[ConfigChange]]:
+    """Open the folder of a job: the run's own, or one inside it. Yields the settings that changed
+    since the job was last trained."""
     if job.folder.path == folder.path:  # already open and locked by this process
         yield changes
         return

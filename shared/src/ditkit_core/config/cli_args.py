@@ -20,7 +20,8 @@ class CommonOptions:
     config: str = ""
     """The run file; the same as the first argument."""
     run: str = ""
-    """Run folder to continue: its stored configuration is read, and other settings take precedence over it."""
+    """Run folder to continue: its stored configuration is read, and other settings take precedence
+    over it."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
     changed: bool = False
@@ -30,7 +31,8 @@ class CommonOptions:
     version: bool = False
     """Print versions and stop."""
     help: str = ""
-    """Print this help and stop; `--help all`, `--help data` (a section) and `--help data.fps` (a key) explain more."""
+    """Print this help and stop; `--help all`, `--help data` (a section) and `--help data.fps` (a
+    key) explain more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,11 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
     """Read a command line.
 
     Args:
-        argv: Arguments after the program's name: `[run.toml] [--section.key value ...] [--option [value] ...]`.
+        argv: Arguments after the program's name: `[run.toml] [--section.key value ...] [--option
+            [value] ...]`.
         options_type: Dataclass of the command's own options.
-        section: The section that the command is about: an unknown flag without a section is first looked for there.
+        section: The section that the command is about: an unknown flag without a section is first
+            looked for there.
 
     Returns:
         The values and options that were given.
@@ -65,7 +69,13 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
         values[name] = value_from_text(shown, hints[name], texts, WHERE, is_path=is_path)
 
     def gather(kind: type) -> Any:
-        return kind(**{field.name: values[_flag(field.name)] for field in fields(kind) if _flag(field.name) in values})
+        return kind(
+            **{
+                field.name: values[_flag(field.name)]
+                for field in fields(kind)
+                if _flag(field.name) in values
+            }
+        )
 
     return Flags(
         values={key: value for key, value in values.items() if key in keys},
@@ -91,7 +101,9 @@ def _split(
                 raise UserError(f"unknown flag {argument} {WHERE}; flags start with --")
         if name not in hints:
             raise unknown_key(name, hints, WHERE, renamed=renamed, dashes="--", section=section)
-        if hints[name] is bool and "." not in name:  # an option is a switch; a configuration key takes true or false
+        if (
+            hints[name] is bool and "." not in name
+        ):  # an option is a switch; a configuration key takes true or false
             text = text if equals else "true"
         elif name == "help" and not equals:
             follows = rest[0] if rest else "-"
@@ -99,10 +111,16 @@ def _split(
         elif not equals:
             text = rest.popleft() if rest else "--"
             if text.startswith("--"):
-                raise UserError(f"--{name} {WHERE} lacks its value; write --{name}=VALUE if the value starts with --")
+                raise UserError(
+                    f"--{name} {WHERE} lacks its value; write --{name}=VALUE if the value starts "
+                    f"with --"
+                )
         texts.setdefault(name, []).append(text)
     if len(texts.get("config", [])) > 1:
-        raise UserError(f"two run files {WHERE}: {', '.join(texts['config'])}; give one, and flags for what differs")
+        raise UserError(
+            f"two run files {WHERE}: {', '.join(texts['config'])}; give one, and flags for what "
+            f"differs"
+        )
     return texts
 
 

@@ -22,27 +22,39 @@ def command_words(written: Sequence[str], key: str) -> list[str]:
             else shlex.split(written[0], posix=os.name != "nt")
         )
     except ValueError as error:
-        raise UserError(f"{key} = {written[0]!r}: {error}; correct it, or write a list of words") from error
-    if len(written) == 1 and words and not is_address(words[0]) and (mark := _for_shell(written[0], words[0])):
+        raise UserError(
+            f"{key} = {written[0]!r}: {error}; correct it, or write a list of words"
+        ) from error
+    if (
+        len(written) == 1
+        and words
+        and not is_address(words[0])
+        and (mark := _for_shell(written[0], words[0]))
+    ):
         shell = '["cmd", "/c", "…"]' if os.name == "nt" else '["sh", "-c", "…"]'
         raise UserError(
-            f"{key} = {written[0]!r}: no shell reads {mark}, it would be passed on as it is written; name a script, or write {shell}"
+            f"{key} = {written[0]!r}: no shell reads {mark}, it would be passed on as it is "
+            f"written; name a script, or write {shell}"
         )
     if written and (not words or not words[0].strip() or any("\0" in word for word in words)):
         raise UserError(f"{key} names no program; write a command, or the address of a webhook")
     return words
 
 
-_SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "fish", "cmd", "powershell", "pwsh"})
+_SHELLS = frozenset(
+    {"sh", "bash", "dash", "ash", "zsh", "ksh", "fish", "cmd", "powershell", "pwsh"}
+)
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _EXPANDED = r"`|\$\w*[({][^)}]*[)}]?|\$[A-Za-z_]\w*"
 _OPERATORS = re.compile(rf"[;|<>]|&&|&(?=\s|$)|(?:(?<=\s)|^)~/|{_EXPANDED}")
 
 
 def _for_shell(text: str, program: str) -> str:
-    """The first thing in a command that a shell would read and we do not: an operator or a variable; empty if there is none.
+    """The first thing in a command that a shell would read and we do not: an operator or a
+    variable; empty if there is none.
 
-    In double quotes a shell reads variables only, and leaves all of it to a shell that the command starts.
+    In double quotes a shell reads variables only, and leaves all of it to a shell that the command
+    starts.
     """
     starts_shell = PurePath(program).stem in _SHELLS
     for quoted in _QUOTED.finditer(text):

@@ -1,8 +1,10 @@
-"""Declaring a configuration field with its resume rule: whether it may change when a run is resumed.
+"""Declaring a configuration field with its resume rule: whether it may change when a run is
+resumed.
 
-The configuration consists of frozen dataclasses, each owned by the folder that uses it; `run/config.py` only composes them. Their modules
-need no torch, because importing it takes seconds and a mistake in a setting should be answered at once. Every field is
-declared with `setting`, because changing a field without a resume rule would silently turn the run into another one.
+The configuration consists of frozen dataclasses, each owned by the folder that uses it;
+`run/config.py` only composes them. Their modules need no torch, because importing it takes seconds
+and a mistake in a setting should be answered at once. Every field is declared with `setting`,
+because changing a field without a resume rule would silently turn the run into another one.
 """
 
 import dataclasses
@@ -11,7 +13,8 @@ from typing import Any, Literal
 Resume = Literal["free", "stated", "refused"]
 
 Holds = Literal["value", "path", "part", "private"]
-"""Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path or a hub id; `private` if it may hold a secret."""
+"""Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path
+or a hub id; `private` if it may hold a secret."""
 
 
 def setting(
@@ -30,16 +33,20 @@ def setting(
 
     Args:
         default: The default value; immutable.
-        resume: `free` may change on resume silently (steps, saving, logging, placement); `stated` may change and is logged (learning
-            rate); `refused` may not change, because it would make another run (data, adapter shape).
-        holds: Kind of text; only the last part of a path is written to files that are published, and nothing of what is private.
-        formerly: Former names of the field in this section. Stored runs may use them; in a run file they cause a message with the
-            present name.
-        part_of: The field of this section whose value was for this one too, before it was one of its own; empty for none.
+        resume: `free` may change on resume silently (steps, saving, logging, placement); `stated`
+            may change and is logged (learning rate); `refused` may not change, because it would
+            make another run (data, adapter shape).
+        holds: Kind of text; only the last part of a path is written to files that are published,
+            and nothing of what is private.
+        formerly: Former names of the field in this section. Stored runs may use them; in a run file
+            they cause a message with the present name.
+        part_of: The field of this section whose value was for this one too, before it was one of
+            its own; empty for none.
         varies: Whether the real default depends on the run file, so that none can be shown.
-        asked_again: Values that the default may become on one machine and not on another: commands that continue from a stored run take
-            the default instead of them.
-        after: For a field that sections inherit: the field of the section that it stands behind; empty for the inherited one before.
+        asked_again: Values that the default may become on one machine and not on another: commands
+            that continue from a stored run take the default instead of them.
+        after: For a field that sections inherit: the field of the section that it stands behind;
+            empty for the inherited one before.
         written: The type in a run file, where programs may use others; None for the annotation.
     """
     metadata = {

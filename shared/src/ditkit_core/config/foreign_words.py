@@ -1,5 +1,5 @@
-"""The words of other trainers (kohya's scripts, musubi-tuner, ai-toolkit, diffusion-pipe, OneTrainer, SimpleTuner, DiffSynth, diffusers, peft),
-and our keys for them."""
+"""The words of other trainers (kohya's scripts, musubi-tuner, ai-toolkit, diffusion-pipe,
+OneTrainer, SimpleTuner, DiffSynth, diffusers, peft), and our keys for them."""
 
 from ditkit_core.config.removed import REMOVED
 
@@ -16,7 +16,8 @@ FOREIGN_WORDS = {
         "data.metadata": "image_jsonl_file video_jsonl_file dataset_metadata_path metadata_path",
         "data.repeats": "num_repeats dataset_repeat",
         "data.references": "control_directory control_path conditioning_image_column cond_image_column",
-        "captions are read from .txt or .caption files with the name of the image or clip, and from metadata files": (
+        "captions are read from .txt or .caption files with the name of the image or clip, and "
+        "from metadata files": (
             "caption_extension caption_ext caption_column caption_strategy default_caption"
         ),
         "data.windows": "frame_extraction video_clip_mode frame_stride",
@@ -32,9 +33,8 @@ FOREIGN_WORDS = {
         "data.bucket_step": "bucket_reso_steps aspect_bucket_rounding aspect_bucket_alignment",
         "data.max_aspect": "max_ar min_ar max_bucket_reso min_bucket_reso",
         "data.flip": "flip_aug flip_x random_flip enable_random_flip horizontal_flip",
-        "each picture is encoded once and cropped at the centre; data.flip mirrors it left to right": (
-            "flip_y random_crop center_crop random_ratio_crop enable_crop_jitter color_aug"
-        ),
+        "each picture is encoded once and cropped at the centre; data.flip mirrors it left to "
+        "right": ("flip_y random_crop center_crop random_ratio_crop enable_crop_jitter color_aug"),
         "data.masks": "mask_path mask_directory conditioning_data_dir",
         "samples with masks (data.masks) are masked": "masked_loss masked_training",
         "write alpha channels as images into a folder data.masks": "alpha_mask",
@@ -81,7 +81,9 @@ FOREIGN_WORDS = {
         "train.swap_blocks": "blocks_to_swap block_swap musubi_blocks_to_swap musubi_block_swap layer_offload_fraction ramtorch",
         "--fit chooses what saves memory for your GPU": "low_vram layer_offloading lowvram offload_inactive_dit enable_model_cpu_offload",
         "train.attention": "attn_mode sdpa xformers flash_attn flash3 attention_mechanism attention_implementation",
-        REMOVED["train.compile"].instead: "compile compile_blocks torch_compile compile_model dynamo_backend",
+        REMOVED[
+            "train.compile"
+        ].instead: "compile compile_blocks torch_compile compile_model dynamo_backend",
         "train.seed": "seed",
         "train.caption_dropout": "caption_dropout_rate caption_dropout_probability text_drop_ratio training_cfg_rate",
         "train.devices": "num_gpus gpu_ids pipeline_stages split_model_over_gpus",
@@ -89,7 +91,8 @@ FOREIGN_WORDS = {
         "the same command continues a run from its newest save": "resume resume_from_checkpoint auto_resume",
         "each save has what continuing needs": "save_state save_state_on_train_end",
         "each expert knows its noise levels: choose with experts.train = high_noise or low_noise": (
-            "dit_high_noise timestep_boundary max_timestep_boundary min_timestep_boundary boundary_type train_high_noise train_low_noise "
+            "dit_high_noise timestep_boundary max_timestep_boundary min_timestep_boundary "
+            "boundary_type train_high_noise train_low_noise "
             "switch_boundary_every model_stage"
         ),
         "base.assistant": "assistant_lora_path training_adapter",
@@ -143,7 +146,8 @@ FOREIGN_WORDS = {
     }.items()
     for word in words.split()
 }
-"""From the last part of a key or flag elsewhere to our key, or to a sentence where there is none."""
+"""From the last part of a key or flag elsewhere to our key, or to a sentence where there is
+none."""
 
 FOREIGN_VALUES = {
     key: {word: hint for words, hint in hints.items() for word in words.split()}

@@ -1,4 +1,5 @@
-"""The help texts of a command: the keys that matter by default, a section or one key or everything on request."""
+"""The help texts of a command: the keys that matter by default, a section or one key or everything
+on request."""
 
 import json
 import re
@@ -21,13 +22,20 @@ Row = tuple[str, str]
 
 
 def format_help(
-    prog: str, about: str, tree: type, options: Sequence[type], *, topic: str = SHORT, keys: Mapping[str, Sequence[str]]
+    prog: str,
+    about: str,
+    tree: type,
+    options: Sequence[type],
+    *,
+    topic: str = SHORT,
+    keys: Mapping[str, Sequence[str]],
 ) -> str:
     """The help text.
 
     Args:
         options: Dataclasses of the command's options.
-        topic: What is asked for: `all`, a section, a key, or `short` for the options and the keys that matter.
+        topic: What is asked for: `all`, a section, a key, or `short` for the options and the keys
+            that matter.
         keys: The keys that matter, by title.
     """
     fields_by_key, sections = config_fields(tree), config_sections(tree)
@@ -40,16 +48,22 @@ def format_help(
         return "\n\n".join([*parts, *(_section(tree, section) for section in sections)])
     if topic != SHORT:
         raise UserError(
-            f"--help {topic}: there is no such topic; name a key, {ALL}, or a section: {', '.join(sections)}"
+            f"--help {topic}: there is no such topic; name a key, {ALL}, or a section: "
+            f"{', '.join(sections)}"
         )
-    parts += [f"{title}:\n{_rows(_short(fields_by_key[key]) for key in named)}" for title, named in keys.items()]
+    parts += [
+        f"{title}:\n{_rows(_short(fields_by_key[key]) for key in named)}"
+        for title, named in keys.items()
+    ]
     more = f"{prog} --help {ALL} explains every key, --help SECTION those of a section: {', '.join(sections)}."
     return "\n\n".join([*parts, "\n".join(textwrap.wrap(more, _width()))])
 
 
 def _section(tree: type, section: str) -> str:
     title = " ".join((config_sections(tree)[section].__doc__ or "").split("\n\n")[0].split())
-    rows = [_row(field) for key, field in config_fields(tree).items() if key.startswith(f"{section}.")]
+    rows = [
+        _row(field) for key, field in config_fields(tree).items() if key.startswith(f"{section}.")
+    ]
     return "\n".join([*textwrap.wrap(title, _width()), _rows(rows)])
 
 

@@ -15,7 +15,8 @@ def json_schema(tree: type, title: str, values: Mapping[str, Sequence[str]]) -> 
 
     Args:
         title: What is configured.
-        values: Values of keys that only a model family knows, such as the presets of `model.preset`.
+        values: Values of keys that only a model family knows, such as the presets of
+            `model.preset`.
     """
     fields = config_fields(tree)
     sections = {
@@ -49,7 +50,10 @@ def _described(field: ConfigField, values: Sequence[str]) -> dict[str, Any]:
 
 def _accepted(hint: Any) -> dict[str, Any]:
     """What a type accepts."""
-    kind, arguments = get_origin(hint), [argument for argument in get_args(hint) if argument is not NoneType]
+    kind, arguments = (
+        get_origin(hint),
+        [argument for argument in get_args(hint) if argument is not NoneType],
+    )
     if kind is Literal:
         return {"enum": arguments}
     if kind in (Union, UnionType):
@@ -57,7 +61,9 @@ def _accepted(hint: Any) -> dict[str, Any]:
         return {"anyOf": accepted} if len(accepted) > 1 else accepted[0]
     if kind is tuple and Ellipsis in arguments:
         item = _accepted(arguments[0])
-        return {"anyOf": [{"type": "array", "items": item}, item]}  # a list of one may be written as its item
+        return {
+            "anyOf": [{"type": "array", "items": item}, item]
+        }  # a list of one may be written as its item
     if kind is tuple:
         items = list(map(_accepted, arguments))
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}

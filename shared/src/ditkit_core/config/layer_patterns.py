@@ -1,4 +1,5 @@
-"""Values by layer pattern: entries such as `*.ffn.*=64`; the first one that fits a layer counts. This module needs no torch."""
+"""Values by layer pattern: entries such as `*.ffn.*=64`; the first one that fits a layer counts.
+This module needs no torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +9,8 @@ from ditkit_core.errors import UserError
 
 
 def fits(layer: str, pattern: str) -> bool:
-    """Whether a layer's name ends with a pattern, at a dot, or fits it as a glob; behind `^` it is the whole name."""
+    """Whether a layer's name ends with a pattern, at a dot, or fits it as a glob; behind `^` it is
+    the whole name."""
     if pattern.startswith("^"):
         return layer == pattern[1:]
     if any(character in pattern for character in "*?["):
@@ -17,7 +19,9 @@ def fits(layer: str, pattern: str) -> bool:
     return layer == pattern or layer.endswith(f".{pattern}")
 
 
-def parse_patterns(key: str, entries: Sequence[str], metavar: str, *, is_integer: bool = False) -> dict[str, float]:
+def parse_patterns(
+    key: str, entries: Sequence[str], metavar: str, *, is_integer: bool = False
+) -> dict[str, float]:
     """The values of `PATTERN=VALUE`, by pattern, in their order.
 
     Args:
@@ -34,7 +38,9 @@ def parse_patterns(key: str, entries: Sequence[str], metavar: str, *, is_integer
             value = 0.0
         if not pattern or not 0 < value < math.inf:
             number = "a whole number of at least 1" if is_integer else "a number above 0"
-            raise UserError(f"{key}: {entry!r} is not PATTERN={metavar}; write a layer pattern, = and {number}")
+            raise UserError(
+                f"{key}: {entry!r} is not PATTERN={metavar}; write a layer pattern, = and {number}"
+            )
         if pattern in by_pattern:
             raise UserError(f"{key}: the pattern {pattern!r} is given twice; leave one of them out")
         by_pattern[pattern] = value
@@ -49,15 +55,19 @@ def value_for(layer: str, values: Mapping[str, float]) -> float | None:
 def check_used(key: str, values: Mapping[str, float], layers: Iterable[str]) -> None:
     """Refuse patterns that decide nothing."""
     layers = list(layers)
-    decided = {next((pattern for pattern in values if fits(layer, pattern)), None) for layer in layers}
+    decided = {
+        next((pattern for pattern in values if fits(layer, pattern)), None) for layer in layers
+    }
     for pattern in values:
         if pattern in decided:
             continue
         if any(fits(layer, pattern) for layer in layers):
             raise UserError(
-                f"{key}: patterns before {pattern!r} fit all of its layers, and the first that fits counts; put it before them, or leave it out"
+                f"{key}: patterns before {pattern!r} fit all of its layers, and the first that "
+                f"fits counts; put it before them, or leave it out"
             )
         shown = ", ".join(layers[:3])
         raise UserError(
-            f"{key}: {pattern!r} fits no trained layer; the names are like {shown}; write a name's end (self_attn.q) or a glob (*.ffn.*)"
+            f"{key}: {pattern!r} fits no trained layer; the names are like {shown}; write a name's "
+            f"end (self_attn.q) or a glob (*.ffn.*)"
         )

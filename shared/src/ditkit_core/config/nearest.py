@@ -1,4 +1,5 @@
-"""What somebody most likely meant: the nearest of several words, keys or paths. A bad guess is worse than none."""
+"""What somebody most likely meant: the nearest of several words, keys or paths. A bad guess is
+worse than none."""
 
 import difflib
 import os
@@ -13,7 +14,8 @@ from ditkit_core.errors import UserError
 _CLOSE = 0.65
 """Least likeness of a suggested key: `rnak` has 0.75 with `rank`."""
 _CLOSE_NAME = 0.7
-"""Least likeness of a suggested file, by its stem: `clip` has 0.89 with `clips`, `dataset` 0.73 with `data`."""
+"""Least likeness of a suggested file, by its stem: `clip` has 0.89 with `clips`, `dataset` 0.73
+with `data`."""
 _MOST_ENTRIES = 10_000
 """Names of a folder that are compared."""
 
@@ -21,8 +23,8 @@ _MOST_ENTRIES = 10_000
 def nearest_key(key: str, keys: Iterable[str]) -> str:
     """The valid key that an unknown key most likely means; empty if none is close.
 
-    The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`. Initials count as the name, so
-    `learning_rate` finds `lr`.
+    The last part of the name counts twice as much as the section, so `optim.rank` finds
+    `adapter.rank`. Initials count as the name, so `learning_rate` finds `lr`.
     """
     section, _, name = key.rpartition(".")
     initials = "".join(word[:1] for word in name.split("_"))
@@ -41,7 +43,8 @@ def _likeness(one: str, other: str) -> float:
 
 
 def nearest_word(word: str, words: Iterable[str], at_least: float = _CLOSE) -> str:
-    """The word that another one most likely means, whatever their case and Unicode form; empty if none is close."""
+    """The word that another one most likely means, whatever their case and Unicode form; empty if
+    none is close."""
     plain = _plain(word)
     scored = [(_likeness(plain, _plain(candidate)), candidate) for candidate in words]
     likeness, nearest = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
@@ -63,21 +66,30 @@ def _plain(word: str) -> str:
 
 
 def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
-    """What to do about a path that does not exist: the path that is most likely meant, or where it ends.
+    """What to do about a path that does not exist: the path that is most likely meant, or where it
+    ends.
 
     Args:
-        folders: Folders that a relative path may have been meant from, besides the working directory.
+        folders: Folders that a relative path may have been meant from, besides the working
+            directory.
 
     Returns:
-        A clause for the end of a message: `did you mean runs/cats?`, `correct the path: runs exists, and contains no cast`.
+        A clause for the end of a message: `did you mean runs/cats?`, `correct the path: runs
+        exists, and contains no cast`.
     """
     written = str(path)
     if os.sep == "/" and (windows := re.fullmatch(r"([A-Za-z]):[\\/](.*)", written, re.DOTALL)):
         mounted = Path(f"/mnt/{windows[1].lower()}") / windows[2].replace("\\", "/")
-        there = f"did you mean {mounted}?" if os.path.exists(mounted) else "write its path on this machine"
+        there = (
+            f"did you mean {mounted}?"
+            if os.path.exists(mounted)
+            else "write its path on this machine"
+        )
         return f"it is a path of Windows; {there}"
     if os.sep == "/" and "\\" in written:
-        return f"it is written with backslashes, as on Windows; write {written.replace(chr(92), '/')}"
+        return (
+            f"it is written with backslashes, as on Windows; write {written.replace(chr(92), '/')}"
+        )
     if re.search(r"(^|/)(https?|ftp|s3|gs|hf):/", written):
         return "it is an address; download it, and write the path of the file"
     if written != written.strip():
@@ -96,7 +108,11 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
     corrected = begun
     for name in missing:
         if not (near := _entry_like(corrected, name)):
-            where = f": {begun} exists, and contains no {missing[0]}" if len(missing) > 1 and begun.name else ""
+            where = (
+                f": {begun} exists, and contains no {missing[0]}"
+                if len(missing) > 1 and begun.name
+                else ""
+            )
             return f"correct the path{where}"
         corrected = corrected / near
     if corrected == asked:
@@ -114,7 +130,9 @@ def _entry_like(folder: Path, name: str) -> str:
     if name in names:
         return name
     stems: dict[str, str] = {}
-    for candidate in sorted(names, key=lambda candidate: (Path(candidate).suffix != Path(name).suffix, candidate)):
+    for candidate in sorted(
+        names, key=lambda candidate: (Path(candidate).suffix != Path(name).suffix, candidate)
+    ):
         if not candidate.startswith("."):
             stems.setdefault(Path(candidate).stem, candidate)
     # Without suffixes, which would make `no.png` like `a.png`.

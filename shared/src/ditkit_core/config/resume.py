@@ -1,7 +1,8 @@
 """Comparing a stored configuration with a new one when a run is resumed.
 
-The `resume` rule of each key says whether it may change silently, may change and is logged, or may not change. Without these rules a run
-would continue with whatever file is passed, and nobody would notice that it became another run.
+The `resume` rule of each key says whether it may change silently, may change and is logged, or may
+not change. Without these rules a run would continue with whatever file is passed, and nobody would
+notice that it became another run.
 """
 
 import json
@@ -30,7 +31,8 @@ class Changes(NamedTuple):
     """The differences between a stored configuration and a new one, without free changes."""
 
     stated: list[ConfigChange]
-    """Changes that are applied and logged, and keys that this version no longer knows (their new value is None)."""
+    """Changes that are applied and logged, and keys that this version no longer knows (their new
+    value is None)."""
     refused: list[ConfigChange]
     """Changes that are not allowed, because they would make another run."""
 
@@ -39,8 +41,9 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     """Compare a stored configuration with a new one by the resume rule of each key.
 
     Args:
-        stored: Values of the stored file by dotted key. If a key is missing (an older version wrote the file), the default counts,
-            because that run was trained with it, or the value of the key that it was a part of.
+        stored: Values of the stored file by dotted key. If a key is missing (an older version wrote
+            the file), the default counts, because that run was trained with it, or the value of the
+            key that it was a part of.
 
     Returns:
         The changes by rule.
@@ -54,7 +57,9 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
             if key in REMOVED and old == REMOVED[key].default:
                 continue
             changes.stated.append(ConfigChange(key, old, None))
-        elif key not in stored and (fields[key].asked_again or values[key] == stored.get(fields[key].part_of)):
+        elif key not in stored and (
+            fields[key].asked_again or values[key] == stored.get(fields[key].part_of)
+        ):
             continue
         elif old != values[key] and fields[key].resume != "free":
             listed = changes.refused if fields[key].resume == "refused" else changes.stated
@@ -74,7 +79,8 @@ def refuse(refused: Iterable[ConfigChange], folder: Path) -> UserError:
         file = str(finished if finished in adapters or not adapters else adapters[-1])
         remedy = f"build on its adapter in a new run with --run.folder NEW --base.merge {shlex.quote(file)}"
     return UserError(
-        f"{folder} contains another run, refused to continue it with {'; '.join(map(str, changes))}: undo these changes, or {remedy}"
+        f"{folder} contains another run, refused to continue it with "
+        f"{'; '.join(map(str, changes))}: undo these changes, or {remedy}"
     )
 
 

@@ -1,7 +1,9 @@
-"""The schema of a configuration: every key with its type, default, resume rule and description, read from the dataclasses.
+"""The schema of a configuration: every key with its type, default, resume rule and description,
+read from the dataclasses.
 
-A tree is a frozen dataclass whose fields are sections. A section is a frozen dataclass whose fields are declared with `setting` and
-followed by a docstring. Reading, checking, printing and comparing use only this schema, so a new key is one line in the module that uses it.
+A tree is a frozen dataclass whose fields are sections. A section is a frozen dataclass whose fields
+are declared with `setting` and followed by a docstring. Reading, checking, printing and comparing
+use only this schema, so a new key is one line in the module that uses it.
 """
 
 import ast
@@ -33,7 +35,8 @@ class ConfigField:
     formerly: tuple[str, ...]
     """Former dotted names."""
     part_of: str
-    """Dotted name of the key whose value was for this one too, before it was one of its own; empty for none."""
+    """Dotted name of the key whose value was for this one too, before it was one of its own; empty
+    for none."""
     asked_again: tuple[Any, ...]
     """Stored values in whose place a command that continues from them takes the default."""
     doc: str
@@ -56,8 +59,11 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
     for section, section_type in config_sections(tree).items():
         hints, docs = get_type_hints(section_type), field_docs(section_type)
         for field in section_fields(section_type):
-            assert field.default is None or type(None) not in getattr(hints[field.name], "__args__", ()), (
-                f"{section}.{field.name}: TOML cannot write None, so an optional value must default to it"
+            assert field.default is None or type(None) not in getattr(
+                hints[field.name], "__args__", ()
+            ), (
+                f"{section}.{field.name}: TOML cannot write None, so an optional value must "
+                f"default to it"
             )
             key = f"{section}.{field.name}"
             described[key] = ConfigField(
@@ -87,7 +93,8 @@ def config_sections(tree: type) -> Mapping[str, type]:
 
 @functools.cache
 def section_fields(section: type) -> Sequence[Field[Any]]:
-    """The fields of a section in the order of a run file: those that it inherits stand where `after` says."""
+    """The fields of a section in the order of a run file: those that it inherits stand where
+    `after` says."""
     declared = inspect.get_annotations(section)
     ordered = [field for field in fields(section) if field.name in declared]
     before = ""
@@ -101,9 +108,16 @@ def section_fields(section: type) -> Sequence[Field[Any]]:
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The docstring under each field of a class and of its bases, on one line each; empty if the source is not available."""
-    # Python discards a string below a field, so the source is parsed: the text then has one place for --help, TOML and readers.
-    docs = {name: doc for base in cls.__bases__ if base is not object for name, doc in field_docs(base).items()}
+    """The docstring under each field of a class and of its bases, on one line each; empty if the
+    source is not available."""
+    # Python discards a string below a field, so the source is parsed: the text then has one place
+    # for --help, TOML and readers.
+    docs = {
+        name: doc
+        for base in cls.__bases__
+        if base is not object
+        for name, doc in field_docs(base).items()
+    }
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except OSError:
@@ -111,7 +125,9 @@ def field_docs(cls: type) -> Mapping[str, str]:
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     for statement, below in itertools.pairwise(body):
         match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(doc))
+            ):
                 docs[name] = " ".join(doc.split())
     return docs
 

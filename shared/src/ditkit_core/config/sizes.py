@@ -14,7 +14,8 @@ SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(?:gib|gb|g)")
 
 
 def parse_size(text: str, key: str) -> int:
-    """The bytes of a size such as `64GiB`; GB are read as GiB, as in the names of GPUs (an 80 GB GPU has 80 GiB)."""
+    """The bytes of a size such as `64GiB`; GB are read as GiB, as in the names of GPUs (an 80 GB
+    GPU has 80 GiB)."""
     match = SIZE.fullmatch(text.strip().lower())
     if not match:
         raise UserError(f"{key} {text!r} is not a size; write {key} 64GiB")
@@ -37,6 +38,7 @@ def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Nu
     """
     if len(values) not in (0, 1, num_devices):
         raise UserError(
-            f"{key} = {list(values)} has {len(values)} numbers for {num_devices} devices; give one for each, or one for all"
+            f"{key} = {list(values)} has {len(values)} numbers for {num_devices} devices; give one "
+            f"for each, or one for all"
         )
     return tuple(values) if len(values) == num_devices else tuple(values or (0,)) * num_devices

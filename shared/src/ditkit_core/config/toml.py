@@ -12,7 +12,13 @@ import tomli_w
 
 from ditkit_core.config.foreign_files import HEAD_BYTES, foreign_run_file, mark_of
 from ditkit_core.config.nearest import nearest_word, path_remedy
-from ditkit_core.config.schema import config_fields, config_sections, config_values, plain, renamed_keys
+from ditkit_core.config.schema import (
+    config_fields,
+    config_sections,
+    config_values,
+    plain,
+    renamed_keys,
+)
 from ditkit_core.config.validation import BACKSLASH_REMEDY, unknown_key, value_from_file
 from ditkit_core.errors import UserError
 
@@ -27,15 +33,21 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except OSError as error:
         remedy = f"; {path_remedy(path)}" if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"cannot read the run file {path}: {error.strerror or error}{remedy}") from error
+        raise UserError(
+            f"cannot read the run file {path}: {error.strerror or error}{remedy}"
+        ) from error
     except UnicodeDecodeError as error:
         mark = mark_of(content[:HEAD_BYTES]).partition(";")[0] or "is not UTF-8 text"
         raise UserError(f"{path} {mark}; a run file is TOML, saved as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise _not_toml(path, text, error) from error
-    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError: Python's limit on the digits of an integer
         raise UserError(
-            f"{path} is nested too deeply or has a number with too many digits; correct the run file"
+            f"{path} is nested too deeply or has a number with too many digits; correct the run "
+            f"file"
         ) from error
 
 
@@ -54,7 +66,10 @@ _LINE_REMEDIES = tuple(
         (r"^[^\[{]*,\s*$", "leave the comma at the end out"),
         (
             r"^\s*--[\w.-]+",
-            "in a run file a flag is written without dashes, in its section: [train] and below it steps = 5",
+            (
+                "in a run file a flag is written without dashes, in its section: [train] and below it "
+                "steps = 5"
+            ),
         ),
         (r"^[^=]*==", "write one ="),
         (r"^\s*[\w.\"'-]+\s*:", "write key = value; a colon is YAML"),
@@ -72,10 +87,12 @@ _ERROR_REMEDIES = {
 
 
 def _not_toml(path: Path, text: str, error: tomllib.TOMLDecodeError) -> UserError:
-    """The error for a text that is not TOML: what it is, or the line at fault and what to write there."""
+    """The error for a text that is not TOML: what it is, or the line at fault and what to write
+    there."""
     if mark := mark_of(text[:HEAD_BYTES].encode()) or foreign_run_file(text):
         return UserError(
-            f"{path} {mark.partition(';')[0]}, and a run file is TOML: sections such as [train] and keys such as steps = 1000 "
+            f"{path} {mark.partition(';')[0]}, and a run file is TOML: sections such as [train] "
+            f"and keys such as steps = 1000 "
             "below them; --help names the keys that matter"
         )
     lines = text.splitlines()
@@ -86,8 +103,12 @@ def _not_toml(path: Path, text: str, error: tomllib.TOMLDecodeError) -> UserErro
     line = lines[number - 1].strip() if number <= len(lines) else ""
     # Its messages have the names of sections as tuples of Python.
     reason = re.sub(r"\('([^']*)',\)", r"[\1]", " ".join(str(error).split()))
-    remedy = next((remedy for start, remedy in _ERROR_REMEDIES.items() if reason.startswith(start)), "")
-    remedy = remedy or next((remedy for pattern, remedy in _LINE_REMEDIES if pattern.search(line)), "")
+    remedy = next(
+        (remedy for start, remedy in _ERROR_REMEDIES.items() if reason.startswith(start)), ""
+    )
+    remedy = remedy or next(
+        (remedy for pattern, remedy in _LINE_REMEDIES if pattern.search(line)), ""
+    )
     at = f", which is {line[:80]!r}" if line else ""
     return UserError(f"{path} is not TOML: {reason}{at}{remedy and '; '}{remedy}")
 
@@ -103,7 +124,11 @@ def _twice(lines: list[str]) -> str:
         section = match["section"] or section
         name = f"[{section}]" if match["section"] else f"{section}.{match['key']}".lstrip(".")
         if name in first:
-            remedy = "put all keys below the first one" if match["section"] else "leave one of the lines out"
+            remedy = (
+                "put all keys below the first one"
+                if match["section"]
+                else "leave one of the lines out"
+            )
             kind = "section" if match["section"] else "key"
             return f"has the {kind} {name} twice, in lines {first[name]} and {number}; {remedy}"
         first[name] = number
@@ -125,11 +150,16 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
     """Read and check the values of a run file, by dotted key.
 
     Args:
-        stored: Whether a run stored the file, perhaps with another version: unknown keys are ignored, and former names are accepted.
+        stored: Whether a run stored the file, perhaps with another version: unknown keys are
+            ignored, and former names are accepted.
     """
     where, fields_by_key = f"in {path}", config_fields(tree)
     if stored:
-        values = {key: value for key, value in read_stored_file(tree, path).items() if key in fields_by_key}
+        values = {
+            key: value
+            for key, value in read_stored_file(tree, path).items()
+            if key in fields_by_key
+        }
     else:
         values = flatten(tables := read_toml(path))
         _check_keys(tables, tree, where)
@@ -137,10 +167,16 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
 
 
 def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
-    """Read the values that a run stored, unchecked, by dotted key; renamed keys get their present names."""
+    """Read the values that a run stored, unchecked, by dotted key; renamed keys get their present
+    names."""
     values, renamed = flatten(read_toml(path)), renamed_keys(tree)
-    # A file with both names was written by the present version, so the present name takes precedence.
-    return {renamed.get(key, key): value for key, value in values.items() if renamed.get(key) not in values}
+    # A file with both names was written by the present version, so the present name takes
+    # precedence.
+    return {
+        renamed.get(key, key): value
+        for key, value in values.items()
+        if renamed.get(key) not in values
+    }
 
 
 def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
@@ -148,7 +184,9 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
     sections, fields_by_key = config_sections(tree), config_fields(tree)
     for section, table in tables.items():
         if section in sections and not isinstance(table, dict):
-            raise UserError(f"{section} {where} is a section: write [{section}] and its keys below it")
+            raise UserError(
+                f"{section} {where} is a section: write [{section}] and its keys below it"
+            )
         if section not in sections and isinstance(table, dict):
             raise _unknown_section(section, table, tree, where)
     for key in flatten(tables):
@@ -157,18 +195,25 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
 
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:
-    """The error for an unknown section: it suggests a close section, or else a key close to the section's first key."""
+    """The error for an unknown section: it suggests a close section, or else a key close to the
+    section's first key."""
     if near := nearest_word(section, config_sections(tree), 0.6):
         return UserError(f"unknown section [{section}] {where}; did you mean [{near}]?")
     if not table:
-        return UserError(f"unknown section [{section}] {where}; the sections are {', '.join(config_sections(tree))}")
+        return UserError(
+            f"unknown section [{section}] {where}; the sections are "
+            f"{', '.join(config_sections(tree))}"
+        )
     return unknown_key(f"{section}.{next(iter(table))}", config_fields(tree), where)
 
 
 def to_toml(
-    config: Any, *, shown: Callable[[type, Mapping[str, Any]], Mapping[str, Any]] = lambda _, values: values
+    config: Any,
+    *,
+    shown: Callable[[type, Mapping[str, Any]], Mapping[str, Any]] = lambda _, values: values,
 ) -> str:
-    """A resolved configuration as TOML, with the description of each key as a comment; it reads back to the same configuration.
+    """A resolved configuration as TOML, with the description of each key as a comment; it reads
+    back to the same configuration.
 
     Args:
         shown: From its class and its values by dotted key to the values that are written.
@@ -181,7 +226,9 @@ def to_toml(
         section, name = key.split(".")
         lines[section] += _comment(field.doc)
         # TOML has no null: an optional value that is not set becomes a comment.
-        lines[section].append(f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}")
+        lines[section].append(
+            f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}"
+        )
     return "\n\n".join("\n".join(section) for section in lines.values()) + "\n"
 
 
@@ -191,7 +238,8 @@ def _comment(text: str) -> list[str]:
 
 
 def changes_to_toml(config: Any, also: Collection[str] = ()) -> str:
-    """What differs from the defaults, and the keys of `also`, as TOML without comments: the shortest run file of a configuration."""
+    """What differs from the defaults, and the keys of `also`, as TOML without comments: the
+    shortest run file of a configuration."""
     fields = config_fields(type(config))
     sections: dict[str, list[str]] = {}
     for key, value in config_values(config).items():

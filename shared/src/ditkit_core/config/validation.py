@@ -1,7 +1,9 @@
-"""Checking values from files and flags against the configuration's keys and types, with one-line messages.
+"""Checking values from files and flags against the configuration's keys and types, with one-line
+messages.
 
-Not by jsonargparse or pydantic, which were both used or tried: every message has to be replaced, because theirs span lines and name Python types,
-and every strict check of a TOML value has to be added. `_converted` is shorter than that, and imports nothing.
+Not by jsonargparse or pydantic, which were both used or tried: every message has to be replaced,
+because theirs span lines and name Python types, and every strict check of a TOML value has to be
+added. `_converted` is shorter than that, and imports nothing.
 """
 
 import json
@@ -21,12 +23,11 @@ from ditkit_core.config.schema import ConfigField
 from ditkit_core.errors import UserError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000
-"""Longest file name and longest path in bytes that systems accept; the path leaves room for the names of files below it."""
+"""Longest file name and longest path in bytes that systems accept; the path leaves room for the
+names of files below it."""
 
 
-BACKSLASH_REMEDY = (
-    "in double quotes a backslash begins an escape; write the path in single quotes, or with forward slashes"
-)
+BACKSLASH_REMEDY = "in double quotes a backslash begins an escape; write the path in single quotes, or with forward slashes"
 
 _LARGEST_INTEGER = 2**63 - 1
 """Largest whole number that torch and files can store."""
@@ -35,7 +36,8 @@ _SHOWN = 120
 
 
 def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
-    """Check a value from TOML, which already has a type: a quoted number is not a number. A list of one may be written as its item.
+    """Check a value from TOML, which already has a type: a quoted number is not a number. A list of
+    one may be written as its item.
 
     Args:
         where: The place, for messages: `in run.toml`.
@@ -56,11 +58,14 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     return value
 
 
-def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_path: bool = False) -> Any:
+def value_from_text(
+    key: str, hint: Any, texts: list[str], where: str, *, is_path: bool = False
+) -> Any:
     """Check the text of a flag, which was given once or (for lists) several times.
 
-    A list is a TOML array, or the flag is repeated for each item. Commas do not separate items, because captions and paths contain commas.
-    If a flag that is not a list is repeated, the last text counts.
+    A list is a TOML array, or the flag is repeated for each item. Commas do not separate items,
+    because captions and paths contain commas. If a flag that is not a list is repeated, the last
+    text counts.
     """
     try:
         raw: Any = texts[-1]
@@ -77,32 +82,44 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
 
 
 def _wrong_value(key: str, hint: Any, raw: Any, where: str) -> UserError:
-    """The error for a value that the type does not accept; it says what a value of another trainer is here."""
+    """The error for a value that the type does not accept; it says what a value of another trainer
+    is here."""
     remark = FOREIGN_VALUES.get(key, {}).get(str(raw).lower().replace("-", "_"), "")
     if re.fullmatch(rf"-?\d{{{len(str(_LARGEST_INTEGER))},}}", str(raw)):
         remark = "that number is too large"
-    return UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{remark and '; '}{remark}")
+    return UserError(
+        f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{remark and '; '}{remark}"
+    )
 
 
 def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
     """Check that a run file can contain the characters of a value, and that a path is valid.
 
-    Checked here once, because sections look up paths in many places, and each would need a message of its own.
+    Checked here once, because sections look up paths in many places, and each would need a message
+    of its own.
     """
     for text in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(text, str):
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{key} {where} contains a lone surrogate (half of a character); correct it")
+            raise UserError(
+                f"{key} {where} contains a lone surrogate (half of a character); correct it"
+            )
         if not is_path:
             continue
         if "\0" in text:
             raise UserError(f"{key} {where} has a null byte, which no path can contain; correct it")
-        if max(len(part.encode()) for part in text.split("/")) > _LONGEST_NAME or len(text.encode()) > _LONGEST_PATH:
-            raise UserError(f"{key} {where} is too long for a path ({len(text)} characters); correct it")
+        if (
+            max(len(part.encode()) for part in text.split("/")) > _LONGEST_NAME
+            or len(text.encode()) > _LONGEST_PATH
+        ):
+            raise UserError(
+                f"{key} {where} is too long for a path ({len(text)} characters); correct it"
+            )
         if text.startswith("~") and os.path.expanduser(text).startswith("~"):
             raise UserError(
-                f"{key} {where} = {text!r} begins with the home folder of an unknown user; write the full path"
+                f"{key} {where} = {text!r} begins with the home folder of an unknown user; write "
+                f"the full path"
             )
 
 
@@ -121,7 +138,9 @@ def expected(hint: Any) -> str:
     if is_list(hint):
         count = 2 if Ellipsis in arguments else len(arguments)
         return f"a list such as {json.dumps((['a', 'b', 'c'] if arguments[0] is str else [1, 2, 3])[:count])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+        hint, str(hint)
+    )
 
 
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -172,7 +191,8 @@ def unknown_key(
     dashes: str = "",
     section: str = "",
 ) -> UserError:
-    """The error for an unknown key: the present name of a renamed key, what replaces a removed one, or else the nearest key.
+    """The error for an unknown key: the present name of a renamed key, what replaces a removed one,
+    or else the nearest key.
 
     Args:
         keys: The known ones.
@@ -188,9 +208,12 @@ def unknown_key(
     names = list(keys)
     prefix, _, name = key.rpartition(".")
     ours = FOREIGN_WORDS.get(name.replace("-", "_"), "")
-    # In a section with a key of this name, that is meant: `sample.num_frames` is `sample.frames`, and not `data.frames`.
+    # In a section with a key of this name, that is meant: `sample.num_frames` is `sample.frames`,
+    # and not `data.frames`.
     own_key = f"{prefix or section}.{ours.rpartition('.')[2] or name}"
-    meant = next((candidate for candidate in (own_key, ours) if candidate in names), "") or nearest_key(key, names)
+    meant = next(
+        (candidate for candidate in (own_key, ours) if candidate in names), ""
+    ) or nearest_key(key, names)
     if " " in ours:
         hint = ours
     else:

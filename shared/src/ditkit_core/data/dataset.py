@@ -1,4 +1,5 @@
-"""Scanning dataset folders into a checked list of samples: errors are found here, before hours of encoding."""
+"""Scanning dataset folders into a checked list of samples: errors are found here, before hours of
+encoding."""
 
 import os
 from collections import defaultdict
@@ -10,10 +11,22 @@ from typing import Literal, NamedTuple
 from ditkit_core.data.buckets import Resolution, Size, resolutions_of, size_of
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig, folder_error
-from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
+from ditkit_core.data.control_files import (
+    Control,
+    checked_control,
+    control_folders,
+    controls_by_name,
+    text_of,
+)
 from ditkit_core.data.discovery import list_records, names_of
 from ditkit_core.data.masks import MASK, checked_mask
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, called_like_media, media_kind
+from ditkit_core.data.media.clip import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    available,
+    called_like_media,
+    media_kind,
+)
 from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record
@@ -29,8 +42,9 @@ class Sample:
     """One clip to train on."""
 
     id: str
-    """Path relative to the dataset folder, without extension, with forward slashes. If a file has several windows, `#0`, `#1`, … follow;
-    if there are several folders, the folder's name comes first."""
+    """Path relative to the dataset folder, without extension, with forward slashes. If a file has
+    several windows, `#0`, `#1`, … follow; if there are several folders, the folder's name comes
+    first."""
     media: Path
     captions: tuple[str, ...]
     """At least one; whatever needs a single caption takes the first."""
@@ -42,7 +56,8 @@ class Sample:
     file_size: Size | None = None
     """Height and width of its file in pixels, upright; None if they are not known."""
     references: tuple[Path, ...] = ()
-    """Reference images, in order; the caption is then the instruction that edits them into this image."""
+    """Reference images, in order; the caption is then the instruction that edits them into this
+    image."""
     controls: Mapping[str, str] = field(default_factory=dict)
     """Conditions of the clip by column: the path of a file, or a text."""
     mask: Path | None = None
@@ -55,7 +70,8 @@ class Sample:
 
 
 Why = Literal["bad", "short", "unused"]
-"""Why a file is left out: it cannot be used (`data.on_bad`), it has too few frames (`data.short_clips`), or no sample uses it."""
+"""Why a file is left out: it cannot be used (`data.on_bad`), it has too few frames
+(`data.short_clips`), or no sample uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +104,24 @@ class NothingToTrain(UserError):
     """A dataset has no usable sample."""
 
     def __init__(self, message: str, excluded: list[tuple[str, str]], kinds: list[Why]):
-        """Store the message and, like `Dataset`, the files that were left out and the kinds of reasons."""
+        """Store the message and, like `Dataset`, the files that were left out and the kinds of
+        reasons."""
         super().__init__(message)
         self.excluded, self.kinds = excluded, kinds
 
     @classmethod
     def after(cls, failed: Sequence[tuple[str, str]]) -> "NothingToTrain":
-        """The error for a dataset whose samples were all listed but could not be encoded; `failed` has (name, reason) of each."""
+        """The error for a dataset whose samples were all listed but could not be encoded; `failed`
+        has (name, reason) of each."""
         first = "; ".join(f"{name}: {reason}" for name, reason in failed[:_MOST_REASONS])
         more = f"; and {len(failed) - _MOST_REASONS} more" if len(failed) > _MOST_REASONS else ""
-        message = (
-            f"none of {len(failed)} samples can be encoded, so there is nothing to train on ({first}{more}); fix these"
-        )
+        message = f"none of {len(failed)} samples can be encoded, so there is nothing to train on ({first}{more}); fix these"
         return cls(message, list(failed), ["bad"] * len(failed))
 
 
 class NoReferences(UserError):
-    """A sample has references, but the model takes none. `data.on_bad` does not skip it: the whole dataset is the wrong one."""
+    """A sample has references, but the model takes none. `data.on_bad` does not skip it: the whole
+    dataset is the wrong one."""
 
 
 def scan(
@@ -134,7 +151,9 @@ def scan(
     read_from: dict[str, str] = {}
     for number, (folder, prefix) in enumerate(zip(folders, names_of(folders), strict=True)):
         reader = _Reader(
-            config=replace(config, folder=folder, folders=(), repeats=config.repeats[number : number + 1]),
+            config=replace(
+                config, folder=folder, folders=(), repeats=config.repeats[number : number + 1]
+            ),
             frame_step=frame_step,
             fps=config.fps or fps,
             reference_size=reference_size,
@@ -155,13 +174,17 @@ def scan(
 
 
 def _check_read_once(samples: Sequence[Sample], folder: str, read_from: dict[str, str]) -> None:
-    """Refuse a clip that another folder has as well; `read_from` is the folder of each file so far, and is updated."""
+    """Refuse a clip that another folder has as well; `read_from` is the folder of each file so far,
+    and is updated."""
     for sample in samples:
-        # The same clip under two ids could be in the validation set under one and trained on under the other.
+        # The same clip under two ids could be in the validation set under one and trained on under
+        # the other.
         if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
             raise UserError(
-                f"{sample.media} is read from {other} and again from {folder}; name folders that do not overlap in "
-                f"{argument('data.folders')}, and raise a number in {argument('data.repeats')} to use clips more often"
+                f"{sample.media} is read from {other} and again from {folder}; name folders that "
+                f"do not overlap in "
+                f"{argument('data.folders')}, and raise a number in {argument('data.repeats')} to "
+                f"use clips more often"
             )
 
 
@@ -180,7 +203,9 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     for name, control_folder in control_paths.items():
         if control_folder.resolve() == folder.resolve():
             setting = "data.masks" if name == MASK.name else f"data.controls {name}"
-            raise UserError(f"{setting} is {key} {folder} itself; put the files into a folder of their own")
+            raise UserError(
+                f"{setting} is {key} {folder} itself; put the files into a folder of their own"
+            )
     by_id, unread = _entries_by_id(reader, control_paths)
     references, unused = references_by_name(config, by_id)
     controls, also_unused = controls_by_name(control_paths, (*reader.columns, MASK), by_id, folder)
@@ -196,22 +221,39 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     for sample in samples:
         if media[sample.id] != sample.media:
             raise UserError(
-                f"{sample.media} and {media[sample.id]} both get the sample id {sample.id!r} (#0, #1, … number windows); rename one of the files"
+                f"{sample.media} and {media[sample.id]} both get the sample id {sample.id!r} (#0, "
+                f"#1, … number windows); rename one of the files"
             )
     _stop_at(config, [error for _, error in problems])
     left_out = [
-        _LeftOut(printable(f"{reader.prefix}{name}"), str(error), "short" if isinstance(error, ShortClip) else "bad")
+        _LeftOut(
+            printable(f"{reader.prefix}{name}"),
+            str(error),
+            "short" if isinstance(error, ShortClip) else "bad",
+        )
         for name, error in problems
     ]
-    left_out += [_LeftOut(printable(name), "no sample has this name", "unused") for name in unused + also_unused]
-    left_out += [_LeftOut(printable(f"{reader.prefix}{name}"), reason, "unused") for name, reason in unread]
-    # With nothing left a run would fail later and less clearly, so even data.on_bad = "skip" does not go on here.
+    left_out += [
+        _LeftOut(printable(name), "no sample has this name", "unused")
+        for name in unused + also_unused
+    ]
+    left_out += [
+        _LeftOut(printable(f"{reader.prefix}{name}"), reason, "unused") for name, reason in unread
+    ]
+    # With nothing left a run would fail later and less clearly, so even data.on_bad = "skip" does
+    # not go on here.
     if not samples:
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
-        reason = f"first of {len(problems)}: {problems[0][1]}" if problems else f"no media file; accepted: {accepted}"
+        reason = (
+            f"first of {len(problems)}: {problems[0][1]}"
+            if problems
+            else f"no media file; accepted: {accepted}"
+        )
         message = f"{key} {folder} has no usable sample ({reason})"
         raise NothingToTrain(
-            message, [exclusion[:2] for exclusion in left_out], [exclusion.kind for exclusion in left_out]
+            message,
+            [exclusion[:2] for exclusion in left_out],
+            [exclusion.kind for exclusion in left_out],
         )
     return samples, left_out
 
@@ -247,7 +289,8 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
     references = Path(config.references)
     if config.references and status(references) and references.resolve() == Path(folder).resolve():
         raise UserError(
-            f"{argument('data.references')} is {key} {folder} itself; put the references into a folder of their own"
+            f"{argument('data.references')} is {key} {folder} itself; put the references into a "
+            f"folder of their own"
         )
 
 
@@ -262,7 +305,8 @@ def _identifier(folder: Path, entry: Record) -> str:
     if entry.problem is not None:
         return entry.media
     path = Path(os.path.normpath(folder / entry.media))
-    # Metadata may name a file by its absolute path, with the folder as configured or with its links resolved.
+    # Metadata may name a file by its absolute path, with the folder as configured or with its links
+    # resolved.
     for root in (os.path.normpath(folder), folder.resolve()):
         if path.is_relative_to(root):
             path = path.relative_to(root)
@@ -305,20 +349,27 @@ class _Reader:
             raise entry.problem
         _check_name(id)
         inside(folder, entry.media, allow_outside=self.config.allow_outside)
-        # Keep the link, not its target: caches of downloaded datasets link to files without extensions.
+        # Keep the link, not its target: caches of downloaded datasets link to files without
+        # extensions.
         media = folder / entry.media
         if (kind := media_kind(media)) == "video" and self.frame_step == 0:
-            raise UserError(f"{media} is a video, but this model takes still images; convert it to images or remove it")
+            raise UserError(
+                f"{media} is a video, but this model takes still images; convert it to images or "
+                f"remove it"
+            )
         if media.is_dir() and not called_like_media(media):
             if not self.config.image_folders:
                 raise UserError(
-                    f"{media} is a folder; set {argument('data.image_folders')} = true to read its images as one clip"
+                    f"{media} is a folder; set {argument('data.image_folders')} = true to read its "
+                    f"images as one clip"
                 )
             check_inside(media, folder, allow_outside=self.config.allow_outside)
-        # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
-        # the first window is used, its timestamps are enough.
+        # Opened here, before `encoding` hashes and decodes the file, so that errors show before
+        # anything slow begins. If only the first window is used, its timestamps are enough.
         all_windows = self.config.windows != "first"
-        extent = available(media, self.fps, at_most=None if all_windows else max(self.config.lengths))
+        extent = available(
+            media, self.fps, at_most=None if all_windows else max(self.config.lengths)
+        )
         height, width = size_of(extent.height, extent.width, self.resolutions)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, extent.frames)
         mask = self._control(MASK, media, entry, controls, windows)
@@ -336,7 +387,9 @@ class _Reader:
                 for column in self.columns
                 if (control := self._control(column, media, entry, controls, windows)) is not None
             },
-            mask=None if mask is None else checked_mask(Path(mask), media, (extent.height, extent.width)),
+            mask=None
+            if mask is None
+            else checked_mask(Path(mask), media, (extent.height, extent.width)),
             repeats=(*self.config.repeats, 1.0)[0],
         )
         samples = []
@@ -353,15 +406,23 @@ class _Reader:
         frames = 1 + (available_frames - 1) // self.frame_step * self.frame_step
         if self.config.short_clips != "shorten":
             name = "data.frame_buckets" if self.config.frame_buckets else "data.frames"
-            remedy = f"add {frames} to {name}" if self.config.frame_buckets else f"set {name} = {frames}"
+            remedy = (
+                f"add {frames} to {name}" if self.config.frame_buckets else f"set {name} = {frames}"
+            )
             raise ShortClip(
-                f"{media} has {available_frames} frames at {self.fps:g} fps, but {name} asks for {shortest}; "
+                f"{media} has {available_frames} frames at {self.fps:g} fps, but {name} asks for "
+                f"{shortest}; "
                 f'{remedy}, or set data.short_clips = "shorten" or "skip"'
             )
         return [Window(0, 0, frames)]
 
     def _control(
-        self, column: Column, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
+        self,
+        column: Column,
+        media: Path,
+        entry: Record,
+        named: Mapping[str, Control],
+        windows: Sequence[Window],
     ) -> str | None:
         """The path of a file, or the text, that a clip has in a column."""
         entry_control, other = entry.controls.get(column.name), named.get(column.name)
@@ -369,34 +430,52 @@ class _Reader:
         if isinstance(name, UserError):
             raise name
         if entry_control is not None and other is not None:
-            sources = "of its own and in data.masks" if column is MASK else "in the metadata and in data.controls"
+            sources = (
+                "of its own and in data.masks"
+                if column is MASK
+                else "in the metadata and in data.controls"
+            )
             raise UserError(f"{media} has {column.name} {sources}; remove one of the two")
         if entry_control is None and other is None:
             if column.required:
                 raise UserError(
-                    f"{media} has no {column.name}, which this model requires; add it to the metadata, or to {argument('data.controls')}"
+                    f"{media} has no {column.name}, which this model requires; add it to the "
+                    f"metadata, or to {argument('data.controls')}"
                 )
             return None
         if other is not None and column.kind == "text":
             name = text_of(folder, name, allow_outside=self.config.allow_outside)
         return checked_control(
-            folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
+            folder,
+            name,
+            column,
+            allow_outside=self.config.allow_outside,
+            fps=self.fps,
+            windows=windows,
         )
 
-    def _references(self, media: Path, entry: Record, named: tuple[str, ...] | UserError) -> tuple[Path, ...]:
+    def _references(
+        self, media: Path, entry: Record, named: tuple[str, ...] | UserError
+    ) -> tuple[Path, ...]:
         if isinstance(named, UserError):
             raise named
         if not (entry.references or named):
             return ()
         if self.reference_size is None:
-            raise NoReferences(f"{media} has references, but this model does not edit images; remove them")
+            raise NoReferences(
+                f"{media} has references, but this model does not edit images; remove them"
+            )
         if entry.references and named:
             raise UserError(
-                f"{media} has references in the metadata and in {argument('data.references')}; remove one of the two"
+                f"{media} has references in the metadata and in {argument('data.references')}; "
+                f"remove one of the two"
             )
         folder = Path(self.config.folder if entry.references else self.config.references)
         return checked_references(
-            folder, entry.references or named, self.reference_size, allow_outside=self.config.allow_outside
+            folder,
+            entry.references or named,
+            self.reference_size,
+            allow_outside=self.config.allow_outside,
         )
 
 
@@ -405,7 +484,8 @@ def _check_single(id: str, entries: Sequence[Record], folder: Path) -> None:
         return
     if len({os.path.normpath(entry.media) for entry in entries}) == 1:
         raise UserError(
-            f"{entries[0].media} is listed {len(entries)} times in {folder}; list it once, with a list of its captions in .jsonl or .json"
+            f"{entries[0].media} is listed {len(entries)} times in {folder}; list it once, with a "
+            f"list of its captions in .jsonl or .json"
         )
     names = " and ".join(entry.media for entry in entries)
     raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
@@ -417,7 +497,9 @@ def _check_name(id: str) -> None:
     except UnicodeEncodeError as error:
         raise UserError(f"{id!r} is not a valid UTF-8 name; rename the file") from error
     if printable(id) != id:
-        raise UserError(f"{id!r} has line breaks or control characters in its name; rename the file")
+        raise UserError(
+            f"{id!r} has line breaks or control characters in its name; rename the file"
+        )
 
 
 def _stop_at(config: DataConfig, problems: list[UserError]) -> None:

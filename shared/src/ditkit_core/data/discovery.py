@@ -1,4 +1,5 @@
-"""Finding the media files of a dataset folder and their captions: in a metadata file, in two parallel lists, or in a text next to each clip."""
+"""Finding the media files of a dataset folder and their captions: in a metadata file, in two
+parallel lists, or in a text next to each clip."""
 
 import functools
 import json
@@ -13,7 +14,14 @@ from ditkit_core.config.foreign_files import is_archive
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.masks import MASK, clip_of_mask
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
-from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status, walk
+from ditkit_core.data.media.files import (
+    MOST_LIST_BYTES,
+    is_folder,
+    is_regular,
+    read_dataset_text,
+    status,
+    walk,
+)
 from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
 from ditkit_core.data.metadata import Reader, Record, csv_rows, json_captions, json_lines, json_list
@@ -29,27 +37,45 @@ CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 CAPTION_SUFFIXES = (".txt", ".caption")
 """Extensions of the caption file next to a clip; the first one that exists is read."""
 _TABLE_SUFFIXES = (".json",)
-"""Extensions of a file next to a clip that may have its caption among other facts; read if the clip has no caption file."""
+"""Extensions of a file next to a clip that may have its caption among other facts; read if the clip
+has no caption file."""
 _TEXTS = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".csv", ".yaml", ".toml", ".md"})
 _NO_MEDIA = frozenset({"", ".parquet", ".npy", ".npz", ".safetensors"}) | _TEXTS
 """Extensions of files that may have a text of the same name without being meant as clips."""
 _NOT_READ = frozenset(
-    {".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".svg", ".exr", ".dng", ".cr2", ".nef", ".arw"}
+    {
+        ".heic",
+        ".heif",
+        ".jxl",
+        ".jp2",
+        ".tga",
+        ".psd",
+        ".svg",
+        ".exr",
+        ".dng",
+        ".cr2",
+        ".nef",
+        ".arw",
+    }
 )
-"""Extensions of images that are not read, unless an extra reads them. They are named even without a caption."""
+"""Extensions of images that are not read, unless an extra reads them. They are named even without a
+caption."""
 
 
 def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tuple[str, str]]]:
-    """The records of a dataset folder, in a fixed order; errors in single entries are part of the list.
+    """The records of a dataset folder, in a fixed order; errors in single entries are part of the
+    list.
 
     Args:
-        metadata: A .jsonl, .csv or .json file, or a media list with a caption list next to it, relative to the folder. If empty, the
-            one that the folder has is used, otherwise every media file with a caption file of the same name next to it.
+        metadata: A .jsonl, .csv or .json file, or a media list with a caption list next to it,
+            relative to the folder. If empty, the one that the folder has is used, otherwise every
+            media file with a caption file of the same name next to it.
 
     Returns:
-        The records in the order of the file, or of the sorted paths. Then files that were probably meant as samples and are none, as
-        (files, reason): if a file lists the clips, those with a caption of their own that it does not list; otherwise those that look
-        like clips but are of a format that is not read, one entry for each format.
+        The records in the order of the file, or of the sorted paths. Then files that were probably
+        meant as samples and are none, as (files, reason): if a file lists the clips, those with a
+        caption of their own that it does not list; otherwise those that look like clips but are of
+        a format that is not read, one entry for each format.
     """
     folder = reader.folder
     list_names = (
@@ -59,13 +85,16 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
     )
     if len(list_names) > 1:
         raise UserError(
-            f"{folder} has {'both ' * (len(list_names) == 2)}{' and '.join(list_names)}; set data.metadata to the right one"
+            f"{folder} has {'both ' * (len(list_names) == 2)}{' and '.join(list_names)}; set "
+            f"data.metadata to the right one"
         )
     if not list_names:
         return list(_caption_files(reader)), _not_read(reader)
     path = folder / list_names[0]
     if status(path) is None:
-        raise UserError(f"data.metadata {path} does not exist; {_path_remedy(folder, list_names[0])}")
+        raise UserError(
+            f"data.metadata {path} does not exist; {_path_remedy(folder, list_names[0])}"
+        )
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name.lower() in MEDIA_LISTS:
         readers[".txt"] = _line_lists
@@ -75,7 +104,10 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         )
     if path.suffix.lower() not in readers:
         lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} next to it"
-        raise UserError(f"data.metadata {path} has an unknown format; accepted are {', '.join(readers)}, and {lists}")
+        raise UserError(
+            f"data.metadata {path} has an unknown format; accepted are {', '.join(readers)}, and "
+            f"{lists}"
+        )
     entries = list(readers[path.suffix.lower()](reader, path, _read_list(reader, path)))
     if not entries:
         raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
@@ -83,7 +115,8 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
 
 
 def _path_remedy(folder: Path, metadata: str) -> str:
-    """How to correct a `data.metadata` that does not exist; other settings name paths from the working directory, so it is looked for there."""
+    """How to correct a `data.metadata` that does not exist; other settings name paths from the
+    working directory, so it is looked for there."""
     absolute = Path(os.path.abspath(metadata))
     if not absolute.is_file():
         remedy = path_remedy(folder / metadata)
@@ -94,17 +127,24 @@ def _path_remedy(folder: Path, metadata: str) -> str:
 
 
 def _read_list(reader: Reader, path: Path) -> str:
-    """The text of a file that lists samples: in the dataset folder, or in the folder that `data.metadata` names."""
+    """The text of a file that lists samples: in the dataset folder, or in the folder that
+    `data.metadata` names."""
     name = os.path.abspath(path)
-    folder = reader.folder if Path(name).is_relative_to(os.path.abspath(reader.folder)) else path.parent
-    return read_dataset_text(folder, name, allow_outside=reader.allow_outside, most_bytes=MOST_LIST_BYTES)
+    folder = (
+        reader.folder if Path(name).is_relative_to(os.path.abspath(reader.folder)) else path.parent
+    )
+    return read_dataset_text(
+        folder, name, allow_outside=reader.allow_outside, most_bytes=MOST_LIST_BYTES
+    )
 
 
 def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
-    """Names of the files in a dataset folder that list its clips and captions; if there are several, `data.metadata` has to choose.
+    """Names of the files in a dataset folder that list its clips and captions; if there are
+    several, `data.metadata` has to choose.
 
-    Metadata takes precedence over caption files next to the clips, and those over parallel lists and a Parquet table. So a notes file
-    that happens to be in the folder does not change what is read.
+    Metadata takes precedence over caption files next to the clips, and those over parallel lists
+    and a Parquet table. So a notes file that happens to be in the folder does not change what is
+    read.
     """
     if names := [name for name in METADATA_NAMES if status(folder / name) is not None]:
         return names
@@ -127,11 +167,20 @@ def _both_lists(folder: Path, image_folders: bool) -> list[str]:
 
 
 def _lists_in(folder: Path, accepted: Collection[str], image_folders: bool) -> list[str]:
-    """Names of the lists in a folder; a text next to a clip or image of the same name is its caption and not a list."""
+    """Names of the lists in a folder; a text next to a clip or image of the same name is its
+    caption and not a list."""
     names = entries(folder)
-    media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
+    media = {
+        Path(name).stem
+        for name in names
+        if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
+    }
     lists = [name for name in names if name.lower() in accepted and Path(name).stem not in media]
-    return [name for name in lists if not (image_folders and numbered(entries(folder / Path(name).stem)))]
+    return [
+        name
+        for name in lists
+        if not (image_folders and numbered(entries(folder / Path(name).stem)))
+    ]
 
 
 class _Texts:
@@ -142,12 +191,16 @@ class _Texts:
         self._listed: dict[Path, tuple[Names, set[str]]] = {}
 
     def of(self, media: str, suffixes: Sequence[str] = CAPTION_SUFFIXES) -> list[str]:
-        """The caption files next to a media file or folder of images: `cat.txt` and `cat.caption`, the one to read first.
+        """The caption files next to a media file or folder of images: `cat.txt` and `cat.caption`,
+        the one to read first.
 
-        Where there is neither, those whose names differ in case or Unicode form, and `cat.png.txt` of `cat.png`: some programs write such.
+        Where there is neither, those whose names differ in case or Unicode form, and `cat.png.txt`
+        of `cat.png`: some programs write such.
         """
         stem = _stem(media)
-        exact = [f"{stem}{suffix}" for suffix in suffixes if is_regular(self._folder / f"{stem}{suffix}")]
+        exact = [
+            f"{stem}{suffix}" for suffix in suffixes if is_regular(self._folder / f"{stem}{suffix}")
+        ]
         return exact or self._similar(media, suffixes)
 
     def _similar(self, media: str, suffixes: Sequence[str]) -> list[str]:
@@ -158,12 +211,23 @@ class _Texts:
             self._listed[directory] = Names(listed), stems
         names, stems = self._listed[directory]
         text_stems = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
-        candidates = [text for name in text_stems for suffix in suffixes for text in names.similar(f"{name}{suffix}")]
+        candidates = [
+            text
+            for name in text_stems
+            for suffix in suffixes
+            for text in names.similar(f"{name}{suffix}")
+        ]
         # `A.png` does not take the caption of `a.png`.
         free = [
-            text for text in dict.fromkeys(candidates) if Path(text).stem in text_stems or Path(text).stem not in stems
+            text
+            for text in dict.fromkeys(candidates)
+            if Path(text).stem in text_stems or Path(text).stem not in stems
         ]
-        return [(directory / text).as_posix() for text in free if is_regular(self._folder / directory / text)]
+        return [
+            (directory / text).as_posix()
+            for text in free
+            if is_regular(self._folder / directory / text)
+        ]
 
 
 def _stem(media: str) -> str:
@@ -171,7 +235,8 @@ def _stem(media: str) -> str:
 
 
 def _caption_files(reader: Reader) -> Iterator[Record]:
-    """The records of a folder without metadata: every media file, with the caption in a text file next to it."""
+    """The records of a folder without metadata: every media file, with the caption in a text file
+    next to it."""
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
     media_paths = list(media_files(folder, skip=reader.skip, image_folders=reader.image_folders))
@@ -181,29 +246,38 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
     for media in (path for path in media_paths if path not in are_masks):
         try:
             if called_like_media(media) and is_folder(folder / media):
-                raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
+                raise UserError(
+                    f"{folder / media} is a folder, not a media file; rename it or remove it"
+                )
             caption_files = texts.of(media) or texts.of(media, _TABLE_SUFFIXES)
             if len(caption_files) > 1 and caption_files[0] not in {
                 f"{_stem(media)}{suffix}" for suffix in CAPTION_SUFFIXES
             }:
                 raise UserError(
-                    f"{' and '.join(caption_files)} in {folder} are both the caption of {media}; remove all but one"
+                    f"{' and '.join(caption_files)} in {folder} are both the caption of {media}; "
+                    f"remove all but one"
                 )
             if not caption_files:
                 raise UserError(
-                    f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
+                    f"{folder / media} has no caption; write one to "
+                    f"{folder / _stem(media)}.txt{lists or shots(media)}"
                 )
             text = read_dataset_text(folder, caption_files[0], allow_outside=reader.allow_outside)
             clip_masks = masks.get(_stem(media), [])
             if len(clip_masks) > 1:
                 raise UserError(
-                    f"{' and '.join(clip_masks)} in {folder} are both the mask of {media}; remove all but one"
+                    f"{' and '.join(clip_masks)} in {folder} are both the mask of {media}; remove "
+                    f"all but one"
                 )
             if caption_files[0].lower().endswith(_TABLE_SUFFIXES):
                 captions = json_captions(reader, folder / caption_files[0], text)
             else:
                 captions = reader.split(f"caption {folder / caption_files[0]}", [text])
-            yield Record(media=media, captions=captions, controls={MASK.name: clip_masks[0]} if clip_masks else {})
+            yield Record(
+                media=media,
+                captions=captions,
+                controls={MASK.name: clip_masks[0]} if clip_masks else {},
+            )
         except UserError as error:
             yield Record(media=media, problem=error)
     if not media_paths:
@@ -211,7 +285,8 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
 
 
 def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
-    """The masks among the media files of a folder, by the name of their clip; a file with a caption of its own is a sample."""
+    """The masks among the media files of a folder, by the name of their clip; a file with a caption
+    of its own is a sample."""
     masks: dict[str, list[str]] = defaultdict(list)
     stems = Names(map(_stem, media))
     for path in media:
@@ -221,28 +296,44 @@ def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
 
 
 def _hint_at_tables(folder: Path) -> None:
-    """Explain a folder without media files that has an archive or a Parquet table, which may contain them."""
-    archive = next((path for path in sorted(folder.glob("*")) if is_regular(path) and is_archive(head_of(path))), None)
+    """Explain a folder without media files that has an archive or a Parquet table, which may
+    contain them."""
+    archive = next(
+        (
+            path
+            for path in sorted(folder.glob("*"))
+            if is_regular(path) and is_archive(head_of(path))
+        ),
+        None,
+    )
     if archive is not None:
         raise UserError(
-            f"{folder} has no media files, only the archive {archive.name}; unpack it, or name the folder with its files"
+            f"{folder} has no media files, only the archive {archive.name}; unpack it, or name the "
+            f"folder with its files"
         )
-    table = next((path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(folder.glob(pattern))), None)
+    table = next(
+        (path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(folder.glob(pattern))),
+        None,
+    )
     if table is not None:
         raise UserError(
-            f"{folder} has no media files, only {table.relative_to(folder)}: Parquet tables are not supported; write the images or "
+            f"{folder} has no media files, only {table.relative_to(folder)}: Parquet tables are "
+            f"not supported; write the images or "
             "clips to files, and their names and captions to metadata.jsonl"
         )
 
 
 def _hint_at_lists(reader: Reader) -> str:
-    """End of the message on a missing caption: the setting for a file that may list captions, or the list that is missing."""
+    """End of the message on a missing caption: the setting for a file that may list captions, or
+    the list that is missing."""
     folder = reader.folder
     if both := _both_lists(folder, reader.image_folders):
         return f', or set data.metadata = "{both[0]}" if that lists the clips'
     names = entries(folder)
     if half := _lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), reader.image_folders)[:1]:
-        other, content = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
+        other, content = (
+            (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
+        )
         return f", or, if {half[0]} lists {content}, write {other} next to it, line by line"
     kinds = {Path(name).suffix for name in METADATA_NAMES}
     candidates = [name for name in names if Path(name).suffix.lower() in kinds]
@@ -252,9 +343,13 @@ def _hint_at_lists(reader: Reader) -> str:
 
 
 def _hint_at_shots(reader: Reader, media: str) -> str:
-    """End of the message on an image without a caption whose folder has one: the folder may be meant as one clip."""
+    """End of the message on an image without a caption whose folder has one: the folder may be
+    meant as one clip."""
     shot = Path(media).parent.as_posix()
-    if Path(media).suffix.lower() not in IMAGE_SUFFIXES or not (reader.folder / f"{shot}.txt").is_file():
+    if (
+        Path(media).suffix.lower() not in IMAGE_SUFFIXES
+        or not (reader.folder / f"{shot}.txt").is_file()
+    ):
         return ""
     if not reader.image_folders:
         return f", or set data.image_folders = true if {shot} is one clip"
@@ -262,23 +357,31 @@ def _hint_at_shots(reader: Reader, media: str) -> str:
 
 
 def names_of(folders: Sequence[str]) -> list[str]:
-    """The start of sample ids for each folder: its name, with as much of its path as makes it unique; "" if there is only one folder."""
+    """The start of sample ids for each folder: its name, with as much of its path as makes it
+    unique; "" if there is only one folder."""
     if len(folders) == 1:
         return [""]
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for path_parts in parts:
         count = 1
-        while count < len(path_parts) and sum(other[-count:] == path_parts[-count:] for other in parts) > 1:
+        while (
+            count < len(path_parts)
+            and sum(other[-count:] == path_parts[-count:] for other in parts) > 1
+        ):
             count += 1
         names.append("/".join(path_parts[-count:]) + "/")
     return names
 
 
-def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
-    """Relative paths of media files, and of folders with the name of one; hidden ones are ignored, links followed once.
+def media_files(
+    folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False
+) -> Iterator[str]:
+    """Relative paths of media files, and of folders with the name of one; hidden ones are ignored,
+    links followed once.
 
-    With `image_folders` a subfolder that contains only numbered images is listed instead of its images.
+    With `image_folders` a subfolder that contains only numbered images is listed instead of its
+    images.
     """
     for directory, folders, names in walk(folder, skip=skip):
         if image_folders and directory != Path(folder) and not folders and numbered(names):
@@ -293,7 +396,8 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
 
 
 def _not_read(reader: Reader) -> list[tuple[str, str]]:
-    """The images and videos of formats that are not read, and other files with a caption: for each format its files and the reason."""
+    """The images and videos of formats that are not read, and other files with a caption: for each
+    format its files and the reason."""
     by_format: dict[str, list[str]] = defaultdict(list)
     for directory, _, names in walk(reader.folder, skip=reader.skip):
         paths = list(map(Path, names))
@@ -307,13 +411,18 @@ def _not_read(reader: Reader) -> list[tuple[str, str]]:
     unread = []
     for suffix, files in sorted(by_format.items()):
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        extra = ", or install the extra heic of ditkit-core (pillow-heif)" if suffix in HEIC_SUFFIXES else ""
+        extra = (
+            ", or install the extra heic of ditkit-core (pillow-heif)"
+            if suffix in HEIC_SUFFIXES
+            else ""
+        )
         unread.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
     return unread
 
 
 def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[tuple[str, str]]:
-    """The captioned media files of a folder that its list does not have, as one entry; files without a caption may be references or masks."""
+    """The captioned media files of a folder that its list does not have, as one entry; files
+    without a caption may be references or masks."""
     folder, listed = reader.folder, set[str]()
     for entry in entries:
         names = (entry.media, *entry.references, *entry.controls.values())
@@ -340,11 +449,15 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         remedy = "write one caption per file, each on one line"
         for file, lines in ((path, clips), (captions, texts)):
             if "" in lines:
-                remedy = f"line {lines.index('') + 1} of {file.name} is empty: remove it, or fill it in"
+                remedy = (
+                    f"line {lines.index('') + 1} of {file.name} is empty: remove it, or fill it in"
+                )
         raise UserError(
-            f"{path} has {len(clips)} lines but {captions} has {len(texts)}: line i of one belongs to line i of the other; {remedy}"
+            f"{path} has {len(clips)} lines but {captions} has {len(texts)}: line i of one belongs "
+            f"to line i of the other; {remedy}"
         )
-    # Each line is one caption: with data.captions = "lines" U+2028 and the like would split it again.
+    # Each line is one caption: with data.captions = "lines" U+2028 and the like would split it
+    # again.
     line_reader = replace(reader, captions="whole")
     for line, (media, caption) in enumerate(zip(clips, texts, strict=True), start=1):
         if not (media or caption):
@@ -353,7 +466,8 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         try:
             if not media:
                 raise UserError(
-                    f"{where} is empty, but {captions.name} has a caption there; name its file, or remove both lines"
+                    f"{where} is empty, but {captions.name} has a caption there; name its file, or "
+                    f"remove both lines"
                 )
             split = line_reader.split(f"{captions} line {line}", [caption])
             media = reader.stored(media)
@@ -374,7 +488,8 @@ def _caption_list(reader: Reader, media: Path) -> Path:
     if len(names) > 1:
         both = "both " if len(names) == 2 else ""
         raise UserError(
-            f"{media.parent} has {both}{' and '.join(names)} for {media.name}; remove or rename all but one"
+            f"{media.parent} has {both}{' and '.join(names)} for {media.name}; remove or rename "
+            f"all but one"
         )
     return media.parent / names[0]
 

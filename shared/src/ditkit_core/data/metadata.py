@@ -1,4 +1,5 @@
-"""Reading metadata files (JSON lines, a JSON list or CSV) into records: clip, captions, references and conditions of each line."""
+"""Reading metadata files (JSON lines, a JSON list or CSV) into records: clip, captions, references
+and conditions of each line."""
 
 import csv
 import functools
@@ -29,10 +30,12 @@ from ditkit_core.io.files import refuse_backslashes
 from ditkit_core.models.conditions import Column
 
 MOST_CHARACTERS = 50_000
-"""Limit on a caption. Text encoders read a few hundred words; a longer text is probably the wrong file."""
+"""Limit on a caption. Text encoders read a few hundred words; a longer text is probably the wrong
+file."""
 
 _LIST = re.compile(r"\s*\[\s*[\]\"']")
-"""Start of a list of paths in JSON. Single quotes match too, so that a list in Python's syntax gets a message and is not taken for a file name."""
+"""Start of a list of paths in JSON. Single quotes match too, so that a list in Python's syntax gets
+a message and is not taken for a file name."""
 
 _OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
 
@@ -45,7 +48,8 @@ class Record:
     """One line of a dataset: a media file and its captions, or the error in the line."""
 
     media: str
-    """Path as written, relative to the dataset folder or absolute; file and line number if the line names no file."""
+    """Path as written, relative to the dataset folder or absolute; file and line number if the line
+    names no file."""
     captions: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
     """Paths of the reference images, as written, in order."""
@@ -79,7 +83,8 @@ class Reader:
         return stored_path(self.folder, path)
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
-        """Refuse a path that is not a media file by its name. The check is made here so that the message names the line."""
+        """Refuse a path that is not a media file by its name. The check is made here so that the
+        message names the line."""
         try:
             for path in paths:
                 if status(self.folder / path) is None:
@@ -90,7 +95,8 @@ class Reader:
             raise error.at(where) from error
 
     def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
-        """The captions in some texts: one for each text, or one for each line, as `data.captions` says."""
+        """The captions in some texts: one for each text, or one for each line, as `data.captions`
+        says."""
         captions = []
         for text in texts:
             lines = text.splitlines() if self.captions == "lines" else [text]
@@ -99,14 +105,19 @@ class Reader:
                 raise UserError(f"{where} is empty; fill it in or remove the clip")
             if len(text) > MOST_CHARACTERS:
                 raise UserError(
-                    f"{where} has {len(text)} characters, too many for a caption; shorten it, or name the right file"
+                    f"{where} has {len(text)} characters, too many for a caption; shorten it, or "
+                    f"name the right file"
                 )
             if "\0" in text:
-                raise UserError(f"{where} has null bytes, like a UTF-16 or binary file; save it as UTF-8")
+                raise UserError(
+                    f"{where} has null bytes, like a UTF-16 or binary file; save it as UTF-8"
+                )
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise UserError(f"{where} contains a lone surrogate (half of a character); correct the text") from error
+                raise UserError(
+                    f"{where} contains a lone surrogate (half of a character); correct the text"
+                ) from error
             captions += text_captions
         return tuple(captions)
 
@@ -124,16 +135,26 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The records of a JSON list of objects."""
     rows = _json(str(path), text, "file")
     if not isinstance(rows, list):
-        raise UserError(f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
+        raise UserError(
+            f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]'
+        )
     for index in range(len(rows)):
-        yield _record(reader, f"{path} entry {index + 1}", functools.partial(rows.__getitem__, index), _json_paths)
+        yield _record(
+            reader,
+            f"{path} entry {index + 1}",
+            functools.partial(rows.__getitem__, index),
+            _json_paths,
+        )
 
 
 def json_captions(reader: Reader, path: Path, text: str) -> tuple[str, ...]:
-    """The captions in the JSON object of one clip; what else it says, as downloaders write it, is not read."""
+    """The captions in the JSON object of one clip; what else it says, as downloaders write it, is
+    not read."""
     row = _json(str(path), text, "file")
     if not isinstance(row, Mapping):
-        raise UserError(f'{path} is not a JSON object; write {{"caption": "…"}}, or the caption to a .txt of that name')
+        raise UserError(
+            f'{path} is not a JSON object; write {{"caption": "…"}}, or the caption to a .txt of that name'
+        )
     return _captions(reader, str(path), row)
 
 
@@ -166,7 +187,9 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
-        controls = control_headers(where, names, reader.files, media=media_columns(names), other=_OTHER)
+        controls = control_headers(
+            where, names, reader.files, media=media_columns(names), other=_OTHER
+        )
         plain = [name for name in names if name not in controls]
         lists = [name for name, targets in controls.items() if len(targets) > 1]
         only_column(where, plain, media_columns(plain), "media")
@@ -176,15 +199,26 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
             where = f"{path} line {rows.line_num}"
             yield _record(reader, where, functools.partial(_csv_row, where, row, lists), _csv_paths)
     except csv.Error as error:
-        raise UserError(f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file") from error
+        raise UserError(
+            f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file"
+        ) from error
 
 
 def _csv_row(where: str, row: Mapping[str, object], lists: Sequence[str]) -> Mapping[str, object]:
     if None in row:  # DictReader collects surplus fields under the key None
-        raise UserError(f"{where} has more fields than the header; put captions that contain commas in double quotes")
-    # A field that is no list stays as written: the name of a single file may also begin with a bracket.
-    cells = {name: cell for name in lists if isinstance(cell := row[name], str) and _LIST.match(cell)}
-    return {**row, **{name: list(_csv_paths(f"{where}: {name!r}", cell)) for name, cell in cells.items()}}
+        raise UserError(
+            f"{where} has more fields than the header; put captions that contain commas in double "
+            f"quotes"
+        )
+    # A field that is no list stays as written: the name of a single file may also begin with a
+    # bracket.
+    cells = {
+        name: cell for name in lists if isinstance(cell := row[name], str) and _LIST.match(cell)
+    }
+    return {
+        **row,
+        **{name: list(_csv_paths(f"{where}: {name!r}", cell)) for name, cell in cells.items()},
+    }
 
 
 Paths = Callable[[str, object], tuple[str, ...]]
@@ -196,7 +230,9 @@ def _record(reader: Reader, where: str, row_of: Callable[[], object], paths: Pat
     try:
         row = row_of()
         if not isinstance(row, Mapping):
-            raise UserError(f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
+            raise UserError(
+                f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}'
+            )
         return _row(reader, where, row, paths)
     except UserError as error:
         return Record(media=where, problem=error)
@@ -215,7 +251,10 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     )
     texts = {file_column.name for file_column in reader.files if file_column.kind == "text"}
     control_texts = control_values(where, row, reader.files, headers)
-    controls = {name: value if name in texts else reader.stored(value) for name, value in control_texts.items()}
+    controls = {
+        name: value if name in texts else reader.stored(value)
+        for name, value in control_texts.items()
+    }
     reader.check_media(where, (media, *references))
     return Record(media=media, captions=captions, references=references, controls=controls)
 
@@ -250,7 +289,9 @@ def _csv_paths(where: str, cell: object) -> tuple[str, ...]:
     try:
         return _json_paths(where, json.loads(cell))
     except ValueError as error:
-        raise UserError(f'{where} is not a JSON list; write one path, or ["first.png", "second.png"]') from error
+        raise UserError(
+            f'{where} is not a JSON list; write one path, or ["first.png", "second.png"]'
+        ) from error
 
 
 def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
-"""Names that are meant to be equal and are written differently: in another Unicode form (macOS stores `é` as two characters), or in another
-case (Windows does not distinguish `a.TXT` from `a.txt`). An exact name always comes first, and an ambiguous one is not resolved."""
+"""Names that are meant to be equal and are written differently: in another Unicode form (macOS
+stores `é` as two characters), or in another case (Windows does not distinguish `a.TXT` from
+`a.txt`). An exact name always comes first, and an ambiguous one is not resolved."""
 
 import os
 import unicodedata
@@ -24,7 +25,8 @@ class Names:
             self._spelled[plain_name(name)].append(name)
 
     def find(self, name: str) -> str | None:
-        """The name in the set that is meant: the same, or the only one that differs in case or Unicode form; None if there is none."""
+        """The name in the set that is meant: the same, or the only one that differs in case or
+        Unicode form; None if there is none."""
         if name in self._exact:
             return name
         similar = self._spelled.get(plain_name(name), ())
@@ -43,17 +45,23 @@ def entries(folder: Path) -> list[str]:
 
 
 def stored_path(folder: Path, path: str) -> str:
-    """A relative path with each part as it is stored below a folder, where another Unicode form of it was written.
+    """A relative path with each part as it is stored below a folder, where another Unicode form of
+    it was written.
 
-    The case is kept as written: a list that names `A.png` may mean another file than `a.png`, and whoever wrote it can correct it.
+    The case is kept as written: a list that names `A.png` may mean another file than `a.png`, and
+    whoever wrote it can correct it.
     """
     if os.path.lexists(folder / path) or "\0" in path:
         return path
     directory, parts = Path(folder), []
     for part in Path(path).parts:
         wanted = unicodedata.normalize("NFC", part)
-        matches = [name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted]
-        if part in matches or os.path.lexists(directory / part):  # `..`, the root of an absolute path
+        matches = [
+            name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted
+        ]
+        if part in matches or os.path.lexists(
+            directory / part
+        ):  # `..`, the root of an absolute path
             matches = [part]
         if len(matches) != 1:
             return path

@@ -1,4 +1,6 @@
-"""What a run says about itself: the dataset doctor, the precision audit, the HTML report, verified exports.
+"""What a run says about itself: the dataset doctor, the precision audit, the HTML report, verified
+exports.
 
-It may import the folders from run downwards. Start reading at doctor/, audit/, report/ or verification/.
+It may import the folders from run downwards. Start reading at doctor/, audit/, report/ or
+verification/.
 """

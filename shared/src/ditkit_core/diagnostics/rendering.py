@@ -1,7 +1,8 @@
 """Self-contained HTML pages from templates, their tables, and JSON.
 
-All text that is not markup of a template is escaped, so that no caption or file name can become markup. The content security policy of a page
-forbids it to load anything, and names its style sheet and script by their digests, so that nothing else in it can run.
+All text that is not markup of a template is escaped, so that no caption or file name can become
+markup. The content security policy of a page forbids it to load anything, and names its style sheet
+and script by their digests, so that nothing else in it can run.
 """
 
 import base64
@@ -22,7 +23,8 @@ from ditkit_core.io.tables import Table
 
 _FOLDER = Path(__file__).parent
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-"""Control characters, lone surrogates, and marks behind which a line reads backwards: a name could then look like another one."""
+"""Control characters, lone surrogates, and marks behind which a line reads backwards: a name could
+then look like another one."""
 _TURNING_IN_JSON = re.compile(r"\\u(202[a-e]|206[6-9])")
 
 
@@ -57,7 +59,8 @@ def parts_page(title: str, heading: str, parts: Sequence[Part]) -> str:
 
 
 def escape_html(text: object) -> Markup:
-    """Escape a text for HTML and SVG; what is not shown, or turns the order of a line around, becomes the replacement character."""
+    """Escape a text for HTML and SVG; what is not shown, or turns the order of a line around,
+    becomes the replacement character."""
     return escape(text if isinstance(text, Markup) else _UNSHOWN.sub("\ufffd", str(text)))
 
 
@@ -83,7 +86,9 @@ def macros(template: str) -> Any:
     return _templates().get_template(template).module
 
 
-def html_page(template: str, *, title: str, script: str = "", is_served: bool = False, **values: object) -> str:
+def html_page(
+    template: str, *, title: str, script: str = "", is_served: bool = False, **values: object
+) -> str:
     """Build a page that needs no network and no other file, and is complete without its script.
 
     Args:
@@ -99,7 +104,9 @@ def html_page(template: str, *, title: str, script: str = "", is_served: bool = 
         f"script-src '{_digest(script) if script else 'none'}'; base-uri 'none'; form-action 'none'"
     )
     inline = {"style": Markup(style), "script": Markup(script)}
-    return _templates().get_template(template).render(title=title, policy=policy, **inline, **values)
+    return (
+        _templates().get_template(template).render(title=title, policy=policy, **inline, **values)
+    )
 
 
 def _digest(text: str) -> str:

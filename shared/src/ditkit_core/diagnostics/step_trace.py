@@ -1,4 +1,5 @@
-"""`train.profile`: a Chrome trace of some steps after warm-up, and the kernels that take most of their time."""
+"""`train.profile`: a Chrome trace of some steps after warm-up, and the kernels that take most of
+their time."""
 
 import gzip
 import os
@@ -16,7 +17,8 @@ from ditkit_core.io.tables import Table
 from ditkit_core.training.trainer import Callback
 
 _FIRST_STEPS = 3
-"""Steps of a start that are not traced: they compile, choose kernels and fill the allocator, and the last warms the profiler up."""
+"""Steps of a start that are not traced: they compile, choose kernels and fill the allocator, and
+the last warms the profiler up."""
 _MOST_KERNELS = 10
 _SILENT = "6"
 """Above every level of messages of torch's profiler."""
@@ -44,10 +46,14 @@ class StepTrace(Callback):
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         else:
-            # Otherwise the profiler prints that it starts and stops, and as an error that there is no GPU. The level of the first two is above the
-            # level of errors, which matter on a GPU, where counters may be forbidden. It is read when the first profile of a process begins.
+            # Otherwise the profiler prints that it starts and stops, and as an error that there is
+            # no GPU. The level of the first two is above the level of errors, which matter on a
+            # GPU, where counters may be forbidden. It is read when the first profile of a process
+            # begins.
             os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-        self._profile = profile(activities=kinds, schedule=when, on_trace_ready=self._write, acc_events=True)
+        self._profile = profile(
+            activities=kinds, schedule=when, on_trace_ready=self._write, acc_events=True
+        )
         self._profile.start()
 
     def after_step(self, step: int, metrics: object) -> None:
@@ -61,13 +67,17 @@ class StepTrace(Callback):
         if unfinished is not None:
             unfinished.stop()
             self._warn(
-                f"train.profile = {self._steps} traces after {_FIRST_STEPS} steps, and this start has {step - self._begun}: "
+                f"train.profile = {self._steps} traces after {_FIRST_STEPS} steps, and this start "
+                f"has {step - self._begun}: "
                 f"nothing was traced; train {_FIRST_STEPS + self._steps} or more"
             )
 
     def _write(self, trace: profile) -> None:
         self._profile = None
-        with atomic_write(self._file) as temporary, TemporaryDirectory(dir=self._file.parent) as folder:
+        with (
+            atomic_write(self._file) as temporary,
+            TemporaryDirectory(dir=self._file.parent) as folder,
+        ):
             plain = Path(folder) / "trace.json"
             trace.export_chrome_trace(str(plain))
             with open(plain, "rb") as source, gzip.open(temporary, "wb") as target:
@@ -81,9 +91,13 @@ def top_kernels(trace: profile, steps: int) -> Table:
     averages = trace.key_averages()
     on_gpu = any(event.device_type.name != "CPU" for event in averages)
     times = {
-        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000, event.count)
+        event.key: (
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000,
+            event.count,
+        )
         for event in averages
-        # An operation of the host has the time of the kernels that it launched, which have rows of their own.
+        # An operation of the host has the time of the kernels that it launched, which have rows of
+        # their own.
         if not event.key.startswith(("ProfilerStep", "cuda"))
         and not (on_gpu and (event.device_type.name == "CPU" or event.is_user_annotation))
     }

@@ -1,6 +1,7 @@
 """Divides the rows of a model's parameters over ranks, before or after it has values.
 
-A model on `meta` is divided first, and then each rank reads its own rows (`weights/rows.py: RowReader`): no host ever has the whole model.
+A model on `meta` is divided first, and then each rank reads its own rows (`weights/rows.py:
+RowReader`): no host ever has the whole model.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from ditkit_core.models.protocol import StagedModel
 
 
 class Rows(NamedTuple):
-    """The part of a weight's rows that a rank has: all ranks but the last ones have equally many."""
+    """The part of a weight's rows that a rank has: all ranks but the last ones have equally
+    many."""
 
     first: int
     number: int
@@ -45,10 +47,12 @@ class Division:
         ranks: Ranks,
         device: torch.device,
     ):
-        """Divide a model, module by module, so that the device never has more than one of them whole.
+        """Divide a model, module by module, so that the device never has more than one of them
+        whole.
 
         Args:
-            model: The model, adapters included, on `meta`, the host or the device; on `meta` in the dtypes that it will have.
+            model: The model, adapters included, on `meta`, the host or the device; on `meta` in the
+                dtypes that it will have.
             trained: Its trained parameters, by name.
             precision: Its precision: gradients are summed over ranks in `precision.reduction`.
             ranks: The processes that train; `ranks.shard` of them divide the weights.
@@ -56,15 +60,21 @@ class Division:
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.paths = {name: names[id(parameter)] for name, parameter in trained.items()}
-        self._accumulation, self._reduction = precision_of(model.embed).accumulation, precision.reduction
+        self._accumulation, self._reduction = (
+            precision_of(model.embed).accumulation,
+            precision.reduction,
+        )
         for parameter in trained.values():
-            self._set_grad_dtype(parameter)  # before FSDP2 takes over: it casts the sum over ranks to this dtype
+            self._set_grad_dtype(
+                parameter
+            )  # before FSDP2 takes over: it casts the sum over ranks to this dtype
         self.replicas = ranks.size // ranks.shard
         mesh = mesh_of(device.type, ranks)
         self._model, self.ranks, self.group = model, ranks, mesh.get_group("shard")
         self._mesh = mesh if self.replicas > 1 else mesh["shard"]
         self._unsharded = [
-            names[id(parameter)] for parameter in divide(model, precision, self._mesh, sum_over=ranks.context)
+            names[id(parameter)]
+            for parameter in divide(model, precision, self._mesh, sum_over=ranks.context)
         ]
 
     def _set_grad_dtype(self, parameter: nn.Parameter) -> None:
@@ -82,7 +92,8 @@ class Division:
         check_reduced(self._model)
 
     def rows_of(self, parameter: DTensor) -> Rows:
-        """FSDP2 gives each rank equally many rows, rounded up, so that the last ranks may have fewer or none."""
+        """FSDP2 gives each rank equally many rows, rounded up, so that the last ranks may have
+        fewer or none."""
         rows_per_rank, of = self.rows_each(parameter), len(parameter)
         first = min(of, distributed().get_rank(self.group) * rows_per_rank)
         local = len(parameter.to_local())
@@ -103,7 +114,9 @@ class Division:
     @staticmethod
     def local_values(parameter: Tensor) -> Tensor:
         """The values of a parameter that this rank has: its rows, or all."""
-        local: Tensor = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+        local: Tensor = (
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        ).detach()
         return local
 
     def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
@@ -111,12 +124,18 @@ class Division:
         old = module._parameters[leaf]
         assert isinstance(old, DTensor) and rows.dtype == old.dtype, (leaf, rows.dtype)
         value = DTensor.from_local(
-            rows.contiguous(), old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            rows.contiguous(),
+            old.device_mesh,
+            old.placements,
+            run_check=False,
+            shape=old.shape,
+            stride=old.stride(),
         )
         module._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
 
     def put_whole(self, module: nn.Module, leaf: str, value: Tensor) -> None:
-        """Give a parameter its values; this rank keeps its rows of them if the parameter is divided."""
+        """Give a parameter its values; this rank keeps its rows of them if the parameter is
+        divided."""
         old = module._parameters[leaf]
         assert old is not None and old.shape == value.shape
         if (rows := self.rows(old)) is None:
@@ -125,23 +144,31 @@ class Division:
             self.put(module, leaf, value[rows.start : rows.stop].clone())
 
     def gather(self, values: Tensor, first: int, count: int) -> Tensor:
-        """All `count` rows of a parameter, from each rank's `values`, which are its rows from `first` on; all ranks call it for the same."""
+        """All `count` rows of a parameter, from each rank's `values`, which are its rows from
+        `first` on; all ranks call it for the same."""
         gathered = values.new_zeros(count, *values.shape[1:])
         gathered[first : first + len(values)] = values
         return self.ranks.all_reduce(gathered, self.group)
 
 
 def mesh_of(kind: str, ranks: Ranks) -> DeviceMesh:
-    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do.
+    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as
+    all of a run do.
 
-    Made once: all ranks have to ask for it at the same time, and each group keeps its connections until the process ends.
+    Made once: all ranks have to ask for it at the same time, and each group keeps its connections
+    until the process ends.
     """
     key = f"{kind} {ranks.shard}"
     if key not in ranks.meshes:
         names = ("replicate", "shard")
-        ranks.meshes[key] = init_device_mesh(kind, (ranks.size // ranks.shard, ranks.shard), mesh_dim_names=names)
-        # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
-        set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
+        ranks.meshes[key] = init_device_mesh(
+            kind, (ranks.size // ranks.shard, ranks.shard), mesh_dim_names=names
+        )
+        # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the
+        # function under another name.
+        set_timeout = (
+            getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
+        )
         for name in names:
             set_timeout(WITHOUT_LIMIT, ranks.meshes[key].get_group(name))
     mesh: DeviceMesh = ranks.meshes[key]

@@ -1,11 +1,14 @@
 """The sum of a step's gradients, in an order that does not depend on how many ranks compute them.
 
-Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree, which their number alone decides: the sum over
-micro-batches [a, b) is the sum of [a, c) and [c, b), with c - a the largest power of two below b - a. A rank adds what it has, and sends a
-sum where the tree goes on with the sum of another rank. One process adds in the same tree, so any number of ranks has the same bits.
+Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree,
+which their number alone decides: the sum over micro-batches [a, b) is the sum of [a, c) and [c, b),
+with c - a the largest power of two below b - a. A rank adds what it has, and sends a sum where the
+tree goes on with the sum of another rank. One process adds in the same tree, so any number of ranks
+has the same bits.
 
-Where the ranks of a context group share a sample's tokens, each has its part of every gradient, times the group's size. Each adds its parts
-with the ranks of the same place in other groups, and once a step the sum is their mean.
+Where the ranks of a context group share a sample's tokens, each has its part of every gradient,
+times the group's size. Each adds its parts with the ranks of the same place in other groups, and
+once a step the sum is their mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +22,8 @@ Gradients = dict[str, Tensor]
 
 
 def num_waiting_sums(leaf: int) -> int:
-    """The sets of gradients that wait to be added to others while one process computes a micro-batch of this number.
+    """The sets of gradients that wait to be added to others while one process computes a
+    micro-batch of this number.
 
     The set that an odd one adds to is not among them.
     """
@@ -29,8 +33,9 @@ def num_waiting_sums(leaf: int) -> int:
 class GradientSum:
     """Sums gradients over micro-batches and ranks.
 
-    A backward adds to the gradients of the micro-batch before it where the tree adds these two first, so that one set of gradients is
-    enough for two micro-batches; four need two sets, and eight need three.
+    A backward adds to the gradients of the micro-batch before it where the tree adds these two
+    first, so that one set of gradients is enough for two micro-batches; four need two sets, and
+    eight need three.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], leaves: int, ranks: Ranks):
@@ -47,10 +52,12 @@ class GradientSum:
         """By range of micro-batches, those not yet added to their neighbours."""
 
     def add(self, leaf: int, *, reused: bool = False) -> None:
-        """Take the gradients of a micro-batch from the parameters; micro-batches come in their order.
+        """Take the gradients of a micro-batch from the parameters; micro-batches come in their
+        order.
 
         Args:
-            reused: Whether the next backward writes its gradients into the same memory, so that these have to be copied.
+            reused: Whether the next backward writes its gradients into the same memory, so that
+                these have to be copied.
         """
         pair = leaf ^ 1
         if leaf % 2 == 0 and pair in self._share and pair < self._leaves:
@@ -58,7 +65,9 @@ class GradientSum:
         low = pair if leaf % 2 and pair in self._share else leaf
         gradients = _take(self._parameters)
         self._sums[low, leaf + 1] = (
-            {name: gradient.clone() for name, gradient in gradients.items()} if reused else gradients
+            {name: gradient.clone() for name, gradient in gradients.items()}
+            if reused
+            else gradients
         )
         for low, middle, high in _nodes(self._leaves):
             if (low, middle) in self._sums and (middle, high) in self._sums:
@@ -111,12 +120,15 @@ class GradientSum:
         total, ranks = dict(gradients), self._ranks
         for names in self._by_dtype():
             summed = ranks.group_index == 0
-            flat = ranks.mean_in_group(self._flat(gradients, names)) if summed else self._buffer(names)
+            flat = (
+                ranks.mean_in_group(self._flat(gradients, names)) if summed else self._buffer(names)
+            )
             ranks.broadcast(flat)
             if ranks.is_first and ranks.context == 1:
                 continue  # these are its own
             parts = self._apart(flat, names)
-            # Copied: a part of a buffer may be aligned otherwise than a tensor of its own, and a norm's bits may depend on that.
+            # Copied: a part of a buffer may be aligned otherwise than a tensor of its own, and a
+            # norm's bits may depend on that.
             total |= {name: part.clone() for name, part in parts.items()}
         return total
 
@@ -131,22 +143,30 @@ class GradientSum:
         parameters = (self._parameters[name] for name in names)
         return torch.cat(
             [
-                gradients[name].reshape(-1) if name in gradients else p.new_zeros(p.numel(), dtype=_dtype(p))
+                gradients[name].reshape(-1)
+                if name in gradients
+                else p.new_zeros(p.numel(), dtype=_dtype(p))
                 for name, p in zip(names, parameters, strict=True)
             ]
         )
 
     def _buffer(self, names: Sequence[str]) -> Tensor:
         first = self._parameters[names[0]]
-        return first.new_empty(sum(self._parameters[name].numel() for name in names), dtype=_dtype(first))
+        return first.new_empty(
+            sum(self._parameters[name].numel() for name in names), dtype=_dtype(first)
+        )
 
     def _apart(self, flat: Tensor, names: Sequence[str]) -> Gradients:
         parts = flat.split([self._parameters[name].numel() for name in names])
-        return {name: part.view_as(self._parameters[name]) for name, part in zip(names, parts, strict=True)}
+        return {
+            name: part.view_as(self._parameters[name])
+            for name, part in zip(names, parts, strict=True)
+        }
 
 
 def _nodes(leaves: int) -> Iterator[tuple[int, int, int]]:
-    """The tree's sums from the leaves to the root, as (low, middle, high): [low, middle) plus [middle, high)."""
+    """The tree's sums from the leaves to the root, as (low, middle, high): [low, middle) plus
+    [middle, high)."""
     size = 2
     while size // 2 < leaves:
         for low in range(0, leaves - size // 2, size):
@@ -156,7 +176,9 @@ def _nodes(leaves: int) -> Iterator[tuple[int, int, int]]:
 
 def _take(parameters: Mapping[str, nn.Parameter]) -> Gradients:
     """Remove the gradients from the parameters, and return them by name."""
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None
+    }
     for parameter in parameters.values():
         parameter.grad = None
     return gradients

@@ -27,20 +27,24 @@ def launched() -> Launch | None:
 
 
 def check_launch() -> None:
-    """Refuse one of several processes that does not know its place: each of them would train the whole run alone.
+    """Refuse one of several processes that does not know its place: each of them would train the
+    whole run alone.
 
-    Scripts that start processes with srun or mpirun set some of the variables, and DeepSpeed's launcher has another name for the last one.
+    Scripts that start processes with srun or mpirun set some of the variables, and DeepSpeed's
+    launcher has another name for the last one.
     """
     missing = [name for name in _NAMES if not os.environ.get(name, "").isdecimal()]
     size = os.environ.get("WORLD_SIZE", "")
     if missing and size.isdecimal() and int(size) > 1:
         raise UserError(
-            f"WORLD_SIZE = {size} is set without {' and '.join(missing)}; start the processes with torchrun (torchrun --nproc-per-node N), which "
+            f"WORLD_SIZE = {size} is set without {' and '.join(missing)}; start the processes with "
+            f"torchrun (torchrun --nproc-per-node N), which "
             "sets all of these, or unset WORLD_SIZE to train in one process"
         )
 
 
 def local_rank() -> int:
-    """The number of this process among those on this machine, which is its GPU's number; 0 for a process alone."""
+    """The number of this process among those on this machine, which is its GPU's number; 0 for a
+    process alone."""
     launch = launched()
     return 0 if launch is None else launch.local

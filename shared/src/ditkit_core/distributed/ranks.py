@@ -1,6 +1,7 @@
 """The processes that train one run together, and what they exchange. `torchrun.py` connects them.
 
-A process alone is rank 0 of 1: it divides nothing and waits for nobody, so that callers need no second path.
+A process alone is rank 0 of 1: it divides nothing and waits for nobody, so that callers need no
+second path.
 """
 
 import json
@@ -26,27 +27,36 @@ WITHOUT_LIMIT = timedelta(days=365)
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """The `[ranks]` section, for a run that torchrun starts as several processes. It changes results only by roundings."""
+    """The `[ranks]` section, for a run that torchrun starts as several processes. It changes
+    results only by roundings."""
 
     shard: int = setting(1, resume="free")
-    """Number of ranks that divide weights, gradients and optimizer state among themselves (FSDP2); with more ranks in all, each such group
-    has the whole model. 1 gives every rank the whole model."""
+    """Number of ranks that divide weights, gradients and optimizer state among themselves (FSDP2);
+    with more ranks in all, each such group has the whole model. 1 gives every rank the whole model.
+    """
     context: int = setting(1, resume="free")
-    """Number of ranks that share the tokens of each sample, and so its activations: for samples too large for one GPU."""
+    """Number of ranks that share the tokens of each sample, and so its activations: for samples too
+    large for one GPU."""
     timeout: float = setting(120.0, resume="free")
-    """Seconds without a heartbeat of a process after which the run ends. A process that works may take any time."""
+    """Seconds without a heartbeat of a process after which the run ends. A process that works may
+    take any time."""
 
     def __post_init__(self) -> None:
         for name in ("shard", "context"):
             if getattr(self, name) < 1:
-                raise UserError(f"{argument(f'ranks.{name}')} = {getattr(self, name)} must be at least 1")
+                raise UserError(
+                    f"{argument(f'ranks.{name}')} = {getattr(self, name)} must be at least 1"
+                )
         small, large = sorted((self.shard, self.context))
         if large % small:
             raise UserError(
-                f"{argument('ranks.shard')} = {self.shard} and {argument('ranks.context')} = {self.context} do not nest; one must be a multiple of the other"
+                f"{argument('ranks.shard')} = {self.shard} and {argument('ranks.context')} = "
+                f"{self.context} do not nest; one must be a multiple of the other"
             )
         if not self.timeout >= 1:
-            raise UserError(f"{argument('ranks.timeout')} = {self.timeout:g} must be at least 1 second")
+            raise UserError(
+                f"{argument('ranks.timeout')} = {self.timeout:g} must be at least 1 second"
+            )
 
 
 class RankLost(UserError):
@@ -67,19 +77,23 @@ class Ranks:
     bytes_sent: int = 0
     """Sent to other ranks so far, as rings send them: a rank keeps its own part."""
     step: int = 0
-    """The step that is being trained, counted from 1, for messages of a failure; 0 outside of training. `begin_step` sets it."""
+    """The step that is being trained, counted from 1, for messages of a failure; 0 outside of
+    training. `begin_step` sets it."""
     leads: bool = False
     """Whether this is the first rank in work of its own that the others help with: `on_first`."""
     context: int = 1
-    """Number of consecutive ranks that share the tokens of each sample: a context group. All of them work on the same items."""
+    """Number of consecutive ranks that share the tokens of each sample: a context group. All of
+    them work on the same items."""
     group: Any = field(default=None, repr=False, compare=False)
     """torch's process group of this rank's context group; `grouped` makes it."""
     meshes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """torch's meshes of these ranks by kind of device and `shard`; `distributed/division.py: mesh_of` makes them."""
+    """torch's meshes of these ranks by kind of device and `shard`; `distributed/division.py:
+    mesh_of` makes them."""
     on_step: Callable[[int], None] | None = field(default=None, repr=False, compare=False)
     """Called with each step before it is trained."""
     channel: Any = field(default=None, repr=False, compare=False)
-    """torch's process group of all ranks that `all_reduce` and exchanges of objects go over; None for the one of training."""
+    """torch's process group of all ranks that `all_reduce` and exchanges of objects go over; None
+    for the one of training."""
 
     @property
     def is_first(self) -> bool:
@@ -88,7 +102,8 @@ class Ranks:
 
     @property
     def num_groups(self) -> int:
-        """Number of context groups, among which items are divided; the number of ranks if each is a group of its own."""
+        """Number of context groups, among which items are divided; the number of ranks if each is a
+        group of its own."""
         return self.size // self.context
 
     @property
@@ -98,7 +113,8 @@ class Ranks:
 
     @property
     def group_rank(self) -> int:
-        """The number of this rank within its context group, from 0; the one at 0 contributes what only one of a group may."""
+        """The number of this rank within its context group, from 0; the one at 0 contributes what
+        only one of a group may."""
         return self.rank % self.context
 
     def begin_step(self, step: int) -> None:
@@ -114,27 +130,37 @@ class Ranks:
         if self.size % context:
             fitting = [str(number) for number in range(1, self.size + 1) if self.size % number == 0]
             raise UserError(
-                f"{argument('ranks.context')} = {context} does not divide {self.size} ranks into groups; set it to {', '.join(fitting[:-1])} or "
+                f"{argument('ranks.context')} = {context} does not divide {self.size} ranks into "
+                f"groups; set it to {', '.join(fitting[:-1])} or "
                 f"{fitting[-1]}, or start a multiple of {context} processes"
             )
         group, _ = distributed().new_subgroups(context, timeout=WITHOUT_LIMIT)
         return replace(self, context=context, group=group)
 
     def share(self, count: int) -> range:
-        """The items among `count` consecutive ones that this rank's context group works on; shares differ by at most one."""
-        return range(self.group_index * count // self.num_groups, (self.group_index + 1) * count // self.num_groups)
+        """The items among `count` consecutive ones that this rank's context group works on; shares
+        differ by at most one."""
+        return range(
+            self.group_index * count // self.num_groups,
+            (self.group_index + 1) * count // self.num_groups,
+        )
 
     def even_share(self, count: int) -> list[tuple[int, bool]]:
-        """The share, for ranks that must all work on equally many: with stand-ins at its end, which are marked False and do not count."""
+        """The share, for ranks that must all work on equally many: with stand-ins at its end, which
+        are marked False and do not count."""
         share, most = self.share(count), -(-count // self.num_groups)
-        return [(item, True) for item in share] + [(share[-1] if share else 0, False)] * (most - len(share))
+        return [(item, True) for item in share] + [(share[-1] if share else 0, False)] * (
+            most - len(share)
+        )
 
     def owner(self, item: int, count: int) -> int:
-        """The rank whose share of `count` items has this one; of its context group, the one at this rank's place."""
+        """The rank whose share of `count` items has this one; of its context group, the one at this
+        rank's place."""
         return ((item + 1) * self.num_groups - 1) // count * self.context + self.group_rank
 
     def all_reduce(self, numbers: "Tensor", group: Any = None) -> "Tensor":
-        """The sum of the tensors of all ranks, or of a group's ranks; it is exact where all but one rank have zeros."""
+        """The sum of the tensors of all ranks, or of a group's ranks; it is exact where all but one
+        rank have zeros."""
         if self.size == 1:
             return numbers
         total = numbers.clone()
@@ -149,7 +175,9 @@ class Ranks:
 
     def sum_of_groups(self, numbers: "Tensor") -> "Tensor":
         """The sum of the context groups' tensors; all ranks of a group have the same one."""
-        return self.all_reduce(numbers if self.group_rank == 0 else numbers.new_zeros(numbers.shape))
+        return self.all_reduce(
+            numbers if self.group_rank == 0 else numbers.new_zeros(numbers.shape)
+        )
 
     def mean_in_group(self, tensor: "Tensor") -> "Tensor":
         """The mean of the tensors of this context group's ranks, written into this one."""
@@ -168,8 +196,12 @@ class Ranks:
         import torch
 
         received = torch.empty_like(parts)
-        with self.exchange(parts.nbytes - parts.nbytes // self.context):  # as bytes: gloo does not know every dtype
-            distributed().all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self.group)
+        with self.exchange(
+            parts.nbytes - parts.nbytes // self.context
+        ):  # as bytes: gloo does not know every dtype
+            distributed().all_to_all_single(
+                received.view(torch.uint8), parts.view(torch.uint8), group=self.group
+            )
         return received
 
     def all_gather(self, part: "Tensor") -> "Tensor":
@@ -194,7 +226,8 @@ class Ranks:
         return buffer
 
     def broadcast(self, tensor: "Tensor", source: int = 0, group: Any = None) -> "Tensor":
-        """The tensor of the first rank, or of the one at a place of a group, written into this one on the others."""
+        """The tensor of the first rank, or of the one at a place of a group, written into this one
+        on the others."""
         if self.size > 1:
             with self.exchange(tensor.nbytes if distributed().get_rank(group) == source else 0):
                 distributed().broadcast(tensor, group=group, group_src=source)
@@ -233,14 +266,18 @@ class Ranks:
         buffers = [torch.empty_like(padded) for _ in range(self.size)]
         with self.exchange(padded.nbytes * (self.size - 1)):
             distributed().all_gather(buffers, padded, group=self.channel)
-        return [json.loads(buffer[:length].numpy().tobytes()) for buffer, length in zip(buffers, lengths, strict=True)]
+        return [
+            json.loads(buffer[:length].numpy().tobytes())
+            for buffer, length in zip(buffers, lengths, strict=True)
+        ]
 
     def broadcast_object(self, value: T) -> T:
         """The first rank's value; JSON must be able to store it."""
         return cast(T, self.all_gather_object(value if self.is_first else None)[0])
 
     def on_first(self, work: Callable[[], T], help: Callable[[str], None] | None = None) -> T:
-        """The result of work that only the first rank does, while the others wait however long; JSON must be able to store it.
+        """The result of work that only the first rank does, while the others wait however long;
+        JSON must be able to store it.
 
         `help` is called on the others with each text that the work passes to `ask`.
         """
@@ -274,30 +311,37 @@ class Ranks:
             for name, value in facts.items():
                 if name != "host" and value != (first := by_rank[0].get(name, "none")):
                     raise UserError(
-                        f"rank {rank} on {facts['host']} has another {name} ({_shortened(value)}) than rank 0 on {by_rank[0]['host']} "
-                        f"({_shortened(first)}); start every rank with the same command, files and versions"
+                        f"rank {rank} on {facts['host']} has another {name} ({_shortened(value)}) "
+                        f"than rank 0 on {by_rank[0]['host']} "
+                        f"({_shortened(first)}); start every rank with the same command, files and "
+                        f"versions"
                     )
 
     def check_own_gpu(self, local: int) -> None:
-        """Refuse two processes on one GPU, as two torchruns on one machine start them; NCCL would end them as if one was lost.
+        """Refuse two processes on one GPU, as two torchruns on one machine start them; NCCL would
+        end them as if one was lost.
 
         Args:
             local: The number of this process's GPU.
         """
         import torch
 
-        uuid = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
+        uuid = (
+            str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
+        )
         by_rank, users = self.all_gather_object([socket.gethostname(), uuid]), dict[str, int]()
         for rank, (host, gpu) in enumerate(by_rank):
             if gpu and (other := users.setdefault(gpu, rank)) != rank:
                 raise UserError(
-                    f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one torchrun on each machine, with --nproc-per-node of "
+                    f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one "
+                    f"torchrun on each machine, with --nproc-per-node of "
                     "at most its GPUs"
                 )
 
     @contextmanager
     def exchange(self, num_bytes: int) -> Iterator[None]:
-        """Count an exchange in which this rank sends so many bytes, and name what its failure means."""
+        """Count an exchange in which this rank sends so many bytes, and name what its failure
+        means."""
         began = time.perf_counter()
         try:
             yield
@@ -317,7 +361,8 @@ def _summed(tensor: "Tensor", size: int) -> int:
 
 
 def world() -> Ranks | None:
-    """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`distributed/fsdp.py`)."""
+    """The ranks of the process group, whoever started it; None if there is none. For training loops
+    of your own (`distributed/fsdp.py`)."""
     dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
@@ -327,14 +372,18 @@ def _shortened(value: str) -> str:
 
 
 def is_broken_exchange(error: Exception) -> bool:
-    """Whether an exchange of torch's own failed, such as FSDP2's exchanges, which do not go through `Ranks`."""
-    return isinstance(error, distributed().DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    """Whether an exchange of torch's own failed, such as FSDP2's exchanges, which do not go through
+    `Ranks`."""
+    return isinstance(error, distributed().DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def lost_in(error: Exception) -> RankLost:
     """What the failure of an exchange means."""
     return RankLost(
-        f"the connection to another rank broke ({reason_of(error)}): that process ended, its own message or torchrun's summary says why; "
+        f"the connection to another rank broke ({reason_of(error)}): that process ended, its own "
+        f"message or torchrun's summary says why; "
         "the same command continues from the last save"
     )
 

@@ -1,8 +1,10 @@
-"""Saves of weights that ranks divide: each rank writes its rows, in the safetensors form of torch.distributed.checkpoint, without pickle.
+"""Saves of weights that ranks divide: each rank writes its rows, in the safetensors form of
+torch.distributed.checkpoint, without pickle.
 
-The folder, its index and its life are as in `checkpoint.py`; only the files with tensors differ. Any number of ranks reads them, and each
-only the rows that it needs. A rank copies its part of the state to the host, and a thread writes the copy while training goes on. We write the
-files: torch's writer makes one more copy of all tensors.
+The folder, its index and its life are as in `checkpoint.py`; only the files with tensors differ.
+Any number of ranks reads them, and each only the rows that it needs. A rank copies its part of the
+state to the host, and a thread writes the copy while training goes on. We write the files: torch's
+writer makes one more copy of all tensors.
 """
 
 import json
@@ -45,9 +47,14 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
     }
     try:
         if part:
-            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in part.items()}
-            # The words under which torch.distributed.checkpoint finds the place of rows in the whole.
-            write_safetensors(path, shapes, lambda name: part[name][0], {"DCP_SHARDING_INFO": json.dumps(offsets)})
+            shapes = {
+                name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in part.items()
+            }
+            # The words under which torch.distributed.checkpoint finds the place of rows in the
+            # whole.
+            write_safetensors(
+                path, shapes, lambda name: part[name][0], {"DCP_SHARDING_INFO": json.dumps(offsets)}
+            )
             files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
     except OSError as error:
         failure = f"{problem}: {error.strerror or error}; free some space or choose another folder"
@@ -80,8 +87,11 @@ class BackgroundWriter:
             writing.result()
 
 
-def read_sharded(folder: Path, shards: "Shards | None", wanted: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of some groups of a save, by group and name: this rank's rows, or whole ones without `shards`."""
+def read_sharded(
+    folder: Path, shards: "Shards | None", wanted: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of some groups of a save, by group and name: this rank's rows, or whole ones
+    without `shards`."""
     reader = HuggingFaceStorageReader(str(folder))
     flat: dict[str, Tensor] = {}
     for path, about in reader.read_metadata().state_dict_metadata.items():
@@ -90,9 +100,13 @@ def read_sharded(folder: Path, shards: "Shards | None", wanted: Collection[str])
             continue
         empty = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
         flat[path] = (
-            torch.empty_like(empty, device="cpu") if shards is None else shards.place_for(path.partition("/")[2], empty)
+            torch.empty_like(empty, device="cpu")
+            if shards is None
+            else shards.place_for(path.partition("/")[2], empty)
         )
-    with warnings.catch_warnings():  # of what is asked for here: ranks need not agree on what each of them reads
+    with (
+        warnings.catch_warnings()
+    ):  # of what is asked for here: ranks need not agree on what each of them reads
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(flat, storage_reader=reader, no_dist=True)
     groups: dict[str, dict[str, Tensor]] = {}

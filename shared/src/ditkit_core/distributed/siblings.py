@@ -1,4 +1,5 @@
-"""The ranks of one torchrun on one machine: each knows which others have ended, leaves a line for torchrun's summary, and ends one that hangs.
+"""The ranks of one torchrun on one machine: each knows which others have ended, leaves a line for
+torchrun's summary, and ends one that hangs.
 
 Where this system has no /proc, no rank is known.
 """
@@ -27,7 +28,8 @@ class Process:
 
     pid: int
     error_file: str
-    """What its failure is in torchrun's summary; empty if torchrun did not start it. torchrun gives each start a new folder of these."""
+    """What its failure is in torchrun's summary; empty if torchrun did not start it. torchrun gives
+    each start a new folder of these."""
 
     @staticmethod
     def this() -> "Process":
@@ -38,7 +40,9 @@ class Process:
     def has_ended(self) -> bool:
         """Whether this process's parent has no such child any more, or none that still runs."""
         try:
-            state, parent, *_ = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            state, parent, *_ = (
+                Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            )
         except OSError:
             return True
         return int(parent) != os.getppid() or state in "ZX"
@@ -56,13 +60,16 @@ class Process:
     def summarize(self, line: str) -> None:
         """Put a line into torchrun's summary, in case that this process fails.
 
-        The handler of torch's `errors.record` would write the traceback that is being handled, which the summary shows in place of the
-        line. Each step writes one: at a fixed length in place, for which nobody waits for a disk, and which no SIGKILL leaves half written.
+        The handler of torch's `errors.record` would write the traceback that is being handled,
+        which the summary shows in place of the line. Each step writes one: at a fixed length in
+        place, for which nobody waits for a disk, and which no SIGKILL leaves half written.
         """
         if self.error_file:
             line = line.encode()[:_LONGEST].decode(errors="ignore")
             about = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            text = json.dumps({"message": {"message": line, "extraInfo": about}}, ensure_ascii=False)
+            text = json.dumps(
+                {"message": {"message": line, "extraInfo": about}}, ensure_ascii=False
+            )
             with suppress(OSError):
                 file = os.open(self.error_file, os.O_WRONLY | os.O_CREAT, 0o644)
                 try:
@@ -85,11 +92,15 @@ def siblings(processes: Sequence[tuple[int, str]]) -> dict[int, Process]:
     """
     this_process = Process.this()
     run = Path(this_process.error_file).parents[1:2]
-    by_rank = {rank: Process(*entry) for rank, entry in enumerate(processes) if this_process.error_file}
+    by_rank = {
+        rank: Process(*entry) for rank, entry in enumerate(processes) if this_process.error_file
+    }
     return {
         rank: process
         for rank, process in by_rank.items()
-        if process != this_process and Path(process.error_file).parents[1:2] == run and not process.has_ended
+        if process != this_process
+        and Path(process.error_file).parents[1:2] == run
+        and not process.has_ended
     }
 
 
@@ -100,5 +111,6 @@ def refuse_shared_gpus(num: int) -> None:
     gpus = torch.cuda.device_count()
     if gpus and num > gpus:
         raise UserError(
-            f"torchrun started {num} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
+            f"torchrun started {num} processes on {socket.gethostname()}, which has {gpus} GPUs; "
+            f"set --nproc-per-node {gpus}"
         )

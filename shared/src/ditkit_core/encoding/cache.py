@@ -1,7 +1,7 @@
 """A content-addressed store of tensors, and remembered content hashes of media files.
 
-The name of an entry is a digest of everything that it depends on. So an entry is never stale: a changed input gets another name. Files are
-safetensors, written atomically.
+The name of an entry is a digest of everything that it depends on. So an entry is never stale: a
+changed input gets another name. Files are safetensors, written atomically.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.files import atomic_write, file_hash, json_part, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
-"""Files that changed more recently may change again without another modification time (FAT stores even seconds)."""
+"""Files that changed more recently may change again without another modification time (FAT stores
+even seconds)."""
 _BLOCK_BYTES = 2**14
 """Bytes of a block that is sampled of a file at each start."""
 _SOUND = " (sound)"
@@ -40,7 +41,8 @@ _SAVE_EVERY = 100
 DIGEST = "ditkit_digest"
 """Key in a file's header under which the `digest` of its tensors is stored."""
 _LAYOUT = "ditkit_layout"
-"""Key of the digest of names, dtypes and shapes alone, which can be compared without reading the tensors."""
+"""Key of the digest of names, dtypes and shapes alone, which can be compared without reading the
+tensors."""
 _MEDIA_TENSOR = "latents"
 """The tensor that every entry of kind `media` has."""
 
@@ -72,7 +74,8 @@ def _layout(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Inside the block, for a background thread, a damaged entry is an error: encoding it again would meet the training on its device."""
+    """Inside the block, for a background thread, a damaged entry is an error: encoding it again
+    would meet the training on its device."""
     before = _ahead.set(True)
     try:
         yield
@@ -95,14 +98,19 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise
-    except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError if there is no room to map a file
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # torch raises a RuntimeError if there is no room to map a file
         if isinstance(error, RuntimeError) and "unable to mmap" not in str(error):
             raise
         refuse_shortage(path, MemoryError())
     except OSError as error:
         refuse_shortage(path, error)
         reason = f"cannot read {path}: {error.strerror or error}"
-        raise UserError(f"{reason}; correct its permissions, or set encode.cache to another folder") from error
+        raise UserError(
+            f"{reason}; correct its permissions, or set encode.cache to another folder"
+        ) from error
 
 
 def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
@@ -110,14 +118,16 @@ def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
 
 
 def header_matches(file: Any, key: str) -> bool:
-    """Whether the header of an entry belongs to this key, and describes the tensors that were stored."""
+    """Whether the header of an entry belongs to this key, and describes the tensors that were
+    stored."""
     stored = file.metadata() or {}
     # Earlier versions did not store the layout.
     return stored.get("ditkit_key") == key and stored.get(_LAYOUT) in (None, _layout(_shapes(file)))
 
 
 def matches_digest(file: Any, tensors: Mapping[str, Tensor]) -> bool | None:
-    """Whether the tensors of an entry are those that were stored; None if an early version stored no digest."""
+    """Whether the tensors of an entry are those that were stored; None if an early version stored
+    no digest."""
     stored = file.metadata() or {}
     return stored[DIGEST] == digest(tensors) if DIGEST in stored else None
 
@@ -127,13 +137,16 @@ def remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot remove {path}: {error.strerror}; correct its permissions") from error
+        raise UserError(
+            f"cannot remove {path}: {error.strerror}; correct its permissions"
+        ) from error
 
 
 class Cache:
     """Named tensors on disk, by kind (`media`, `text`) and key.
 
-    A truncated, damaged or foreign file is removed when it is read, with a warning, and counts as absent: encoding it again is always correct.
+    A truncated, damaged or foreign file is removed when it is read, with a warning, and counts as
+    absent: encoding it again is always correct.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,7 +159,8 @@ class Cache:
     def has(self, kind: str, key: str) -> bool:
         """Whether an entry exists and is complete, by its header.
 
-        The modification time of an existing entry is set to now, because pruning by age looks at the last use.
+        The modification time of an existing entry is set to now, because pruning by age looks at
+        the last use.
         """
         there = self._read(kind, key, _shapes) is not None
         if there:
@@ -159,11 +173,13 @@ class Cache:
         return self._read(kind, key, _shapes)
 
     def get(self, kind: str, key: str) -> dict[str, Tensor] | None:
-        """The tensors of an entry on the CPU, or None if it is absent. The first time, they are compared with the stored digest."""
+        """The tensors of an entry on the CPU, or None if it is absent. The first time, they are
+        compared with the stored digest."""
         path = self.path(kind, key)
 
         def tensors(file: Any) -> dict[str, Tensor] | None:
-            # Copied, because the tensors are views of the mapped file: it would be read only when they are used.
+            # Copied, because the tensors are views of the mapped file: it would be read only when
+            # they are used.
             values = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
             if path not in self._compared and matches_digest(file, values) is False:
                 return None
@@ -173,19 +189,30 @@ class Cache:
         return self._read(kind, key, tensors)
 
     def read_encoded(
-        self, read: Read[Taken], kind: str, key: str, name: str, encode_again: Callable[[], object] = lambda: None
+        self,
+        read: Read[Taken],
+        kind: str,
+        key: str,
+        name: str,
+        encode_again: Callable[[], object] = lambda: None,
     ) -> dict[str, Taken]:
-        """Read an entry that was encoded before, with `get` or `shapes`; `encode_again` stores it again if it was damaged."""
+        """Read an entry that was encoded before, with `get` or `shapes`; `encode_again` stores it
+        again if it was damaged."""
         taken = read(kind, key)
         if taken is None and self.path(kind, key) in self.damaged and not _ahead.get():
             encode_again()
             taken = read(kind, key)
         if taken is None:
-            raise UserError(f"the cache {self.folder} no longer contains {name}; start again to encode it")
+            raise UserError(
+                f"the cache {self.folder} no longer contains {name}; start again to encode it"
+            )
         return taken
 
-    def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write an entry atomically; `metadata` is for people who inspect the file, and not read back."""
+    def put(
+        self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> None:
+        """Write an entry atomically; `metadata` is for people who inspect the file, and not read
+        back."""
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic_write(self.path(kind, key)) as temporary:
             try:
@@ -205,11 +232,15 @@ class Cache:
         """The file of an entry, whether it exists or not."""
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
-    def _read(self, kind: str, key: str, take: Callable[[Any], dict[str, Taken] | None]) -> dict[str, Taken] | None:
+    def _read(
+        self, kind: str, key: str, take: Callable[[Any], dict[str, Taken] | None]
+    ) -> dict[str, Taken] | None:
         path = self.path(kind, key)
         try:
             with opened(path) as file:
-                sound = header_matches(file, key) and (kind != "media" or _MEDIA_TENSOR in _shapes(file))
+                sound = header_matches(file, key) and (
+                    kind != "media" or _MEDIA_TENSOR in _shapes(file)
+                )
                 if sound and (taken := take(file)) is not None:
                     return taken
         except FileNotFoundError:
@@ -229,8 +260,10 @@ class _FileState(NamedTuple):
     modified: int
     """Time of the last change of its content in nanoseconds; programs may set it."""
     changed: int
-    """Time of the last change of its content, name or times in nanoseconds, which no program can set; on Windows the time of its creation."""
-    # No inode: file systems of networks and clouds number files anew at each mount, and all of a dataset would be read again.
+    """Time of the last change of its content, name or times in nanoseconds, which no program can
+    set; on Windows the time of its creation."""
+    # No inode: file systems of networks and clouds number files anew at each mount, and all of a
+    # dataset would be read again.
 
     @classmethod
     def of(cls, path: Path) -> "_FileState":
@@ -242,7 +275,8 @@ def _sample(path: Path, size: int) -> str:
     """Hex digest (blake2b, 64 bits) of a file's beginning, middle and end."""
     hasher = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
-        # A small file is read as a whole; of a large one three blocks, because each costs a disk the same time as a small file.
+        # A small file is read as a whole; of a large one three blocks, because each costs a disk
+        # the same time as a small file.
         for at in (0,) if size <= 3 * _BLOCK_BYTES else (0, size // 2, size - _BLOCK_BYTES):
             file.seek(at)
             hasher.update(file.read(3 * _BLOCK_BYTES if size <= 3 * _BLOCK_BYTES else _BLOCK_BYTES))
@@ -252,12 +286,13 @@ def _sample(path: Path, size: int) -> str:
 class MediaHashes:
     """Content hashes of files, remembered so that a second run does not read the files again.
 
-    A hash is used again if the file's size, both times (`_FileState`) and a sample of its content are what they were. On Linux and macOS no
-    program can change a file without the time of its last change. Elsewhere (Windows, some file systems of networks) the sample finds other
-    content, unless it differs between the sampled blocks only; `forget` has everything read.
+    A hash is used again if the file's size, both times (`_FileState`) and a sample of its content
+    are what they were. On Linux and macOS no program can change a file without the time of its last
+    change. Elsewhere (Windows, some file systems of networks) the sample finds other content,
+    unless it differs between the sampled blocks only; `forget` has everything read.
 
-    A context manager: new hashes are saved when it ends, and occasionally before. Of several processes one is inside at a time, so that
-    files that all of them need are read once.
+    A context manager: new hashes are saved when it ends, and occasionally before. Of several
+    processes one is inside at a time, so that files that all of them need are read once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -267,28 +302,35 @@ class MediaHashes:
         self._inside = ExitStack()
         self._entries: dict[str, list[int | str]] = json_part(self._file)
         self._compared: dict[str, _FileState] = {}
-        """Files whose samples were compared, and their states then: windows of a file ask for its hash again and again."""
+        """Files whose samples were compared, and their states then: windows of a file ask for its
+        hash again and again."""
 
     def of(self, path: Path, *, as_stored: bool = False) -> str:
         """The content hash of a file, or of a folder's files and their names.
 
-        If the content is read otherwise than by earlier versions (`changes_since_first`), that is part of it: entries of other files stay valid. With
-        `as_stored` an image's colours are not converted when it is read, as for a mask.
+        If the content is read otherwise than by earlier versions (`changes_since_first`), that is
+        part of it: entries of other files stay valid. With `as_stored` an image's colours are not
+        converted when it is read, as for a mask.
         """
         try:
             if path.is_dir():
-                parts = ((file.name, self.of(file, as_stored=as_stored)) for file in _files_in(path))
+                parts = (
+                    (file.name, self.of(file, as_stored=as_stored)) for file in _files_in(path)
+                )
                 return key("folder", *chain.from_iterable(parts))
             state = _FileState.of(path)
             digest, changes = self._remembered(path, state) or self._hashed(path, state)
         except OSError as error:
             refuse_shortage(path, error)
-            raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
+            raise UserError(
+                f"cannot read {path}: {error.strerror}; correct the path or its permissions"
+            ) from error
         is_as_ever = not changes or (as_stored and path.suffix.lower() in IMAGE_SUFFIXES)
         return digest if is_as_ever else f"{digest} {changes}"
 
     def of_sound(self, path: Path) -> str:
-        """As `of`, for a file whose sound may be read: `sound_changes_since_first` is part of it too."""
+        """As `of`, for a file whose sound may be read: `sound_changes_since_first` is part of it
+        too."""
         content, name = self.of(path), str(path.resolve())
         match self._entries.get(f"{name}{_SOUND}"):
             case [str(before), str(changes)] if before == content:
@@ -301,7 +343,8 @@ class MediaHashes:
         return f"{content} {changes}" if changes else content
 
     def _remembered(self, path: Path, state: _FileState) -> tuple[str, str] | None:
-        """The hash of a file and its `changes_since_first`; None if they are not known, or of other content."""
+        """The hash of a file and its `changes_since_first`; None if they are not known, or of other
+        content."""
         name = str(path.resolve())
         match self._entries.get(name):
             case [int(size), int(modified), int(changed), str(sample), str(digest), str(changes)]:
@@ -315,8 +358,13 @@ class MediaHashes:
 
     def _hashed(self, path: Path, state: _FileState) -> tuple[str, str]:
         """Read a file, and remember its hash and its `changes_since_first`."""
-        sample, digest, changes = _sample(path, state.size), file_hash(path), changes_since_first(path)
-        # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
+        sample, digest, changes = (
+            _sample(path, state.size),
+            file_hash(path),
+            changes_since_first(path),
+        )
+        # A file can change twice within the resolution of modification times. So a very recent file
+        # is hashed, but not remembered.
         if time.time_ns() - state.modified > _SETTLED_NANOSECONDS:
             self._entries[str(path.resolve())] = [*state, sample, digest, changes]
             self._unsaved += 1
@@ -325,7 +373,8 @@ class MediaHashes:
         return digest, changes
 
     def bytes_to_read(self, path: Path) -> int:
-        """Number of bytes that `of` would read: 0 if the hash is remembered or the file does not exist."""
+        """Number of bytes that `of` would read: 0 if the hash is remembered or the file does not
+        exist."""
         try:
             if path.is_dir():
                 return sum(map(self.bytes_to_read, _files_in(path)))
@@ -335,11 +384,13 @@ class MediaHashes:
             return 0
 
     def forget(self) -> None:
-        """Forget all hashes, so that each file is read when it is next needed, also one that has changed unnoticed."""
+        """Forget all hashes, so that each file is read when it is next needed, also one that has
+        changed unnoticed."""
         self._entries, self._unsaved = {}, self._unsaved + 1
 
     def save(self) -> None:
-        """Write the hashes atomically if there are new ones; in a read-only cache they are not saved."""
+        """Write the hashes atomically if there are new ones; in a read-only cache they are not
+        saved."""
         if self._unsaved:
             with suppress(UserError):
                 write_text(self._file, json.dumps(self._entries, indent=0))
@@ -356,4 +407,6 @@ class MediaHashes:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return sorted(
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )

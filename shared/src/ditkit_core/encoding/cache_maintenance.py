@@ -1,4 +1,5 @@
-"""Cache maintenance: verifying entries against their digests, and pruning entries that are no longer needed."""
+"""Cache maintenance: verifying entries against their digests, and pruning entries that are no
+longer needed."""
 
 import re
 import time
@@ -13,13 +14,23 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import read_json_object
 
 _DAY_SECONDS = 86400
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 _SETTLED_SECONDS = 3600
 """Entries that were used more recently than this are never pruned: another run may need them."""
 
 
 def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> int:
-    """Compare every entry with its stored digest; damaged ones, which are counted, are removed, and encoded again when they are needed."""
+    """Compare every entry with its stored digest; damaged ones, which are counted, are removed, and
+    encoded again when they are needed."""
     unread = Cache(cache.folder)  # compares each entry, whatever this process has compared already
     for path in unread.entries():
         unread.get(path.parent.parent.name, path.stem)
@@ -58,11 +69,17 @@ def parse_rule(text: str) -> Rule:
     if match and float(match[1]) > 0 and match[2] in {"D", *_UNITS}:
         number, unit = float(match[1]), match[2]
         return Rule(days=number) if unit == "D" else Rule(bytes=round(number * _UNITS[unit]))
-    raise UserError(f"--prune-cache {text!r} is not a rule; write unused, or days such as 30d, or a size such as 50GB")
+    raise UserError(
+        f"--prune-cache {text!r} is not a rule; write unused, or days such as 30d, or a size such "
+        f"as 50GB"
+    )
 
 
-def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None) -> Pruned:
-    """Remove entries by a rule. Entries used within the last hour always stay, because another run may be in progress.
+def prune(
+    cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None
+) -> Pruned:
+    """Remove entries by a rule. Entries used within the last hour always stay, because another run
+    may be in progress.
 
     `now` is the time in seconds since the epoch; None reads the clock.
     """

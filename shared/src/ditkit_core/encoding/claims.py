@@ -1,8 +1,9 @@
 """Claims of cache entries, so that several processes that share a cache encode each item once.
 
-A claim is a lock of the operating system on a file next to the entry. It ends with its process, also after kill -9, so that a dead process
-blocks nobody. Machines that share a cache need a file system whose locks work between them, as NFS's do. Where they do not, items are encoded
-by more than one process: entries are written atomically, so that this costs time and changes nothing.
+A claim is a lock of the operating system on a file next to the entry. It ends with its process,
+also after kill -9, so that a dead process blocks nobody. Machines that share a cache need a file
+system whose locks work between them, as NFS's do. Where they do not, items are encoded by more than
+one process: entries are written atomically, so that this costs time and changes nothing.
 """
 
 import warnings
@@ -18,7 +19,8 @@ from ditkit_core.io.console import say
 
 @contextmanager
 def claimed(entry: Path) -> Iterator[bool]:
-    """Claim an entry for the block, without waiting for another process that has claimed it; yields whether this process may encode it.
+    """Claim an entry for the block, without waiting for another process that has claimed it; yields
+    whether this process may encode it.
 
     The claim is no promise that the entry is missing: look for it inside the block.
     """
@@ -31,14 +33,19 @@ def claimed(entry: Path) -> Iterator[bool]:
         return
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's claim
-            with suppress(OSError):  # without locks the file says nothing, and there would be one for each entry
+            with suppress(
+                OSError
+            ):  # without locks the file says nothing, and there would be one for each entry
                 file.unlink()
-        yield True  # a folder that cannot be written or locked: writing the entry says what is wrong, if anything
+        # a folder that cannot be written or locked: writing the entry says what is wrong, if
+        # anything
+        yield True
         return
     try:
         yield True
     finally:
-        # Before the release: a process that opens the file now gets a lock on it, and finds the entry.
+        # Before the release: a process that opens the file now gets a lock on it, and finds the
+        # entry.
         with suppress(OSError):
             file.unlink()
         lock.release()
@@ -46,7 +53,8 @@ def claimed(entry: Path) -> Iterator[bool]:
 
 @contextmanager
 def alone_with(file: Path) -> Iterator[None]:
-    """Run the block in one process at a time; the others wait. Without effect in a folder that cannot be written or locked."""
+    """Run the block in one process at a time; the others wait. Without effect in a folder that
+    cannot be written or locked."""
     lock_file = file.with_name(f".{file.name}.lock")
     lock = FileLock(lock_file)
     try:
@@ -69,8 +77,9 @@ def _acquire(lock: FileLock, file: Path) -> None:
 
     Raises:
         Timeout: If another process has it.
-        OSError: If the folder cannot be written or locked. Where the operating system has no locks, filelock counts the file itself as one:
-            the claim of a process that was killed on another machine, or in a container that is gone, would block everybody forever.
+        OSError: If the folder cannot be written or locked. Where the operating system has no locks,
+            filelock counts the file itself as one: the claim of a process that was killed on
+            another machine, or in a container that is gone, would block everybody forever.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():

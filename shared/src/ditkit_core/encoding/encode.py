@@ -1,7 +1,8 @@
 """The encode stage: encode every clip and caption once, and store the results in the cache.
 
-This is the only stage that loads a VAE or a text encoder. It loads one at a time, and none if nothing is missing. Each result is
-stored at once, so a run that was killed continues where it stopped.
+This is the only stage that loads a VAE or a text encoder. It loads one at a time, and none if
+nothing is missing. Each result is stored at once, so a run that was killed continues where it
+stopped.
 """
 
 import json
@@ -20,7 +21,13 @@ from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
 from ditkit_core.encoding.loss_masks import MaskEncoder
-from ditkit_core.encoding.missing import EncodeTask, Progress, encode_missing, should_continue, with_owner
+from ditkit_core.encoding.missing import (
+    EncodeTask,
+    Progress,
+    encode_missing,
+    should_continue,
+    with_owner,
+)
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs, Conditioner
@@ -71,12 +78,16 @@ def encode(
     progress: Progress = NullProgress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
-    """Encode everything that the cache lacks: clips and references, then conditions, then captions and the empty caption.
+    """Encode everything that the cache lacks: clips and references, then conditions, then captions
+    and the empty caption.
 
     Args:
-        extra_captions: Further captions, such as prompts of previews; find them in the cache by `text_key`.
-        progress: Shows the stages `hash` (if it takes seconds), `media`, each kind of condition, and `text`.
-        on_bad: Called with each sample that cannot be encoded, which is then left out; None makes the first one an error.
+        extra_captions: Further captions, such as prompts of previews; find them in the cache by
+            `text_key`.
+        progress: Shows the stages `hash` (if it takes seconds), `media`, each kind of condition,
+            and `text`.
+        on_bad: Called with each sample that cannot be encoded, which is then left out; None makes
+            the first one an error.
 
     Returns:
         The samples in the same order, without those left out.
@@ -84,29 +95,47 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or the output of an encoder is not finite.
     """
-    keep_going, conditioning = on_bad is not None, encoders.conditioning or Conditioning(conditioners=())
+    keep_going, conditioning = (
+        on_bad is not None,
+        encoders.conditioning or Conditioning(conditioners=()),
+    )
     # No sample of a dataset has an id with a line break.
-    mirrored = {sample.id: replace(sample, id=f"{sample.id}\n", is_mirrored=True) for sample in samples}
+    mirrored = {
+        sample.id: replace(sample, id=f"{sample.id}\n", is_mirrored=True) for sample in samples
+    }
     read = [*samples, *(mirrored.values() if encoders.flips else ())]
     inputs = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in read}
-    # Before the clips: encoding those may take hours, and a missing condition should be reported first.
+    # Before the clips: encoding those may take hours, and a missing condition should be reported
+    # first.
     used = conditioning.used(inputs, keep_going=keep_going)
     clips = {sample.id: _clips_of(sample, encoders.fps, encoders.reference_size) for sample in read}
     keys = _media_keys(
-        [clip for sample_clips in clips.values() for clip in sample_clips], cache, encoders.media, progress
+        [clip for sample_clips in clips.values() for clip in sample_clips],
+        cache,
+        encoders.media,
+        progress,
     )
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
-    readable = {name: controls for name, controls in inputs.items() if keys[clips[name][0]] not in failures}
+    readable = {
+        name: controls for name, controls in inputs.items() if keys[clips[name][0]] not in failures
+    }
     conditions = conditioning.fill(readable, used, cache, failures, progress, keep_going=keep_going)
     masked = {
         sample.id: replace(readable[sample.id], files={MASK.name: str(sample.mask)})
         for sample in read
         if sample.mask is not None and sample.id in readable
     }
-    masks = _mask_conditioning(masked, {name: keys[clips[name][0]] for name in masked}, encoders.media.identity, cache)
-    weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
+    masks = _mask_conditioning(
+        masked, {name: keys[clips[name][0]] for name in masked}, encoders.media.identity, cache
+    )
+    weights = masks.fill(
+        masked, masks.used(masked), cache, failures, progress, keep_going=keep_going
+    )
     encoded, captions = [], ["", *encoders.more_captions.values()]
-    more_text_keys = {prefix: text_key(caption, encoders.text) for prefix, caption in encoders.more_captions.items()}
+    more_text_keys = {
+        prefix: text_key(caption, encoders.text)
+        for prefix, caption in encoders.more_captions.items()
+    }
     for sample in samples:
         again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
         ways = []
@@ -133,16 +162,22 @@ def encode(
             continue
         encoded.append(replace(ways[0], mirrored=ways[1] if encoders.flips else None))
         captions += sample.captions
-    # By key: captions that samples share are encoded once. The empty one is always encoded, for caption dropout.
+    # By key: captions that samples share are encoded once. The empty one is always encoded, for
+    # caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
-    encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
+    encode_missing(
+        cache,
+        EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr),
+        progress,
+    )
     return encoded
 
 
 def _mask_conditioning(
     masked: Mapping[str, ClipInputs], keys: Mapping[str, str], media_identity: str, cache: Cache
 ) -> "Conditioning":
-    """The conditioner of loss masks, at the sizes of their clips' latents, whose `keys` are by the clips' names; none without masks."""
+    """The conditioner of loss masks, at the sizes of their clips' latents, whose `keys` are by the
+    clips' names; none without masks."""
     grids = {
         (inputs.frames, inputs.height, inputs.width): cache.read_encoded(
             cache.shapes, "media", keys[name], str(inputs.clip)
@@ -160,12 +195,16 @@ def encode_references(
     reference_size: ReferenceSize,
     progress: Progress = NullProgress,
 ) -> list[Tensor]:
-    """The latents of the references of one sample, in order, computed as for training; encoded if the cache lacks them."""
+    """The latents of the references of one sample, in order, computed as for training; encoded if
+    the cache lacks them."""
     clips = _reference_clips(paths, reference_size)
     keys = _media_keys(clips, cache, media_encoder, progress)
     fill = partial(_fill_media, cache, keys, media_encoder, progress, keep_going=False)
     fill()
-    return [cache.read_encoded(cache.get, "media", keys[clip], str(clip.path), fill)["latents"] for clip in clips]
+    return [
+        cache.read_encoded(cache.get, "media", keys[clip], str(clip.path), fill)["latents"]
+        for clip in clips
+    ]
 
 
 Used = tuple[str, ...] | UserError
@@ -192,11 +231,13 @@ class Conditioning:
         *,
         keep_going: bool = False,
     ) -> dict[str, tuple[Condition, ...]]:
-        """Encode the conditions of clips (by any name) that the cache lacks; the entries of all by name, including those that failed.
+        """Encode the conditions of clips (by any name) that the cache lacks; the entries of all by
+        name, including those that failed.
 
         Args:
             all_used: The result of `used` for these clips; it may contain more.
-            failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
+            failures: Receives, by cache key, the reason why a condition could not be encoded; stays
+                empty unless `keep_going`.
         """
         conditions_by_name: dict[str, list[Condition]] = {name: [] for name in inputs}
         tasks: list[EncodeTask[ClipInputs]] = []
@@ -207,22 +248,32 @@ class Conditioning:
                     if not (used := columns_by_name[name]):
                         continue
                     if isinstance(used, UserError):
-                        # A key of its own, under which nothing is stored, so that the failure is found like any other.
+                        # A key of its own, under which nothing is stored, so that the failure is
+                        # found like any other.
                         failures[address := key("no condition", conditioner.kind, name)] = used
                     else:
                         wanted[address := self._key(conditioner, controls, used, hashes)] = controls
-                    conditions_by_name[name].append(Condition(conditioner.kind, address, conditioner.optional))
+                    conditions_by_name[name].append(
+                        Condition(conditioner.kind, address, conditioner.optional)
+                    )
                 tasks.append(
                     EncodeTask(
-                        kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
+                        kind=conditioner.kind,
+                        wanted=wanted,
+                        encoder=conditioner,
+                        read=lambda item: item,
+                        name=_named,
                     )
                 )
         for task in tasks:
             failures |= encode_missing(cache, task, progress, keep_going=keep_going)
         return {name: tuple(conditions) for name, conditions in conditions_by_name.items()}
 
-    def used(self, inputs: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
-        """The columns that each conditioner reads for each clip, by name; with `keep_going` possibly the reason why it cannot."""
+    def used(
+        self, inputs: Mapping[str, ClipInputs], *, keep_going: bool = False
+    ) -> list[dict[str, Used]]:
+        """The columns that each conditioner reads for each clip, by name; with `keep_going`
+        possibly the reason why it cannot."""
         columns_by_conditioner: list[dict[str, Used]] = []
         for conditioner in self.conditioners:
             columns_by_name: dict[str, Used] = {}
@@ -253,7 +304,9 @@ class Conditioning:
             return False
         return True
 
-    def tensors(self, controls: ClipInputs, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
+    def tensors(
+        self, controls: ClipInputs, cache: Cache, progress: Progress = NullProgress
+    ) -> dict[str, Tensor]:
         """The tensors of the conditions of one clip or prompt, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
         inputs = {"": controls}
@@ -262,7 +315,13 @@ class Conditioning:
             item |= cache.read_encoded(cache.get, kind, address, _named(controls), fill)
         return item
 
-    def _key(self, conditioner: Conditioner, controls: ClipInputs, used: Sequence[str], hashes: MediaHashes) -> str:
+    def _key(
+        self,
+        conditioner: Conditioner,
+        controls: ClipInputs,
+        used: Sequence[str],
+        hashes: MediaHashes,
+    ) -> str:
         transform = {
             "version": TRANSFORM_VERSION,
             "frames": controls.frames,
@@ -277,7 +336,9 @@ class Conditioning:
             if column in self.texts:
                 contents.append(f"{column}: {controls.files[column]}")
             else:
-                path = Path(controls.files[column]) if column else controls.clip  # "" stands for the clip itself
+                path = (
+                    Path(controls.files[column]) if column else controls.clip
+                )  # "" stands for the clip itself
                 if path is None:
                     content = "nothing"
                 elif column in self.sounds:
@@ -285,7 +346,9 @@ class Conditioning:
                 else:
                     content = hashes.of(path, as_stored=column == MASK.name)
                 contents.append(f"{column}= {content}")
-        return key(conditioner.kind, conditioner.identity, json.dumps(transform, sort_keys=True), *contents)
+        return key(
+            conditioner.kind, conditioner.identity, json.dumps(transform, sort_keys=True), *contents
+        )
 
 
 def _named(controls: ClipInputs) -> str:
@@ -326,7 +389,8 @@ class _Clip(NamedTuple):
             "version": TRANSFORM_VERSION,
             "kind": media_kind(self.path),
             "frames": self.frames,
-            "fps": self.fps or 0,  # 0 and not 0.0: keeps the key of earlier versions, and so their caches
+            "fps": self.fps
+            or 0,  # 0 and not 0.0: keeps the key of earlier versions, and so their caches
             "height": self.height,
             "width": self.width,
         }
@@ -340,7 +404,13 @@ def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) 
     """The sample's own clip, then its references."""
     rate = fps if media_kind(sample.media) == "video" else 0.0
     own_clip = _Clip(
-        sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds, sample.is_mirrored
+        sample.media,
+        sample.frames,
+        rate,
+        sample.height,
+        sample.width,
+        sample.start_seconds,
+        sample.is_mirrored,
     )
     if not sample.references:
         return [own_clip]
@@ -351,26 +421,42 @@ def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) 
 
 def _reference_clips(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Clip]:
     sizes = encoded_sizes(paths, reference_size)
-    return [_Clip(path, 1, 0.0, height, width) for path, (height, width) in zip(paths, sizes, strict=True)]
+    return [
+        _Clip(path, 1, 0.0, height, width)
+        for path, (height, width) in zip(paths, sizes, strict=True)
+    ]
 
 
-def _media_keys(clips: Sequence[_Clip], cache: Cache, encoder: Encoder, progress: Progress) -> dict[_Clip, str]:
+def _media_keys(
+    clips: Sequence[_Clip], cache: Cache, encoder: Encoder, progress: Progress
+) -> dict[_Clip, str]:
     """The cache key of each clip."""
     keys = {}
     with MediaHashes(cache.folder) as hashes:
         takes_long = sum(hashes.bytes_to_read(clip.path) for clip in clips) >= _LONG_HASH_BYTES
         with (progress if takes_long else NullProgress)("hash", len(clips)) as advance:
             for clip in clips:
-                # The hash of the content, not of the path: a file that was renamed or copied is found again, and a file
-                # that was changed is encoded again.
+                # The hash of the content, not of the path: a file that was renamed or copied is
+                # found again, and a file that was changed is encoded again.
                 keys[clip] = clip.key(hashes.of(clip.path), encoder)
                 advance(1.0)
     return keys
 
 
 def _fill_media(
-    cache: Cache, keys: Mapping[_Clip, str], encoder: Encoder, progress: Progress, *, keep_going: bool
+    cache: Cache,
+    keys: Mapping[_Clip, str],
+    encoder: Encoder,
+    progress: Progress,
+    *,
+    keep_going: bool,
 ) -> dict[str, UserError]:
     wanted = {key: clip for clip, key in keys.items()}
-    jobs = EncodeTask(kind="media", wanted=wanted, encoder=encoder, read=_Clip.read, name=lambda clip: str(clip.path))
+    jobs = EncodeTask(
+        kind="media",
+        wanted=wanted,
+        encoder=encoder,
+        read=_Clip.read,
+        name=lambda clip: str(clip.path),
+    )
     return encode_missing(cache, jobs, progress, keep_going=keep_going)

@@ -1,6 +1,8 @@
-"""The micro-batches of a run. Samples and captions depend only on the seed and the index of the micro-batch, never on history.
+"""The micro-batches of a run. Samples and captions depend only on the seed and the index of the
+micro-batch, never on history.
 
-So a resumed run continues with exactly the samples and captions that the uninterrupted run would have had.
+So a resumed run continues with exactly the samples and captions that the uninterrupted run would
+have had.
 """
 
 from collections import Counter, defaultdict
@@ -34,13 +36,15 @@ class Batch:
     weights: Sequence[float] = ()
     """Factor of each sample's loss; empty means 1 each."""
     counted: float | None = None
-    """Number of samples that it counts as in the step's mean; None means its own number of samples."""
+    """Number of samples that it counts as in the step's mean; None means its own number of
+    samples."""
     matches_base: bool = False
     """Whether the target is the base's own prediction."""
 
 
 class LazyItems(Sequence[dict[str, Tensor]]):
-    """Items that are read when the first of them is used: a rank knows every micro-batch of a step, and reads only its own."""
+    """Items that are read when the first of them is used: a rank knows every micro-batch of a step,
+    and reads only its own."""
 
     def __init__(self, read: Callable[[], list[dict[str, Tensor]]], count: int):
         """Read nothing yet; `read` returns `count` items."""
@@ -58,7 +62,8 @@ class LazyItems(Sequence[dict[str, Tensor]]):
 
 
 def files_of(samples: Iterable[Sample]) -> dict[str, str]:
-    """For samples that are windows of one file: the common name of the file's windows, by sample id."""
+    """For samples that are windows of one file: the common name of the file's windows, by sample
+    id."""
     samples = list(samples)
     count = Counter(sample.media for sample in samples)
     windows = [sample for sample in samples if count[sample.media] > 1 and "#" in sample.id]
@@ -68,10 +73,12 @@ def files_of(samples: Iterable[Sample]) -> dict[str, str]:
 def split_held_out(
     ids: Sequence[str], count: int, files: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Split off at least `count` validation samples, which are never trained on: ids to train on and held-out ids, in order.
+    """Split off at least `count` validation samples, which are never trained on: ids to train on
+    and held-out ids, in order.
 
-    A hash of the files' names chooses them, so that adding n clips changes at most n of them. All windows of a file (`files_of`) stay together,
-    because windows of one file look alike; so there may be more held-out samples than requested.
+    A hash of the files' names chooses them, so that adding n clips changes at most n of them. All
+    windows of a file (`files_of`) stay together, because windows of one file look alike; so there
+    may be more held-out samples than requested.
     """
     held_out: set[str] = set()
     windows: dict[str, list[str]] = defaultdict(list)
@@ -81,9 +88,14 @@ def split_held_out(
         if len(held_out) < count:
             held_out.update(windows[file])
     if len(held_out) >= len(ids):
-        together = f" of {len(windows)} files, whose windows stay together," if len(windows) < len(ids) else ""
+        together = (
+            f" of {len(windows)} files, whose windows stay together,"
+            if len(windows) < len(ids)
+            else ""
+        )
         raise UserError(
-            f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower {argument('held_out.clips')} or add clips"
+            f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower "
+            f"{argument('held_out.clips')} or add clips"
         )
     return [id for id in ids if id not in held_out], [id for id in ids if id in held_out]
 
@@ -101,7 +113,11 @@ class BatchSize:
 
     def of(self, sample: EncodedSample) -> int:
         """Number of samples in a micro-batch of samples with the shapes of this one."""
-        return max(1, self.tokens // self.num_tokens(sample.outline())) if self.tokens else self.samples
+        return (
+            max(1, self.tokens // self.num_tokens(sample.outline()))
+            if self.tokens
+            else self.samples
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,31 +139,41 @@ class BaseSteps:
 
 
 class CaptionSampler:
-    """Samples the caption for each use of a sample, whether its conditions are dropped, and whether it is mirrored."""
+    """Samples the caption for each use of a sample, whether its conditions are dropped, and whether
+    it is mirrored."""
 
     def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
-        """Set the probabilities, in [0, 1], of the empty caption and that optional conditions are dropped."""
+        """Set the probabilities, in [0, 1], of the empty caption and that optional conditions are
+        dropped."""
         assert 0 <= dropout <= 1 and 0 <= control_dropout <= 1
         self._seed, self._dropout, self._control_dropout = seed, dropout, control_dropout
 
     def item(self, sample: EncodedSample, index: int, copy: int = 0) -> dict[str, Tensor]:
-        """Read a sample for the micro-batch of this index, which may contain it several times: `copy` counts its earlier uses there."""
-        # The first copy has the seed of a sample that occurs once, so that repeats do not change its caption.
+        """Read a sample for the micro-batch of this index, which may contain it several times:
+        `copy` counts its earlier uses there."""
+        # The first copy has the seed of a sample that occurs once, so that repeats do not change
+        # its caption.
         names = (sample.id, copy) if copy else (sample.id,)
         uniform = torch.rand((), generator=generator(self._seed, "caption", index, *names))
         chosen = seed_of(self._seed, "which caption", index, *names) % len(sample.text_keys)
-        without = torch.rand((), generator=generator(self._seed, "control", index, *names)) < self._control_dropout
+        without = (
+            torch.rand((), generator=generator(self._seed, "control", index, *names))
+            < self._control_dropout
+        )
         if sample.mirrored is not None and seed_of(self._seed, "mirrored", index, *names) % 2:
             sample = sample.mirrored
-        return sample.load(caption=chosen, drop_caption=bool(uniform < self._dropout), drop_controls=bool(without))
+        return sample.load(
+            caption=chosen, drop_caption=bool(uniform < self._dropout), drop_controls=bool(without)
+        )
 
 
 class TrainDataLoader:
     """The endless sequence of micro-batches of a run.
 
-    Samples of one micro-batch have the same shapes, except for texts. If the whole dataset has one shape, all micro-batches have the
-    same size and may span two epochs. Otherwise the samples of each shape are split into micro-batches in every epoch, and some are
-    smaller. Each then counts as the mean size, so that every sample has the same weight in training.
+    Samples of one micro-batch have the same shapes, except for texts. If the whole dataset has one
+    shape, all micro-batches have the same size and may span two epochs. Otherwise the samples of
+    each shape are split into micro-batches in every epoch, and some are smaller. Each then counts
+    as the mean size, so that every sample has the same weight in training.
     """
 
     def __init__(
@@ -164,7 +190,8 @@ class TrainDataLoader:
 
         Args:
             caption_dropout: Probability in [0, 1] that a sample gets the empty caption.
-            control_dropout: Probability in [0, 1] that a sample is used without its optional conditions.
+            control_dropout: Probability in [0, 1] that a sample is used without its optional
+                conditions.
             base_steps: The steps whose target is the base's own prediction; None for none.
         """
         assert samples
@@ -190,18 +217,32 @@ class TrainDataLoader:
 
     def micro_batch(self, index: int) -> Batch:
         """Read the micro-batch of this index, counted since the start of the run."""
-        samples = [self._samples[sample_index] for sample_index in self._order.micro_batch(index).samples]
-        base = self._base_steps if self._base_steps and self._base_steps.has(self._seed, index) else None
+        samples = [
+            self._samples[sample_index] for sample_index in self._order.micro_batch(index).samples
+        ]
+        base = (
+            self._base_steps
+            if self._base_steps and self._base_steps.has(self._seed, index)
+            else None
+        )
 
         def read() -> list[dict[str, Tensor]]:
             if base is not None:
                 uncaptioned = [
-                    replace(sample, empty_text_key=base.text_key or sample.empty_text_key) for sample in samples
+                    replace(sample, empty_text_key=base.text_key or sample.empty_text_key)
+                    for sample in samples
                 ]
                 return [sample.load(drop_caption=True) for sample in uncaptioned]
-            # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
-            copies = [sum(other is sample for other in samples[:position]) for position, sample in enumerate(samples)]
-            return [self._captions.item(sample, index, copy) for sample, copy in zip(samples, copies, strict=True)]
+            # A micro-batch of a small dataset can contain a sample several times: each use gets its
+            # own caption.
+            copies = [
+                sum(other is sample for other in samples[:position])
+                for position, sample in enumerate(samples)
+            ]
+            return [
+                self._captions.item(sample, index, copy)
+                for sample, copy in zip(samples, copies, strict=True)
+            ]
 
         return Batch(
             ids=[sample.id for sample in samples],
@@ -212,24 +253,31 @@ class TrainDataLoader:
         )
 
     def micro_batches(self, index: int) -> list[Batch]:
-        """The micro-batch of this index as a list of one; `PriorDataLoader` adds class images here."""
+        """The micro-batch of this index as a list of one; `PriorDataLoader` adds class images
+        here."""
         return [self.micro_batch(index)]
 
     def positions(self, index: int) -> range:
-        """The positions of a micro-batch's samples among all samples used since the start of the run."""
+        """The positions of a micro-batch's samples among all samples used since the start of the
+        run."""
         first, samples = self._order.micro_batch(index)
         return range(first, first + len(samples))
 
 
 def shapes_of(sample: EncodedSample) -> Shapes:
-    """The shapes that samples of one micro-batch share; texts may have different lengths, because models pad them."""
+    """The shapes that samples of one micro-batch share; texts may have different lengths, because
+    models pad them."""
     shapes = sample.media_shapes()
-    # Masks weigh the loss of each sample alone, so that those with and without one may share a micro-batch.
+    # Masks weigh the loss of each sample alone, so that those with and without one may share a
+    # micro-batch.
     shapes.pop(MASK.name, None)
     return tuple(sorted(shapes.items()))
 
 
-def grouped_by_shape(samples: Sequence[EncodedSample], size: BatchSize) -> tuple[list[Shapes], dict[Shapes, int]]:
-    """The shapes of each sample, and the number of samples per micro-batch for each of these shapes."""
+def grouped_by_shape(
+    samples: Sequence[EncodedSample], size: BatchSize
+) -> tuple[list[Shapes], dict[Shapes, int]]:
+    """The shapes of each sample, and the number of samples per micro-batch for each of these
+    shapes."""
     groups = [shapes_of(sample) for sample in samples]
     return groups, {group: size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}

@@ -1,4 +1,5 @@
-"""Loss masks in the cache: at the size of their clip's latents, from 0 to 1. The weight of the rest is applied when they are read."""
+"""Loss masks in the cache: at the size of their clip's latents, from 0 to 1. The weight of the rest
+is applied when they are read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +11,19 @@ from ditkit_core.data.masks import MASK, at_latent_size, read_mask
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 
 LOSS_WEIGHTS = "loss_weights"
-"""Tensor of a training item: the weight of the squared error at each place of its latents, broadcast over channels."""
+"""Tensor of a training item: the weight of the squared error at each place of its latents,
+broadcast over channels."""
 
 
 class MaskEncoder(ClipConditioner):
-    """Reads the mask of a clip, and averages it over the pixels of each latent; a `Conditioner` without weights."""
+    """Reads the mask of a clip, and averages it over the pixels of each latent; a `Conditioner`
+    without weights."""
 
     kind = MASK.name
 
     def __init__(self, media_identity: str, grids: Mapping[tuple[int, int, int], tuple[int, ...]]):
-        """Encode for the VAE of this identity, whose latents have these grids by the frames, height and width of their clip."""
+        """Encode for the VAE of this identity, whose latents have these grids by the frames, height
+        and width of their clip."""
         self.identity, self._grids = media_identity, grids
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
@@ -49,7 +53,8 @@ def _read(controls: ClipInputs) -> Tensor:
 
 
 def weighted(item: Mapping[str, Tensor], mask: Tensor, outside: float) -> dict[str, Tensor]:
-    """A training item with the loss weights of a mask: 1 where it is white, and `outside` where it is black.
+    """A training item with the loss weights of a mask: 1 where it is white, and `outside` where it
+    is black.
 
     Latent frames that are put in front of the clip's (VACE's reference images) are outside.
     """

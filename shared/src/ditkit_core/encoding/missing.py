@@ -1,4 +1,5 @@
-"""Filling the cache with the results of one encoder. Each result is stored at once, so that a killed run continues where it stopped."""
+"""Filling the cache with the results of one encoder. Each result is stored at once, so that a
+killed run continues where it stopped."""
 
 import shutil
 import time
@@ -21,22 +22,26 @@ from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import Encoder
 
 _ESTIMATED_FROM = 2
-"""Number of entries that the size of the rest is estimated from; not 1, because the first caption is the empty one, which may be short."""
+"""Number of entries that the size of the rest is estimated from; not 1, because the first caption
+is the empty one, which may be short."""
 _WORTH_REPORTING_BYTES = 10**9
 _LOOK_SECONDS = 0.25
 """Between looks at what other processes encode."""
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
-"""(stage, number of items) to a context whose function is called with the number of items finished since its last call."""
+"""(stage, number of items) to a context whose function is called with the number of items finished
+since its last call."""
 
 
 def should_continue(error: UserError, *, keep_going: bool) -> bool:
-    """Whether to leave out the sample of this error and continue; the machine's faults concern every sample."""
+    """Whether to leave out the sample of this error and continue; the machine's faults concern
+    every sample."""
     return keep_going and not isinstance(error, EnvironmentFault)
 
 
 def with_owner(name: str, error: UserError) -> UserError:
-    """The error with the name of the clip it concerns: a message about a text alone does not say whose text it is."""
+    """The error with the name of the clip it concerns: a message about a text alone does not say
+    whose text it is."""
     return error if name in str(error) else error.at(name)
 
 
@@ -59,11 +64,13 @@ class EncodeTask(Generic[Item]):
 def encode_missing(
     cache: Cache, jobs: EncodeTask[Item], progress: Progress, *, keep_going: bool = False
 ) -> dict[str, UserError]:
-    """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
+    """Encode the items that the cache lacks; the encoder is loaded for the first item that can be
+    read.
 
-    Several processes, ranks of a run among them, may do this for one cache at the same time: each item is claimed by one of them, and all
-    return when the last entry is there. What a dead process has claimed, another one encodes. With `keep_going` the result says, by cache key, why
-    items could not be read.
+    Several processes, ranks of a run among them, may do this for one cache at the same time: each
+    item is claimed by one of them, and all return when the last entry is there. What a dead process
+    has claimed, another one encodes. With `keep_going` the result says, by cache key, why items
+    could not be read.
     """
     missing = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
     if not missing:
@@ -71,7 +78,9 @@ def encode_missing(
     with ExitStack() as stack:
         advance = stack.enter_context(progress(jobs.kind, len(missing)))
         work = _Work(cache, jobs, keep_going, advance, stack)
-        busy = work.encode(work.encode(missing))  # once more: most of what another process had begun is there by now
+        busy = work.encode(
+            work.encode(missing)
+        )  # once more: most of what another process had begun is there by now
         if busy:
             say(f"waiting for {len(busy)} of kind {jobs.kind} that other processes encode")
         while busy:
@@ -119,7 +128,8 @@ class _Work(Generic[Item]):
     def _read(self, key: str, inputs: dict[str, Any]) -> None:
         """Read the encoder's input for an item into `inputs`, or note why it cannot be read."""
         try:
-            # Decoded late: only missing items need it, and pixels take many times the memory of latents.
+            # Decoded late: only missing items need it, and pixels take many times the memory of
+            # latents.
             inputs[key] = self.jobs.read(self.jobs.wanted[key])
         except UserError as error:
             if not should_continue(error, keep_going=self.keep_going):
@@ -139,7 +149,9 @@ class _Work(Generic[Item]):
         with torch.no_grad():
             try:
                 encoded = jobs.encoder.encode(list(inputs.values()), self.advance)
-            except UserError as error:  # conditioners read their files themselves, so they fail here
+            except (
+                UserError
+            ) as error:  # conditioners read their files themselves, so they fail here
                 if not should_continue(error, keep_going=self.keep_going) or len(inputs) > 1:
                     if isinstance(error, EnvironmentFault) or len(inputs) > 1:
                         raise
@@ -150,7 +162,9 @@ class _Work(Generic[Item]):
         for key, tensors in zip(inputs, encoded, strict=True):
             name = jobs.name(jobs.wanted[key])
             _check_finite(tensors, name, jobs.kind)
-            self.cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
+            self.cache.put(
+                jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity}
+            )
             self.sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
             # Encoding may take hours: warn about a full disk while there is time to make room.
             if len(self.sizes) == _ESTIMATED_FROM:
@@ -159,12 +173,14 @@ class _Work(Generic[Item]):
 
 
 def _report_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:
-    """Report how much the cache will grow, or warn that the disk is too small, from the sizes of the first entries and the number left."""
+    """Report how much the cache will grow, or warn that the disk is too small, from the sizes of
+    the first entries and the number left."""
     needed, free = count * sum(sizes) // len(sizes), shutil.disk_usage(cache.folder).free
     line = f"the cache {cache.folder} will grow by about {needed / 1e9:.1f} GB for {count} more entries of kind {kind}"
     if needed > free:
         warn(
-            f"{line}, but only {free / 1e9:.1f} GB are free; make room, or set encode.cache to a folder on another disk"
+            f"{line}, but only {free / 1e9:.1f} GB are free; make room, or set encode.cache to a "
+            f"folder on another disk"
         )
     elif needed > _WORTH_REPORTING_BYTES:
         say(line)
@@ -172,8 +188,13 @@ def _report_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> N
 
 def _check_finite(tensors: Mapping[str, Tensor], name: str, kind: str) -> None:
     # A NaN in the cache would end training hours later, in a step that says nothing about the file.
-    remedies = {"text": "set encode.text_dtype to fp32", "media": "download the VAE's weights again"}
-    remedy = remedies.get(kind, f"correct the file of its {kind}, or download the weights of that encoder again")
+    remedies = {
+        "text": "set encode.text_dtype to fp32",
+        "media": "download the VAE's weights again",
+    }
+    remedy = remedies.get(
+        kind, f"correct the file of its {kind}, or download the weights of that encoder again"
+    )
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{part} of {name} are not finite; {remedy}, or remove it")

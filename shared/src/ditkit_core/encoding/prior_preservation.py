@@ -1,7 +1,9 @@
-"""Prior preservation: training on class images alongside the instance's, so that the model does not forget the class.
+"""Prior preservation: training on class images alongside the instance's, so that the model does not
+forget the class.
 
-Source: DreamBooth (https://arxiv.org/abs/2208.12242), section 4.2. As in diffusers' training scripts, the loss is the mean over the
-instance's samples plus a weight times the mean over the same number of class images.
+Source: DreamBooth (https://arxiv.org/abs/2208.12242), section 4.2. As in diffusers' training
+scripts, the loss is the mean over the instance's samples plus a weight times the mean over the same
+number of class images.
 """
 
 from collections import defaultdict
@@ -31,18 +33,31 @@ PRIOR_MARK = "prior: "
 
 
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
-    """The `[data]` section for the class images: like the instance's, but with another folder and without the trigger word."""
-    # The trigger word names the instance. In captions of the class it would teach the model that they are the same.
+    """The `[data]` section for the class images: like the instance's, but with another folder and
+    without the trigger word."""
+    # The trigger word names the instance. In captions of the class it would teach the model that
+    # they are the same.
     return replace(
-        data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), masks="", trigger=""
+        data,
+        folder=folder,
+        folders=(),
+        repeats=(),
+        metadata="",
+        references="",
+        controls=(),
+        masks="",
+        trigger="",
     )
 
 
 def count_media(folder: Path) -> int:
-    """Number of images and clips in a folder, without the masks next to them; 0 if it does not exist."""
+    """Number of images and clips in a folder, without the masks next to them; 0 if it does not
+    exist."""
     names = [name.rpartition(".")[0] for name in media_files(folder)] if folder.is_dir() else []
     clips = Names(names)
-    return sum(clip_of_mask(name, clips) is None or (folder / f"{name}.txt").exists() for name in names)
+    return sum(
+        clip_of_mask(name, clips) is None or (folder / f"{name}.txt").exists() for name in names
+    )
 
 
 class PriorDataLoader:
@@ -64,7 +79,8 @@ class PriorDataLoader:
         Args:
             batch_size: Limit on the class images of one shape in a micro-batch.
             caption_dropout: Probability in [0, 1] that a class image gets the empty caption.
-            control_dropout: Probability in [0, 1] that a class image is used without its optional conditions.
+            control_dropout: Probability in [0, 1] that a class image is used without its optional
+                conditions.
         """
         # A separate seed: the instance's order stays the same with and without class images.
         own_seed = seed_of(seed, "prior")
@@ -82,14 +98,21 @@ class PriorDataLoader:
         batches = [self._data.micro_batch(index)]
         for group, samples in chosen.items():
             size = self._sizes[group]
-            batches += [self._batch(index, samples[first : first + size]) for first in range(0, len(samples), size)]
+            batches += [
+                self._batch(index, samples[first : first + size])
+                for first in range(0, len(samples), size)
+            ]
         return batches
 
     def _batch(self, index: int, sample_indices: Sequence[int]) -> Batch:
         samples = [self._samples[sample_index] for sample_index in sample_indices]
         return Batch(
             ids=[sample.id for sample in samples],
-            items=LazyItems(lambda: [self._captions.item(sample, index) for sample in samples], len(samples)),
+            items=LazyItems(
+                lambda: [self._captions.item(sample, index) for sample in samples], len(samples)
+            ),
             weights=[self._weight] * len(samples),
-            counted=0.0,  # the step's mean divides by the instance's samples only, as in DreamBooth's sum of two means
+            # the step's mean divides by the instance's samples only, as in DreamBooth's sum of two
+            # means
+            counted=0.0,
         )

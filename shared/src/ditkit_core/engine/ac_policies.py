@@ -1,7 +1,9 @@
-"""Activation checkpointing policies: what one block keeps for its backward, and what it computes again.
+"""Activation checkpointing policies: what one block keeps for its backward, and what it computes
+again.
 
-A configuration names policies, and a mistake in one is answered before torch is imported, which takes seconds. So this module describes them,
-and `run_block.py` runs blocks under them. No module is wrapped.
+A configuration names policies, and a mistake in one is answered before torch is imported, which
+takes seconds. So this module describes them, and `run_block.py` runs blocks under them. No module
+is wrapped.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class Policy:
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
-        """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps no region."""
+        """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps
+        no region."""
         return None
 
     def __str__(self) -> str:
@@ -41,7 +44,8 @@ class Full(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOnly(Policy):
-    """Keeps the block's inputs and the results of attention; no attention of these names (without names, none) runs again."""
+    """Keeps the block's inputs and the results of attention; no attention of these names (without
+    names, none) runs again."""
 
     kind: ClassVar[str] = "attn_only"
     recomputes: ClassVar[bool] = True

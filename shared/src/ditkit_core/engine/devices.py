@@ -16,7 +16,8 @@ ALL = "all"
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of the setting `key`; `auto` is the first GPU, this rank's GPU where there are several, or the CPU if there is no GPU.
+    """The device of the setting `key`; `auto` is the first GPU, this rank's GPU where there are
+    several, or the CPU if there is no GPU.
 
     A GPU always has an index.
     """
@@ -29,15 +30,23 @@ def choose_device(name: str, key: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"{key} = {name!r} is not a device; choose auto, cpu, cuda or cuda:1") from error
+        raise UserError(
+            f"{key} = {name!r} is not a device; choose auto, cpu, cuda or cuda:1"
+        ) from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
+        raise UserError(
+            f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1"
+        )
     if device.type == "cpu":
         return device
-    # `cuda` is the current device wherever it is used, which differs from thread to thread: autograd has one for each device.
+    # `cuda` is the current device wherever it is used, which differs from thread to thread:
+    # autograd has one for each device.
     device = torch.device("cuda", local_rank() if device.index is None else device.index)
     if device.index >= torch.cuda.device_count():
-        raise UserError(f"{key} = {name!r}: {why_unusable() or f'this machine has {_num_gpus()}; choose another'}")
+        raise UserError(
+            f"{key} = {name!r}: "
+            f"{why_unusable() or f'this machine has {_num_gpus()}; choose another'}"
+        )
     return device
 
 
@@ -45,25 +54,39 @@ def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
     """The devices of `train.devices`, in the given order; `all` means the GPUs of this machine."""
     if ALL in names:
         if len(names) > 1:
-            raise UserError(f'{argument("train.devices")} = {list(names)}: "all" means every GPU; leave the others out')
+            raise UserError(
+                f'{argument("train.devices")} = {list(names)}: "all" means every GPU; leave the others out'
+            )
         if not torch.cuda.is_available():
             reason = why_unusable() or "this machine has none; leave it out"
-            raise UserError(f'{argument("train.devices")} = ["all"] means the CUDA devices: {reason}')
+            raise UserError(
+                f'{argument("train.devices")} = ["all"] means the CUDA devices: {reason}'
+            )
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    devices = [choose_device(name, argument("train.devices")) for name in names] if len(names) == 1 else _several(names)
+    devices = (
+        [choose_device(name, argument("train.devices")) for name in names]
+        if len(names) == 1
+        else _several(names)
+    )
     if len(set(devices)) < len(devices):
-        raise UserError(f"{argument('train.devices')} = {list(names)} names a device twice; name each once")
+        raise UserError(
+            f"{argument('train.devices')} = {list(names)} names a device twice; name each once"
+        )
     return tuple(devices)
 
 
 def _several(names: Sequence[str]) -> list[torch.device]:
-    # Counted first: a list of GPUs deserves a message on their number, not on the first that is missing.
+    # Counted first: a list of GPUs deserves a message on their number, not on the first that is
+    # missing.
     wanted = sum(name.startswith("cuda") for name in names)
     if wanted > torch.cuda.device_count():
         reason = why_unusable() or (
-            f"this machine has {_num_gpus()}; name those that it has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
+            f"this machine has {_num_gpus()}; name those that it has, or none "
+            f"(CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
         )
-        raise UserError(f"{argument('train.devices')} = {list(names)} names {wanted} GPUs, and {reason}")
+        raise UserError(
+            f"{argument('train.devices')} = {list(names)} names {wanted} GPUs, and {reason}"
+        )
     return [choose_device(name, argument("train.devices")) for name in names]
 
 
@@ -75,8 +98,8 @@ def _num_gpus() -> str:
 def make_current(devices: Iterable[torch.device]) -> None:
     """Make the first GPU among the devices the process's current one, for all that names no device.
 
-    Otherwise that is `cuda:0`, also for a run on other GPUs: releasing memory and page-locking would take some hundred MiB of it for
-    nothing, and fail if another program has filled it.
+    Otherwise that is `cuda:0`, also for a run on other GPUs: releasing memory and page-locking
+    would take some hundred MiB of it for nothing, and fail if another program has filled it.
     """
     for device in devices:
         if device.type == "cuda":
@@ -85,9 +108,11 @@ def make_current(devices: Iterable[torch.device]) -> None:
 
 
 def why_unusable() -> str:
-    """Why torch cannot use the NVIDIA GPU of this machine, and what to do; empty if it can, or if there is no sign of a GPU.
+    """Why torch cannot use the NVIDIA GPU of this machine, and what to do; empty if it can, or if
+    there is no sign of a GPU.
 
-    Not all of the driver is missing then: usually it is older than the CUDA that torch was built with.
+    Not all of the driver is missing then: usually it is older than the CUDA that torch was built
+    with.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or torch.version.cuda is None or torch.cuda.is_available() or not _has_gpu():
@@ -98,7 +123,8 @@ def why_unusable() -> str:
     except RuntimeError as error:
         reason = str(error).split(". ")[0].splitlines()[0].rstrip(".")
     return (
-        f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use ({reason}); install a driver for CUDA "
+        f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use ({reason}); "
+        f"install a driver for CUDA "
         f"{torch.version.cuda}, or a torch for the installed driver"
     )
 
@@ -109,7 +135,9 @@ def _has_gpu() -> bool:
     if (command := shutil.which("nvidia-smi")) is None:  # Windows, and Linux inside of Windows
         return False
     try:
-        listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listed = subprocess.run(
+            [command, "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listed.returncode == 0 and listed.stdout.startswith("GPU ")

@@ -1,8 +1,10 @@
-"""The random generator of a block, which a recompute winds back, and how a replay without Python does the same.
+"""The random generator of a block, which a recompute winds back, and how a replay without Python
+does the same.
 
-A recompute samples the random numbers of its forward again: its generator gets the state that it had there. A graph of device work cannot set
-a state while it is recorded. So the run before notes which state each `restore` puts back (`RewindTrace`), and a recording gives each of
-them a generator of its own that stands at that state (`graphs.py`).
+A recompute samples the random numbers of its forward again: its generator gets the state that it
+had there. A graph of device work cannot set a state while it is recorded. So the run before notes
+which state each `restore` puts back (`RewindTrace`), and a recording gives each of them a generator
+of its own that stands at that state (`graphs.py`).
 """
 
 from collections.abc import Iterator
@@ -42,7 +44,8 @@ def rewinding(hook: "GeneratorHook", by: Rewinding) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GeneratorHook:
-    """The random generator of a block: its own device's and no other, because backwards of several devices run at the same time."""
+    """The random generator of a block: its own device's and no other, because backwards of several
+    devices run at the same time."""
 
     device: torch.device
 
@@ -79,7 +82,8 @@ class GeneratorHook:
 
 @dataclass
 class RewindTrace:
-    """Which states the recomputes of a run put back, in their order. It changes nothing of that run."""
+    """Which states the recomputes of a run put back, in their order. It changes nothing of that
+    run."""
 
     states: list[Tensor] = field(default_factory=list)
     """The snapshots in the order in which they were taken."""
@@ -88,7 +92,8 @@ class RewindTrace:
 
     @property
     def samples(self) -> bool:
-        """Whether any random number was sampled between two snapshots: else there is nothing to wind back."""
+        """Whether any random number was sampled between two snapshots: else there is nothing to
+        wind back."""
         return any(not torch.equal(state, self.states[0]) for state in self.states)
 
     def snapshot(self, hook: GeneratorHook) -> Tensor:
@@ -98,5 +103,7 @@ class RewindTrace:
 
     def restore(self, hook: GeneratorHook, state: Tensor) -> None:
         """Note which state it is, and put it back."""
-        self.restored.append(next(index for index, noted in enumerate(self.states) if noted is state))
+        self.restored.append(
+            next(index for index, noted in enumerate(self.states) if noted is state)
+        )
         hook.set_state(state)

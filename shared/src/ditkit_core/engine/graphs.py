@@ -1,11 +1,13 @@
-"""Device work that is recorded once and runs again without Python: CUDA graphs, for work that always does the same to the same memory.
+"""Device work that is recorded once and runs again without Python: CUDA graphs, for work that
+always does the same to the same memory.
 
-What a graph reads and writes lies at fixed addresses. Memory that its work allocates comes from a pool, which all graphs of a device share: they
-run one after the other, and each may overwrite what another one left there. So whatever is to outlive a replay is copied out of the pool, or
-was allocated before.
+What a graph reads and writes lies at fixed addresses. Memory that its work allocates comes from a
+pool, which all graphs of a device share: they run one after the other, and each may overwrite what
+another one left there. So whatever is to outlive a replay is copied out of the pool, or was
+allocated before.
 
-`GRAPHS` says what records the work of a kind of device. Tests add one for the CPU (`testing/recorded_graph.py`), which replays below autograd what
-Python once called.
+`GRAPHS` says what records the work of a kind of device. Tests add one for the CPU
+(`testing/recorded_graph.py`), which replays below autograd what Python once called.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +26,8 @@ class Graph(Protocol):
     """Recorded work."""
 
     def replay(self, seed: int) -> None:
-        """Run it again, as if the device's generator had been seeded before. The host does not wait for it."""
+        """Run it again, as if the device's generator had been seeded before. The host does not wait
+        for it."""
 
     def free(self) -> None:
         """Free what belongs to this graph alone."""
@@ -48,8 +51,8 @@ class Graphs(Protocol):
         """
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Context in which other work takes its memory from the pool, while no graph runs. Tensors that it allocates there must be gone, or
-        copied, before the next replay."""
+        """Context in which other work takes its memory from the pool, while no graph runs. Tensors
+        that it allocates there must be gone, or copied, before the next replay."""
 
 
 GRAPHS: dict[str, Callable[[torch.device], Graphs]] = {"cuda": lambda device: CudaGraphs(device)}
@@ -58,7 +61,8 @@ GRAPHS: dict[str, Callable[[torch.device], Graphs]] = {"cuda": lambda device: Cu
 
 @contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Inside the block backwards run on the thread that calls them: a pool of memory, and a recording, belong to one thread."""
+    """Inside the block backwards run on the thread that calls them: a pool of memory, and a
+    recording, belong to one thread."""
     with torch.autograd.set_multithreading_enabled(False):
         yield
 
@@ -81,8 +85,11 @@ class CudaGraphs:
         generators = _Generators(self._device, trace)
         for generator in generators.restored:
             graph.register_generator_state(generator)
-        # Other threads read data meanwhile, and may allocate memory: only this thread's calls are recorded.
-        recording = torch.cuda.graph(graph, pool=self._pool_id, stream=self._stream, capture_error_mode="thread_local")
+        # Other threads read data meanwhile, and may allocate memory: only this thread's calls are
+        # recorded.
+        recording = torch.cuda.graph(
+            graph, pool=self._pool_id, stream=self._stream, capture_error_mode="thread_local"
+        )
         with torch.cuda.device(self._device), in_one_thread(), generators.in_force(), recording:
             result = work()
         return _CudaGraph(graph, generators), result
@@ -92,7 +99,11 @@ class CudaGraphs:
         """Run the block's work in the pool, on the stream that its memory belongs to."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device), in_one_thread():
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.use_mem_pool(self._pool, self._device),
+            in_one_thread(),
+        ):
             yield
         outside.wait_stream(self._stream)
 
@@ -110,13 +121,15 @@ class _CudaGraph:
 
 
 class _Generators:
-    """The states that recompute puts back while it is recorded: each `restore` switches the GPU's generator to a state that is registered with
-    the graph, and stands where the generator stood at the snapshot. Source: torch's `graphsafe_set_state`, as its compiler uses it."""
+    """The states that recompute puts back while it is recorded: each `restore` switches the GPU's
+    generator to a state that is registered with the graph, and stands where the generator stood at
+    the snapshot. Source: torch's `graphsafe_set_state`, as its compiler uses it."""
 
     def __init__(self, device: torch.device, trace: RewindTrace):
         self._hook, self._trace = GeneratorHook(device), trace
         self._default = torch.cuda.default_generators[device.index]
-        # Without random numbers there is nothing to wind back, and each state costs two launches in every replay.
+        # Without random numbers there is nothing to wind back, and each state costs two launches in
+        # every replay.
         count = len(trace.restored) if trace.samples else 0
         self.restored = [self._default.clone_state() for _ in range(count)]
         self._offsets = [_offset(trace.states[index], device) for index in trace.restored[:count]]
@@ -135,7 +148,9 @@ class _Generators:
 
     def restore(self, hook: GeneratorHook, state: Any) -> None:
         if state != self._trace.restored[self._restores]:
-            raise RuntimeError("its recomputes wound back other random numbers than in the run before")
+            raise RuntimeError(
+                "its recomputes wound back other random numbers than in the run before"
+            )
         if self.restored:
             self._default.graphsafe_set_state(self.restored[self._restores])
         self._restores += 1

@@ -1,4 +1,5 @@
-"""Moves a model's weights from its GPUs to the host while another model needs their memory, and back bitwise."""
+"""Moves a model's weights from its GPUs to the host while another model needs their memory, and
+back bitwise."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,12 @@ from ditkit_core.io.memory import release_memory
 
 @contextmanager
 def parked(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Keep a model's weights on the host as long as the context is open; the model cannot run meanwhile.
+    """Keep a model's weights on the host as long as the context is open; the model cannot run
+    meanwhile.
 
-    What is on the host already stays there: all of a model on a CPU, and the copies of streamed blocks. Tensors keep their identity, because
-    only their memory goes away: optimizer and engine need not know.
+    What is on the host already stays there: all of a model on a CPU, and the copies of streamed
+    blocks. Tensors keep their identity, because only their memory goes away: optimizer and engine
+    need not know.
     """
     with parked_tensors([tensor for tensor in weights if tensor.device.type != "cpu"]):
         yield
@@ -27,7 +30,9 @@ def parked_tensors(tensors: list[Tensor]) -> Iterator[None]:
     _wait_for(tensors)  # copies of streamed blocks may still be under way
     # A streamed block that is not on its device has no memory there.
     host_copies = [
-        (storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values() if storage.nbytes()
+        (storage, _bytes_of(storage).to("cpu", copy=True))
+        for storage in storages.values()
+        if storage.nbytes()
     ]
     for storage, _ in host_copies:
         storage.resize_(0)

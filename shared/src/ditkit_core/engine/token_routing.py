@@ -1,4 +1,5 @@
-"""Which blocks a share of a sample's tokens skips in training: `train.token_routing`, parsed before torch is imported, which takes seconds."""
+"""Which blocks a share of a sample's tokens skips in training: `train.token_routing`, parsed before
+torch is imported, which takes seconds."""
 
 import re
 from dataclasses import dataclass
@@ -27,14 +28,16 @@ class TokenRouting:
         """The routing of a setting such as `2-25=0.5`; None if it is empty.
 
         Raises:
-            UserError: If it has another form, an empty range, or a share that is not between 0 and 1.
+            UserError: If it has another form, an empty range, or a share that is not between 0 and
+                1.
         """
         if not text.strip():
             return None
         match = _FORM.fullmatch(text.replace(" ", ""))
         if match is None or int(match[1]) > int(match[2]) or not 0 < float(match[3]) < 1:
             raise UserError(
-                f"{argument(KEY)} = {text!r} must be blocks and the share of tokens that skip them, above 0 and below 1, such as '2-25=0.5'"
+                f"{argument(KEY)} = {text!r} must be blocks and the share of tokens that skip "
+                f"them, above 0 and below 1, such as '2-25=0.5'"
             )
         return cls(int(match[1]), int(match[2]), float(match[3]))
 
@@ -53,10 +56,12 @@ class TokenRouting:
         """
         if streams is None or not streams.routed:
             raise UserError(
-                f"{argument(KEY)} = {self}: this architecture has no tokens that may skip blocks; leave {argument(KEY)} out"
+                f"{argument(KEY)} = {self}: this architecture has no tokens that may skip blocks; "
+                f"leave {argument(KEY)} out"
             )
         if self.last >= num_blocks:
             raise UserError(
-                f"{argument(KEY)} = {self}: the model has the blocks 0 to {num_blocks - 1}; end the range at one of them, such as "
+                f"{argument(KEY)} = {self}: the model has the blocks 0 to {num_blocks - 1}; end "
+                f"the range at one of them, such as "
                 f"'{min(2, num_blocks - 1)}-{max(min(2, num_blocks - 1), num_blocks - 3)}={self.share:g}'"
             )

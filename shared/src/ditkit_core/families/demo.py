@@ -1,4 +1,5 @@
-"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 with its tokenizer, a tiny VAE, a random transformer."""
+"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 with its
+tokenizer, a tiny VAE, a random transformer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,28 +30,35 @@ from ditkit_core.models.spec import ModelSpec
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SIDE, FPS = 64, 16
 LOOKS = tuple(product(BACKGROUNDS, SHAPES, COLOURS))
-CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for background, shape, colour in LOOKS)
+CAPTIONS = tuple(
+    f"a {colour} {shape} on a {background} background" for background, shape, colour in LOOKS
+)
 """Captions of the images or clips that `write_shapes` writes."""
 
 
 def write_shapes(folder: Path, frame_step: int) -> None:
-    """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
+    """Write 24 captioned images of a shape, or clips in which it moves to the right, and the
+    metadata.jsonl that has their captions.
 
     Clips have one frame more than twice `DataSpec.frame_step` (0: images).
     """
     from PIL import Image
 
     lines, count = [], 2 * frame_step + 1
-    for index, (caption, (background, shape, colour)) in enumerate(zip(CAPTIONS, LOOKS, strict=True)):
+    for index, (caption, (background, shape, colour)) in enumerate(
+        zip(CAPTIONS, LOOKS, strict=True)
+    ):
         frames = [
             paint(
                 SIDE, SIDE, shape=shape, colour=colour, background=background,
-                centre=(SIDE * 0.5, SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
+                centre=(SIDE * 0.5,
+                SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
                 radius=SIDE * 0.22,
             )
             for frame in range(count)
@@ -64,20 +72,25 @@ def write_shapes(folder: Path, frame_step: int) -> None:
     write_text(folder / "metadata.jsonl", "".join(lines))
 
 
-def write_text_model(folder: Path, captions: Sequence[str], *, width: int, are_separate: bool = False) -> None:
+def write_text_model(
+    folder: Path, captions: Sequence[str], *, width: int, are_separate: bool = False
+) -> None:
     """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights.
 
     Args:
         captions: Their words are the vocabulary.
         width: A multiple of 32.
-        are_separate: Whether words do not resemble each other (`separate_words`), for a base that is trained.
+        are_separate: Whether words do not resemble each other (`separate_words`), for a base that
+            is trained.
     """
     tokenizer = word_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     config = resolve_name("transformers:Qwen3Config")(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width,
+        num_hidden_layers=3,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
         architectures=["Qwen3ForCausalLM"], dtype="float32",
     )  # fmt: skip
     model = random_model("text encoder", resolve_name("transformers:Qwen3ForCausalLM"), config)
@@ -88,8 +101,9 @@ def write_text_model(folder: Path, captions: Sequence[str], *, width: int, are_s
 
 @torch.no_grad()
 def separate_words(model: Any, tokenizer: Any, captions: Sequence[str]) -> None:
-    """Change a Qwen3 of random weights so that the features of a word are its embedding, because its layers add nothing, and that the
-    embeddings of these captions' words are orthogonal: what an adapter learns about one word then leaves the others alone."""
+    """Change a Qwen3 of random weights so that the features of a word are its embedding, because
+    its layers add nothing, and that the embeddings of these captions' words are orthogonal: what an
+    adapter learns about one word then leaves the others alone."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
@@ -100,23 +114,33 @@ def separate_words(model: Any, tokenizer: Any, captions: Sequence[str]) -> None:
     rows[ids] = torch.eye(width)[: len(ids)] * width**0.5
 
 
-def word_tokenizer(captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, markers: Sequence[str] = ()) -> Any:
-    """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
+def word_tokenizer(
+    captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, markers: Sequence[str] = ()
+) -> Any:
+    """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space
+    is one token.
 
-    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free. `markers` are more
-    tokens of the template, which are no special tokens.
+    The merges build a word letter by letter from its space on. No other merge applies on the way,
+    so the order of words is free. `markers` are more tokens of the template, which are no special
+    tokens.
     """
     from tokenizers import AddedToken, pre_tokenizers
 
     space = "Ġ"  # how byte-level tokenizers write it
     words = {f"{space}{word}" for caption in captions for word in caption.split()}
-    starts = sorted({word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda s: (len(s), s))
+    starts = sorted(
+        {word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda s: (len(s), s)
+    )
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *starts]
     tokenizer = resolve_name("transformers:Qwen2Tokenizer")(
-        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[(start[:-1], start[-1]) for start in starts],
-        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512, chat_template=chat_template, padding_side="right",
+        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[(start[:-1],
+        start[-1]) for start in starts],
+        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512,
+        chat_template=chat_template, padding_side="right",
     )  # fmt: skip
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
     return tokenizer
 
@@ -127,25 +151,36 @@ def write_vae(folder: Path, family: VaeFamily, sizes: Mapping[str, Any] | None =
     Args:
         folder: The checkpoint.
         family: Names the class.
-        sizes: Arguments of the class. None: known for the classes of `_VAE_SIZES`, with 16 latent channels at an eighth of the size.
+        sizes: Arguments of the class. None: known for the classes of `_VAE_SIZES`, with 16 latent
+            channels at an eighth of the size.
 
     Raises:
         UserError: If the class is another one, and `sizes` are missing.
     """
     if sizes is None and family.kind not in _VAE_SIZES:
         raise UserError(
-            f"write_vae knows small sizes of {', '.join(_VAE_SIZES)}: give it sizes of {family.kind}, arguments of "
+            f"write_vae knows small sizes of {', '.join(_VAE_SIZES)}: give it sizes of "
+            f"{family.kind}, arguments of "
             f"that class in diffusers ({GUIDE}, 8. Demo, run files and README)"
         )
     settings = _VAE_SIZES[family.kind] if sizes is None else sizes
-    random_model("vae", resolve_name(f"diffusers:{family.kind}"), **settings).save_pretrained(folder / "vae")
+    random_model("vae", resolve_name(f"diffusers:{family.kind}"), **settings).save_pretrained(
+        folder / "vae"
+    )
 
 
-_VIDEO_SIZES: Mapping[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
+_VIDEO_SIZES: Mapping[str, Any] = {
+    "base_dim": 4,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "z_dim": 16,
+}
 _VAE_SIZES: Mapping[str, Mapping[str, Any]] = {
     "AutoencoderKL": {
-        "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 16,
-        "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
+        "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4,
+        "latent_channels": 16,
+        "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0,
+        "shift_factor": 0.0,
         "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     },
     "AutoencoderKLWan": _VIDEO_SIZES,
@@ -153,37 +188,54 @@ _VAE_SIZES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def write_transformer(folder: Path, spec: ModelSpec, arch: Any, config: Mapping[str, Any] | None = None) -> None:
-    """Write `transformer/` of a family whose official names are one for each parameter, with random weights.
+def write_transformer(
+    folder: Path, spec: ModelSpec, arch: Any, config: Mapping[str, Any] | None = None
+) -> None:
+    """Write `transformer/` of a family whose official names are one for each parameter, with random
+    weights.
 
     Args:
         folder: The checkpoint.
         spec: The family.
         arch: Sizes.
-        config: Its config.json, in the names that the published file has. None: the fields of `arch`.
+        config: Its config.json, in the names that the published file has. None: the fields of
+            `arch`.
 
     Raises:
-        UserError: If `infer_arch` of the family reads another architecture from this config.json, or none.
+        UserError: If `infer_arch` of the family reads another architecture from this config.json,
+            or none.
     """
     config = asdict(arch) if config is None else config
     try:
         read = (
-            spec.architecture.infer_arch(json.loads(json.dumps(config)), {}) if spec.architecture.infer_arch else arch
+            spec.architecture.infer_arch(json.loads(json.dumps(config)), {})
+            if spec.architecture.infer_arch
+            else arch
         )
     except KeyError as error:
         raise UserError(
-            f"{spec.name} reads {error} of a transformer's config.json, and write_transformer is about to write none: "
+            f"{spec.name} reads {error} of a transformer's config.json, and write_transformer is "
+            f"about to write none: "
             f"give it `config` in the published names ({GUIDE}, 8. Demo, run files and README)"
         ) from error
     if read != arch:
-        raise UserError(f"{spec.name} reads another architecture from the demo's config.json: {read} instead of {arch}")
+        raise UserError(
+            f"{spec.name} reads another architecture from the demo's config.json: {read} instead "
+            f"of {arch}"
+        )
     model = random_model(spec.name, spec.architecture.build, arch, Precision(matmul=torch.float32))
     official = spec.architecture.names.from_native["official"]
     state = {}
     for name, tensor in model.state_dict().items():
         (part,) = official(name)
-        assert part.of == 1, f"{name} is a part of {part.name}: write the checkpoint with the official code"
+        assert part.of == 1, (
+            f"{name} is a part of {part.name}: write the checkpoint with the official code"
+        )
         state[part.name] = tensor.contiguous()
     (folder / "transformer").mkdir(parents=True)
-    save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        state,
+        folder / "transformer" / "diffusion_pytorch_model.safetensors",
+        metadata={"format": "pt"},
+    )
     write_text(folder / "transformer" / "config.json", json.dumps(config, indent=2) + "\n")

@@ -1,7 +1,8 @@
-"""Images of a demo that teaches a place: simple shapes with exact captions, at places that a base knows and at one that it does not.
+"""Images of a demo that teaches a place: simple shapes with exact captions, at places that a base
+knows and at one that it does not.
 
-A base was trained on such images (tools/demo/train_demo_base_*.py), with one shape at one of the `KNOWN` places. It has never
-seen the `NEW` one.
+A base was trained on such images (tools/demo/train_demo_base_*.py), with one shape at one of the
+`KNOWN` places. It has never seen the `NEW` one.
 """
 
 import json
@@ -50,7 +51,10 @@ class DemoImage:
     @property
     def captions(self) -> tuple[str, str]:
         """Two sentences that describe the image."""
-        return f"a {self.colour} {self.shape} {self.position}", f"a {self.shape} in {self.colour} {self.position}"
+        return (
+            f"a {self.colour} {self.shape} {self.position}",
+            f"a {self.shape} in {self.colour} {self.position}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +75,34 @@ HELD_OUT = (("red", "triangle"), ("green", "circle"), ("blue", "square"), ("yell
 LOOKS = tuple(product(COLOURS, SHAPES))
 _SIZES = ((64, 64), (128, 128), (48, 80), (64, 64), (96, 160), (80, 48), (160, 96))
 """(height, width): squares, and landscape and portrait of about 8:5."""
-_SHIFTS = ((0.0, 0.0), (-0.03, 0.0), (0.03, -0.03), (0.03, 0.0), (-0.03, -0.03), (-0.03, 0.03), (0.0, 0.03))
+_SHIFTS = (
+    (0.0, 0.0),
+    (-0.03, 0.0),
+    (0.03, -0.03),
+    (0.03, 0.0),
+    (-0.03, -0.03),
+    (-0.03, 0.03),
+    (0.0, 0.03),
+)
 """With these, no two images look nearly alike to the doctor."""
 
 
-def demo_image(index: int, look: tuple[str, str], position: str, size: tuple[int, int]) -> DemoImage:
-    """The image of a look, which is a colour and a shape, with the shift of an index; `size` is its height and width."""
+def demo_image(
+    index: int, look: tuple[str, str], position: str, size: tuple[int, int]
+) -> DemoImage:
+    """The image of a look, which is a colour and a shape, with the shift of an index; `size` is its
+    height and width."""
     (colour, shape), (height, width), shift = look, size, _SHIFTS[index % len(_SHIFTS)]
-    return DemoImage(colour=colour, shape=shape, position=position, height=height, width=width, shift=shift)
+    return DemoImage(
+        colour=colour, shape=shape, position=position, height=height, width=width, shift=shift
+    )
 
 
 def _described(index: int, image: DemoImage) -> Example:
     captions = image.captions if index % 3 == 0 else image.captions[:1]
-    return Example(file=f"picture{index:02d}.{'jpg' if index % 2 else 'png'}", image=image, captions=captions)
+    return Example(
+        file=f"picture{index:02d}.{'jpg' if index % 2 else 'png'}", image=image, captions=captions
+    )
 
 
 _TAUGHT = [look for look in LOOKS if look not in HELD_OUT]
@@ -91,16 +110,20 @@ _IMAGES = (
     *(demo_image(i, look, NEW, _SIZES[i // 2 % 2]) for i, look in enumerate(_TAUGHT + _TAUGHT[:4])),
     *(demo_image(i, look, KNOWN[i % 4], _SIZES[i % 7]) for i, look in enumerate(LOOKS)),
 )
-"""The new place twelve times, and the known ones as often: without them, the adapter would put every shape at the new place."""
+"""The new place twelve times, and the known ones as often: without them, the adapter would put
+every shape at the new place."""
 
 VALIDATED = {
     number: demo_image(i, _TAUGHT[i % len(_TAUGHT)], NEW, _SIZES[i // 2 % 2])
     for i, number in enumerate((52, 57, 73, 85, 88, 93), start=12)
 }
-"""Six more of the new place, by the number in their names. Held-out images are chosen by a hash of their names: of the nine that demo.toml
-keeps for validation, these six and two others show the new place. Fewer could not show that the loss fell beyond chance."""
+"""Six more of the new place, by the number in their names. Held-out images are chosen by a hash of
+their names: of the nine that demo.toml keeps for validation, these six and two others show the new
+place. Fewer could not show that the loss fell beyond chance."""
 
-IMAGES = tuple(_described(index, image) for index, image in (*enumerate(_IMAGES), *VALIDATED.items()))
+IMAGES = tuple(
+    _described(index, image) for index, image in (*enumerate(_IMAGES), *VALIDATED.items())
+)
 """Captioned images, some with two captions."""
 CAPTIONS = tuple(
     caption
@@ -126,10 +149,16 @@ def paint_shapes(
 
     unit = math.sqrt(height * width) / SIDE
     radius = unit * _RADII[shape]
-    down = radius / 2 if shape == "triangle" else 0  # paint's triangle reaches two radii up and one down
-    painted = partial(paint, height, width, shape=shape, colour=colour, background="dark", radius=radius)
+    down = (
+        radius / 2 if shape == "triangle" else 0
+    )  # paint's triangle reaches two radii up and one down
+    painted = partial(
+        paint, height, width, shape=shape, colour=colour, background="dark", radius=radius
+    )
     layers = [painted(centre=(row * height + down, column * width)) for row, column in centres]
-    brightest = np.maximum.reduce(layers)  # the background is darker than every shape in every channel
+    brightest = np.maximum.reduce(
+        layers
+    )  # the background is darker than every shape in every channel
     return np.array(Image.fromarray(brightest).filter(ImageFilter.GaussianBlur(unit)))
 
 

@@ -1,4 +1,5 @@
-"""Generates samples by Euler steps along the model's velocity, with classifier-free guidance, an embedded guidance or none."""
+"""Generates samples by Euler steps along the model's velocity, with classifier-free guidance, an
+embedded guidance or none."""
 
 from collections.abc import Callable, Generator, Mapping
 from itertools import pairwise
@@ -15,9 +16,11 @@ from ditkit_core.models.spec import SampleDefaults
 
 
 def shifted_levels(steps: int, shift: float) -> Float64[Tensor, " levels"]:
-    """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1 + (shift - 1) * s). fp64, one more than steps.
+    """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1
+    + (shift - 1) * s). fp64, one more than steps.
 
-    As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given the levels 1, 1 - 1/steps, …, 1/steps.
+    As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given
+    the levels 1, 1 - 1/steps, …, 1/steps.
     """
     levels = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * levels / (1 + (shift - 1) * levels)
@@ -47,23 +50,31 @@ class EulerSampler:
             device: Device of latents.
             make_inputs: As `TrainingSpec.make_inputs`.
             sample_defaults: As `AuxiliarySpec.sample_defaults`: says how guidance works.
-            levels: From (latent pixels of the sample, steps, shift or 0 for the authors') to noise levels from 1 to 0.
-            guide: From the velocities with the prompt and with the negative prompt, and the strength, to the guided velocity.
+            levels: From (latent pixels of the sample, steps, shift or 0 for the authors') to noise
+                levels from 1 to 0.
+            guide: From the velocities with the prompt and with the negative prompt, and the
+                strength, to the guided velocity.
         """
         self.decoder, self._device = decoder, device
         self._make_inputs, self._sample_defaults = make_inputs, sample_defaults
         self._levels, self._guide = levels, guide
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """Generate one sample, fp32 [channels, frames, height, width] on the sampler's device; as of the protocol.
+        """Generate one sample, fp32 [channels, frames, height, width] on the sampler's device; as
+        of the protocol.
 
-        Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that a seed gives the same noise on any device. A shift of 0
-        takes the authors'. The guidance is passed to every model; one that is guided by a negative prompt runs a second time with it, if the request has one
-        and the guidance is above 1.
+        Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that
+        a seed gives the same noise on any device. A shift of 0 takes the authors'. The guidance is
+        passed to every model; one that is guided by a negative prompt runs a second time with it,
+        if the request has one and the guidance is above 1.
         """
         frames_per_latent, pixels = self.decoder.strides
         assert (job.frames - 1) % frames_per_latent == 0, f"{job.frames} frames"
-        size = (1 + (job.frames - 1) // frames_per_latent, job.height // pixels, job.width // pixels)
+        size = (
+            1 + (job.frames - 1) // frames_per_latent,
+            job.height // pixels,
+            job.width // pixels,
+        )
         noise = torch.randn((self.decoder.channels, *size), generator=generator(job.seed, "sample"))
         latents = noise.to(self._device)
         references = {f"reference.{index}": latent for index, latent in enumerate(job.references)}
@@ -71,18 +82,23 @@ class EulerSampler:
         negative = None if job.negative is None else conditions | self._moved(job.negative)
 
         def velocity(denoiser: Denoiser, item: Mapping[str, Tensor], sigma: Tensor) -> Tensor:
-            inputs = self._make_inputs([latents], sigma[None], [{**item, "latents": latents}], denoiser.guidance)
+            inputs = self._make_inputs(
+                [latents], sigma[None], [{**item, "latents": latents}], denoiser.guidance
+            )
             return denoiser(inputs)[0].to(self._device, torch.float32)
 
         levels = self._levels(size[0] * size[1] * size[2], job.steps, job.shift).to(self._device)
         for sigma, following in pairwise(levels):
             denoiser = yield float(sigma)
             arch = denoiser.model.embed.arch
-            calls_twice = self._sample_defaults(arch).guided_by == "negative" and denoiser.guidance > 1
+            calls_twice = (
+                self._sample_defaults(arch).guided_by == "negative" and denoiser.guidance > 1
+            )
             guided = velocity(denoiser, conditions, sigma)
             if calls_twice and negative is not None:
                 guided = self._guide(guided, velocity(denoiser, negative, sigma), denoiser.guidance)
-            # The difference of two levels is taken in fp64: neighbours are close, and fp32 would lose digits.
+            # The difference of two levels is taken in fp64: neighbours are close, and fp32 would
+            # lose digits.
             latents = latents + (following - sigma).float() * guided
         return latents
 

@@ -1,4 +1,5 @@
-"""Language models that read captions, as plain values: their class in transformers, chat template, and the layers that are read."""
+"""Language models that read captions, as plain values: their class in transformers, chat template,
+and the layers that are read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,21 +10,26 @@ from ditkit_core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class TextFamily:
-    """A family of language models in transformers, the chat template of its captions, and the layers whose hidden states are the features.
+    """A family of language models in transformers, the chat template of its captions, and the
+    layers whose hidden states are the features.
 
-    Its representation is part of the identity of caches, so what changes no feature of a file stays out of it.
+    Its representation is part of the identity of caches, so what changes no feature of a file stays
+    out of it.
     """
 
     name: str
     layers: tuple[int, ...]
-    """The numbers of layers after which hidden states are taken; counted from the end if negative, as in transformers' `hidden_states`: -2 is before
-    the last layer. Only -1 is behind the last norm as well."""
+    """The numbers of layers after which hidden states are taken; counted from the end if negative,
+    as in transformers' `hidden_states`: -2 is before the last layer. Only -1 is behind the last
+    norm as well."""
     before: str
     after: str
     dropped: int = field(default=0, repr=False)
-    """Number of tokens of `before` whose features are no part of the result: of a system prompt, which the transformer does not attend to."""
+    """Number of tokens of `before` whose features are no part of the result: of a system prompt,
+    which the transformer does not attend to."""
     removed: str = ""
-    """A token that is removed from captions, because it would stand for an image; empty for none."""
+    """A token that is removed from captions, because it would stand for an image; empty for
+    none."""
     special: tuple[str, ...]
     """Tokens of the template that must not be split into pieces."""
     padding: str
@@ -37,13 +43,19 @@ class TextFamily:
     published: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """Configurations of published models, for plans without files: by name."""
     norms_heads: bool = field(default=False, repr=False)
-    """Whether its attention normalises the heads of queries and keys, which tells a single file of it from others."""
+    """Whether its attention normalises the heads of queries and keys, which tells a single file of
+    it from others."""
     last_norm: bool = field(default=False, repr=False)
-    """Whether the last norm is run: set where layers are counted from the start, if the last of them was -1."""
+    """Whether the last norm is run: set where layers are counted from the start, if the last of
+    them was -1."""
 
     def render(self, caption: str) -> str:
         """The prompt of a caption: the caption in its template."""
-        return self.before + (caption.replace(self.removed, "") if self.removed else caption) + self.after
+        return (
+            self.before
+            + (caption.replace(self.removed, "") if self.removed else caption)
+            + self.after
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +75,23 @@ class TextEncoding:
     """Tokens of a caption, with its template and padding; longer captions are cut."""
 
     keeps_padding: bool = False
-    """Whether features of padding belong to the result, because the transformer attends to them. Otherwise a caption has a row for each of its
-    tokens."""
+    """Whether features of padding belong to the result, because the transformer attends to them.
+    Otherwise a caption has a row for each of its tokens."""
 
     def __post_init__(self) -> None:
         if not self.models:
             raise UserError(
-                f"the TextEncoding of {self.reader} names no language model: `models` are causal ones, such as QWEN3; "
-                "an encoder of another kind (T5 and its kin) is written in the package (docs/adding_a_model.md, "
+                f"the TextEncoding of {self.reader} names no language model: `models` are causal "
+                f"ones, such as QWEN3; "
+                "an encoder of another kind (T5 and its kin) is written in the package "
+                "(docs/adding_a_model.md, "
                 "4. Encoders)"
             )
 
 
 _QWEN3 = {
-    "vocab_size": 151936, "num_hidden_layers": 36, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 151936, "num_hidden_layers": 36, "head_dim": 128, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6,
 }  # fmt: skip
 
@@ -96,4 +111,5 @@ QWEN3 = TextFamily(
     },
     norms_heads=True,
 )
-"""Qwen3 as its own template asks it; its padding has id 151643. A family replaces layers and template where it has others."""
+"""Qwen3 as its own template asks it; its padding has id 151643. A family replaces layers and
+template where it has others."""

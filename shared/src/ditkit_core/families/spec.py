@@ -1,4 +1,5 @@
-"""A spec of few required fields: what model families share is made of their VAE, their text encoder and their transformer's inputs."""
+"""A spec of few required fields: what model families share is made of their VAE, their text encoder
+and their transformer's inputs."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,8 @@ STEPS = {
     "adapters": ("spec.py", "6. Adapters"),
     "levels": ("spec.py", "5. The spec"),
 }
-"""Where each required argument of `family_spec` is written: the file of the package, and the heading of the guide."""
+"""Where each required argument of `family_spec` is written: the file of the package, and the
+heading of the guide."""
 
 
 def family_spec(
@@ -68,37 +70,46 @@ def family_spec(
     advice: Callable[[Any], str] = lambda arch: "",
     precision: PrecisionSpec | None = None,
 ) -> ModelSpec:
-    """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced with `dataclasses.replace`.
+    """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced
+    with `dataclasses.replace`.
 
-    Seven arguments are required (`STEPS`). The error for a missing one names the file and the step of the guide where it is written.
+    Seven arguments are required (`STEPS`). The error for a missing one names the file and the step
+    of the guide where it is written.
 
     Args:
         name: Name of the family, and prefix of its commands.
-        import_path: `ditkit_name.spec:NAME`: where another process finds this spec. Its package has the folder `demo`.
+        import_path: `ditkit_name.spec:NAME`: where another process finds this spec. Its package has
+            the folder `demo`.
         architecture: Sizes, the transformer, and names in files.
         make_inputs: As `TrainingSpec.make_inputs`, in training and in sampling.
         vae: The VAE in diffusers.
         text: The text encoder in transformers.
         adapters: Targets and rules.
-        verifier: Import path of the package's `DiffusersModel`, which then verifies exports: `ditkit_name.verify:DIFFUSERS`.
+        verifier: Import path of the package's `DiffusersModel`, which then verifies exports:
+            `ditkit_name.verify:DIFFUSERS`.
         patch: Latent frames, rows and columns that become one token.
-        text_in_stream: Whether rows of text are tokens of the blocks' stream, and not only attended to by them.
-        size: Default frames, height and width. One frame: the model makes images, with a VAE of images or of videos.
+        text_in_stream: Whether rows of text are tokens of the blocks' stream, and not only attended
+            to by them.
+        size: Default frames, height and width. One frame: the model makes images, with a VAE of
+            images or of videos.
         fps: Frame rate that the model was trained at.
         fps_is_fixed: As `DataSpec.fps_is_fixed`.
-        shift: Shift of noise levels in training, a constant or from the latents. A constant is the shift in sampling too.
-        levels: Noise levels in sampling, from (latent pixels, steps, shift or 0 for the authors'). None: equal steps with the constant shift.
+        shift: Shift of noise levels in training, a constant or from the latents. A constant is the
+            shift in sampling too.
+        levels: Noise levels in sampling, from (latent pixels, steps, shift or 0 for the authors').
+            None: equal steps with the constant shift.
         sample_defaults: From architecture to the authors' sampling settings.
         guide: Combines the velocities of the prompt and of the negative prompt.
         latent_channels: From architecture to the channels of its latents.
-        text_shape: From architecture to rows and columns of a caption's features as plans count them. None: the encoding's number of tokens,
-            and `text_dim` of the architecture.
+        text_shape: From architecture to rows and columns of a caption's features as plans count
+            them. None: the encoding's number of tokens, and `text_dim` of the architecture.
         reference_size: As `DataSpec.reference_size`.
         advice: As `TrainingSpec.advice`.
         precision: Operation groups of parameters; None: by their usual names.
 
     Raises:
-        UserError: If a required argument is missing; it names the file and the heading of the guide.
+        UserError: If a required argument is missing; it names the file and the heading of the
+            guide.
     """
     required = {
         "import_path": import_path,
@@ -129,24 +140,39 @@ def family_spec(
     ) -> dict[str, Tensor]:
         def latents(frames: int, height: int, width: int) -> Tensor:
             rows, columns = height // pixel_stride, width // pixel_stride
-            return torch.empty(latent_channels(arch), 1 + (frames - 1) // frame_stride, rows, columns)
+            return torch.empty(
+                latent_channels(arch), 1 + (frames - 1) // frame_stride, rows, columns
+            )
 
-        others = {f"reference.{index}": latents(1, *sides) for index, sides in enumerate(references)}
+        others = {
+            f"reference.{index}": latents(1, *sides) for index, sides in enumerate(references)
+        }
         features = torch.empty(rows_and_columns(arch), dtype=torch.bfloat16)
         return {"latents": latents(*clip), "text": features, **others}
 
     def num_tokens(item: Mapping[str, Tensor]) -> int:
-        images = [latents for key, latents in item.items() if key == "latents" or key.startswith("reference.")]
-        return len(item["text"]) * text_in_stream + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
+        images = [
+            latents
+            for key, latents in item.items()
+            if key == "latents" or key.startswith("reference.")
+        ]
+        return len(item["text"]) * text_in_stream + sum(
+            prod(latents.shape[1:]) // prod(patch) for latents in images
+        )
 
     def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
         return DiffusersVae(vae, components, device, mode)
 
-    def text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Any:
+    def text_encoder(
+        components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming
+    ) -> Any:
         return LanguageModelEncoder(text, components, device, dtype, streaming)
 
     def sampler(
-        components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[VaeMode]
+        components: ModelPaths,
+        device: torch.device,
+        dtype: torch.dtype,
+        decodings: Sequence[VaeMode],
     ) -> Sampler:
         return EulerSampler(
             DiffusersVae(vae, components, device, decodings=decodings),
@@ -164,7 +190,11 @@ def family_spec(
     package = import_path.partition(".")[0]
     demo = package_folder(package) / "demo"
     if verifier and adapters.verify is None:
-        adapters = replace(adapters, verify=lazy(f"{verifier}.verify"), verify_whole=lazy(f"{verifier}.verify_whole"))
+        adapters = replace(
+            adapters,
+            verify=lazy(f"{verifier}.verify"),
+            verify_whole=lazy(f"{verifier}.verify_whole"),
+        )
     return ModelSpec(
         name=name,
         architecture=architecture,
@@ -205,7 +235,8 @@ def missing(name: str, argument: str) -> UserError:
     """What an author reads who left out a required argument of `family_spec`."""
     file, heading = STEPS[argument]
     return UserError(
-        f"the spec of {name} has no `{argument}`: write it in {file} and give it to family_spec in spec.py ({GUIDE}, {heading})"
+        f"the spec of {name} has no `{argument}`: write it in {file} and give it to family_spec in "
+        f"spec.py ({GUIDE}, {heading})"
     )
 
 

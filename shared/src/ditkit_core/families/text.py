@@ -1,7 +1,8 @@
 """Captions to features: hidden states of a language model, from a folder or a single file.
 
-One loop over the layers serves two modes: all layers on the device, or streamed, where each layer is read from its file, used for
-every caption of the call, and freed. The results are bitwise identical, because a layer takes one caption at a time in both.
+One loop over the layers serves two modes: all layers on the device, or streamed, where each layer
+is read from its file, used for every caption of the call, and freed. The results are bitwise
+identical, because a layer takes one caption at a time in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +42,9 @@ from ditkit_core.weights.tokenizer import added_tokens, find_tokenizer
 class Prompter:
     """A tokenizer of captions in the template of one family.
 
-    The templates stored next to a tokenizer are programs (Jinja), and ditkit runs no program from a file. The same words in another template are
-    other tokens, so the template is part of the encoder's identity.
+    The templates stored next to a tokenizer are programs (Jinja), and ditkit runs no program from a
+    file. The same words in another template are other tokens, so the template is part of the
+    encoder's identity.
     """
 
     def __init__(self, folder: Path, family: TextFamily, encoding: TextEncoding):
@@ -50,20 +52,25 @@ class Prompter:
         self.file = folder / "tokenizer.json"
         self._family, self._num_tokens = family, encoding.num_tokens
         token_ids = added_tokens(folder)
-        if missing := [token for token in (*family.special, family.padding) if token not in token_ids]:
+        if missing := [
+            token for token in (*family.special, family.padding) if token not in token_ids
+        ]:
             raise UserError(
-                f"{self.file} has no token {missing[0]}: it is not the tokenizer of {family.name} as {encoding.reader} uses it; "
+                f"{self.file} has no token {missing[0]}: it is not the tokenizer of {family.name} "
+                f"as {encoding.reader} uses it; "
                 "set model.tokenizer to the one that came with the text encoder"
             )
         self._padding = token_ids[family.padding]
         self._tokenizer: Any = None
 
     def load(self, vocabulary_size: int) -> None:
-        """Build the tokenizer; UserError if it has more tokens than the encoder has embeddings for."""
+        """Build the tokenizer; UserError if it has more tokens than the encoder has embeddings
+        for."""
         from tokenizers import Tokenizer
 
         with given_to_library(
-            f"{self.file} is not a tokenizer that can be read", "fetch it again, or set model.tokenizer"
+            f"{self.file} is not a tokenizer that can be read",
+            "fetch it again, or set model.tokenizer",
         ):
             self._tokenizer = Tokenizer.from_file(str(self.file))
             self._tokenizer.no_padding()
@@ -71,7 +78,8 @@ class Prompter:
             largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if largest >= vocabulary_size:
             raise UserError(
-                f"{self.file} has token {largest}, and the text encoder knows {vocabulary_size}: they do not belong "
+                f"{self.file} has token {largest}, and the text encoder knows {vocabulary_size}: "
+                f"they do not belong "
                 "together; set model.tokenizer to the one that came with the text encoder"
             )
 
@@ -85,23 +93,29 @@ class Prompter:
         self._tokenizer = None
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """Number of tokens that are cut, and the part of the caption that is read; None if all of it is read."""
+        """Number of tokens that are cut, and the part of the caption that is read; None if all of
+        it is read."""
         rendered = self._family.render(caption)
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         cut = len(encoding.ids) - self._num_tokens
         if cut <= 0:
             return None
-        end = min(encoding.offsets[self._num_tokens - 1][1], len(rendered) - len(self._family.after))
+        end = min(
+            encoding.offsets[self._num_tokens - 1][1], len(rendered) - len(self._family.after)
+        )
         return cut, rendered[len(self._family.before) : end]
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
-        """Ids [tokens] of a caption in its template, a mask [tokens] that is False on padding, and the number of tokens that were cut."""
+        """Ids [tokens] of a caption in its template, a mask [tokens] that is False on padding, and
+        the number of tokens that were cut."""
         ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
         cut = max(0, len(ids) - self._num_tokens)
         ids = ids[: self._num_tokens]
         padded = torch.full((self._num_tokens,), self._padding)
         real = torch.zeros(self._num_tokens, dtype=torch.bool)
-        region = slice(self._num_tokens - len(ids), None) if self._family.pads_left else slice(len(ids))
+        region = (
+            slice(self._num_tokens - len(ids), None) if self._family.pads_left else slice(len(ids))
+        )
         padded[region] = torch.tensor(ids)
         real[region] = True
         return padded, real, cut
@@ -140,8 +154,16 @@ class LanguageModelEncoder:
         rows = [] if self.encoding.keeps_padding else ["without padding"]
         # Only where they are used: identities of other encoders stay as they were.
         rows += ["after the last norm"] * self.family.last_norm
-        rows += [f"without {self.family.dropped} tokens of the template"] * bool(self.family.dropped)
-        settings = (repr(self.family), self.encoding.num_tokens, str(self._dtype), ATTENTION, "layer-major")
+        rows += [f"without {self.family.dropped} tokens of the template"] * bool(
+            self.family.dropped
+        )
+        settings = (
+            repr(self.family),
+            self.encoding.num_tokens,
+            str(self._dtype),
+            ATTENTION,
+            "layer-major",
+        )
         return fingerprint(self._source.path, tokenizer, *settings, *rows)
 
     @property
@@ -175,7 +197,8 @@ class LanguageModelEncoder:
 
     @cached_property
     def items_at_once(self) -> int:
-        """1; when streamed, as many captions as memory allows, up to 64, since each call reads all layers."""
+        """1; when streamed, as many captions as memory allows, up to 64, since each call reads all
+        layers."""
         if not self.streams:
             return 1
         return captions_at_once(self.encoding, self.width, self._config["hidden_size"], self._dtype)
@@ -184,13 +207,19 @@ class LanguageModelEncoder:
         """Read the weights onto the device; when streamed, only look up where each is."""
         if self._mapping:
             return
-        mapping, _ = self._located, self._rotary  # before the weights: a damaged configuration is found at once
+        mapping, _ = (
+            self._located,
+            self._rotary,
+        )  # before the weights: a damaged configuration is found at once
         self._prompter.load(self._model.config.vocab_size)
         self._peak_before = process_peak_bytes()
         streams, why = self._decision
         if streams:
             give_back_large_blocks()
-            say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({why})")
+            say(
+                f"text encoder: read layer by layer for {self.items_at_once} captions at a time "
+                f"({why})"
+            )
         else:
             say(f"text encoder: loaded into memory as a whole ({why})")
             hold_as_stored(self._model, stored_formats(self._model, self._source, mapping))
@@ -204,7 +233,8 @@ class LanguageModelEncoder:
         self._mapping = mapping
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights."""
+        """Number of tokens of a caption that are cut, and the part that is read; None if all of it
+        is read. Needs no weights."""
         if not self._prompter.is_loaded:
             self._prompter.load(self._model.config.vocab_size)
         return self._prompter.cut_of(caption)
@@ -217,7 +247,9 @@ class LanguageModelEncoder:
         if peak > self._peak_before:
             say(f"text encoder: peak host memory {peak / 2**30:.1f} GiB")
         else:
-            say(f"text encoder: host memory stayed below its earlier peak of {peak / 2**30:.1f} GiB")
+            say(
+                f"text encoder: host memory stayed below its earlier peak of {peak / 2**30:.1f} GiB"
+            )
         self._model.to("meta")
         self._prompter.unload()
         self._mapping = {}
@@ -228,8 +260,9 @@ class LanguageModelEncoder:
     ) -> list[dict[str, Tensor]]:
         """Features of captions, at most `items_at_once`, which may be empty.
 
-        For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden states after the family's layers. A row for each token of
-        the caption and its template except for the `dropped` ones, or with padding, where a transformer attends to that.
+        For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden
+        states after the family's layers. A row for each token of the caption and its template
+        except for the `dropped` ones, or with padding, where a transformer attends to that.
         """
         tokens = [self._tokens(item) for item in items]
         ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
@@ -238,10 +271,13 @@ class LanguageModelEncoder:
         if self.encoding.keeps_padding:
             return [{"text": text} for text in texts]
         dropped = self.family.dropped
-        return [{"text": text[real][dropped:]} for text, (_, real) in zip(texts, tokens, strict=True)]
+        return [
+            {"text": text[real][dropped:]} for text, (_, real) in zip(texts, tokens, strict=True)
+        ]
 
     def _passing(self) -> LayerContext:
-        """A context that gives a layer its weights: from its file when streamed; otherwise they are already loaded."""
+        """A context that gives a layer its weights: from its file when streamed; otherwise they are
+        already loaded."""
         model = self._model
         if not self.streams:
             return lambda name: nullcontext(model.get_submodule(name))
@@ -252,7 +288,8 @@ class LanguageModelEncoder:
         ids, real, cut = self._prompter.tokens(item)
         if cut:
             self.truncated.append(
-                f"{item[:60]!r}… is {self.encoding.num_tokens + cut} tokens long with its template: {cut} were cut"
+                f"{item[:60]!r}… is {self.encoding.num_tokens + cut} tokens long with its "
+                f"template: {cut} were cut"
             )
             warn(self.truncated[-1])
         return ids, real
@@ -266,13 +303,15 @@ def features(
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
-    """Run captions through the layers, one layer after the other: the concatenated hidden states after the family's layers, on the CPU.
+    """Run captions through the layers, one layer after the other: the concatenated hidden states
+    after the family's layers, on the CPU.
 
     Args:
         rotary: Computes the rotary tables.
         ids: Tokens of each caption, equally many, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
-        passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
+        passing: Makes a context that loads one layer at a time; each call makes another one with
+            its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
     """
     with passing()("embed_tokens") as embedding:
@@ -282,12 +321,20 @@ def features(
     tables = rotary(hidden[0], positions)
     width = len(family.layers) * hidden.shape[-1]
     texts = [torch.empty(tokens, width, dtype=hidden.dtype) for _ in ids]
-    # A second context: the layers share one buffer of their size, and the embedding's buffer is free again.
+    # A second context: the layers share one buffer of their size, and the embedding's buffer is
+    # free again.
     layer_context = passing()
     for index in range(family.layers[-1]):
         with layer_context(f"layers.{index}") as layer:
             for state, mask in zip(hidden, masks, strict=True):
-                state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
+                state.copy_(
+                    layer(
+                        state,
+                        attention_mask=mask,
+                        position_ids=positions,
+                        position_embeddings=tables,
+                    )
+                )
                 advance(1 / family.layers[-1])
         if family.last_norm and index + 1 == family.layers[-1]:
             with passing()("norm") as norm:
@@ -300,24 +347,33 @@ def features(
     return texts
 
 
-def captions_at_once(encoding: TextEncoding, width: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Number of captions per reading of all layers, limited by memory; from the widths of features and hidden states."""
+def captions_at_once(
+    encoding: TextEncoding, width: int, hidden_size: int, dtype: torch.dtype
+) -> int:
+    """Number of captions per reading of all layers, limited by memory; from the widths of features
+    and hidden states."""
     bytes_each = encoding.num_tokens * (width + hidden_size) * dtype.itemsize
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
 def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens tokens"] | None:
-    """The tokens that each token attends to: itself and those before it that are no padding; None without padding.
+    """The tokens that each token attends to: itself and those before it that are no padding; None
+    without padding.
 
-    transformers does the same: it leaves the mask out where a causal kernel needs none. With a mask, features differ in the last bits.
+    transformers does the same: it leaves the mask out where a causal kernel needs none. With a
+    mask, features differ in the last bits.
     """
     if bool(real.all()):
         return None
-    return (real[None, :] & torch.ones(len(real), len(real), dtype=torch.bool, device=real.device).tril())[None, None]
+    return (
+        real[None, :]
+        & torch.ones(len(real), len(real), dtype=torch.bool, device=real.device).tril()
+    )[None, None]
 
 
 def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) -> AuxiliaryModel:
-    """The text encoder as plans count it, in the sizes of the local files or of the published one whose features have this width."""
+    """The text encoder as plans count it, in the sizes of the local files or of the published one
+    whose features have this width."""
     described = None
     if components.here("text_encoder"):
         described = describe(encoding, open_weights(components.locate("text_encoder")))
@@ -330,16 +386,33 @@ def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) ->
 
     def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> list[Tensor]:
         family, _ = contents()
-        return _read(encoding, family, module, 1, device, lambda: lambda name: nullcontext(module.get_submodule(name)))
+        return _read(
+            encoding,
+            family,
+            module,
+            1,
+            device,
+            lambda: lambda name: nullcontext(module.get_submodule(name)),
+        )
 
-    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> list[Tensor]:
+    def read_streamed(
+        module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]
+    ) -> list[Tensor]:
         family, config = contents()
-        hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
+        hidden_size, dtype = (
+            config["hidden_size"],
+            module.get_parameter("embed_tokens.weight").dtype,
+        )
         count = captions_at_once(encoding, len(family.layers) * hidden_size, hidden_size, dtype)
-        # One layer is enough: all layers have the same size, and a caption keeps only the hidden state of each.
-        return _read(encoding, replace(family, layers=(1,), last_norm=False), module, count, device, passing)
+        # One layer is enough: all layers have the same size, and a caption keeps only the hidden
+        # state of each.
+        return _read(
+            encoding, replace(family, layers=(1,), last_norm=False), module, count, device, passing
+        )
 
-    return AuxiliaryModel(name="text encoder", stage="encode", build=make, run=read, run_streamed=read_streamed)
+    return AuxiliaryModel(
+        name="text encoder", stage="encode", build=make, run=read, run_streamed=read_streamed
+    )
 
 
 def _read(

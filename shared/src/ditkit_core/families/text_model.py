@@ -1,4 +1,5 @@
-"""The language models that read captions: which of them some files contain, and its layers up to the last that is needed."""
+"""The language models that read captions: which of them some files contain, and its layers up to
+the last that is needed."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from ditkit_core.weights.frozen import read_config
 from ditkit_core.weights.load import Advice, match
 
 ATTENTION = "sdpa"
-"""transformers' name of the attention kernel: features of padded rows depend on it, and a transformer may attend to them."""
+"""transformers' name of the attention kernel: features of padded rows depend on it, and a
+transformer may attend to them."""
 
 _PREFIXES = (
     "model.language_model.model.",
@@ -33,27 +35,36 @@ _REMEDY = "set model.text_encoder to a whole folder or file of it"
 _ADVICE = Advice(described_by="the part's configuration", remedy=_REMEDY)
 
 
-def describe(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
-    """The language model that some files contain, its layers counted from the start, and its configuration up to the last layer that is needed."""
+def describe(
+    encoding: TextEncoding, source: SafetensorsSource
+) -> tuple[TextFamily, dict[str, Any]]:
+    """The language model that some files contain, its layers counted from the start, and its
+    configuration up to the last layer that is needed."""
     if source.path.is_dir():
         family, config = _of_folder(encoding, source, read_config(source.path))
     else:
         family, config = _of_file(encoding, source)
     depth = config.get("num_hidden_layers")
     if not isinstance(depth, int) or not isinstance(config.get("hidden_size"), int):
-        raise UserError(f"{source.path}: config.json has no num_hidden_layers or no hidden_size; fetch it again")
+        raise UserError(
+            f"{source.path}: config.json has no num_hidden_layers or no hidden_size; fetch it again"
+        )
     family, needed = _counted(family, depth)
     if depth < needed:
         raise UserError(
-            f"{source.path} has {depth} layers, and {encoding.reader} reads the hidden states after layer {needed}; "
+            f"{source.path} has {depth} layers, and {encoding.reader} reads the hidden states "
+            f"after layer {needed}; "
             f"{encoding.remedy}"
         )
-    settings = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
+    settings = {
+        name: value for name, value in config.items() if name != "layer_types"
+    }  # a list as long as the depth
     return family, settings | {"num_hidden_layers": needed}
 
 
 def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
-    """The family with its layers counted from the start, for a model of this depth, and the last of them."""
+    """The family with its layers counted from the start, for a model of this depth, and the last of
+    them."""
     # hidden_states has depth + 1 entries, the first of them the embedding's.
     layers = tuple(depth + 1 + layer if layer < 0 else layer for layer in family.layers)
     counted = replace(family, layers=layers, last_norm=-1 in family.layers)
@@ -61,14 +72,16 @@ def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
 
 
 def published(encoding: TextEncoding, text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
-    """The language model whose features are this wide, and its configuration up to the last layer that is needed."""
+    """The language model whose features are this wide, and its configuration up to the last layer
+    that is needed."""
     for family in encoding.models:
         for config in family.published.values():
             if len(family.layers) * config["hidden_size"] == text_dim:
                 counted, needed = _counted(family, config["num_hidden_layers"])
                 return counted, {**config, "num_hidden_layers": needed}
     raise UserError(
-        f"no published text encoder has features of width {text_dim}; set model.text_encoder to the model's own"
+        f"no published text encoder has features of width {text_dim}; set model.text_encoder to "
+        f"the model's own"
     )
 
 
@@ -77,11 +90,16 @@ def _of_folder(
 ) -> tuple[TextFamily, Mapping[str, Any]]:
     families = {family.model_type: family for family in encoding.models}
     nested = config.get("text_config")
-    if isinstance(nested, dict) and nested.get("model_type") in list(families):  # of a model that sees and reads
+    if isinstance(nested, dict) and nested.get("model_type") in list(
+        families
+    ):  # of a model that sees and reads
         config = nested
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families:
-        raise UserError(f"{source.path} contains a model of type {kind}, not a {_choice(encoding)}; {encoding.remedy}")
+        raise UserError(
+            f"{source.path} contains a model of type {kind}, not a {_choice(encoding)}; "
+            f"{encoding.remedy}"
+        )
     return families[kind], config
 
 
@@ -89,8 +107,11 @@ def _choice(encoding: TextEncoding) -> str:
     return " or ".join(family.name for family in encoding.models)
 
 
-def _of_file(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
-    """Family and configuration of a single file, read from its shapes; other fields are the same for all models of a family."""
+def _of_file(
+    encoding: TextEncoding, source: SafetensorsSource
+) -> tuple[TextFamily, Mapping[str, Any]]:
+    """Family and configuration of a single file, read from its shapes; other fields are the same
+    for all models of a family."""
     shapes = {_without_prefix(name): stored.shape for name, stored in source.tensors.items()}
     layer = "layers.0.self_attn"
     try:
@@ -98,11 +119,15 @@ def _of_file(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFam
         (queries, _), (keys, _) = shapes[f"{layer}.q_proj.weight"], shapes[f"{layer}.k_proj.weight"]
         hidden, _ = shapes["layers.0.mlp.gate_proj.weight"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}") from error
+        raise UserError(
+            f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}"
+        ) from error
     norms_heads = f"{layer}.q_norm.weight" in shapes
     family = next((family for family in encoding.models if family.norms_heads == norms_heads), None)
     if family is None:
-        raise UserError(f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}")
+        raise UserError(
+            f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}"
+        )
     head_dim = shapes[f"{layer}.q_norm.weight"][0] if norms_heads else family.unstated["head_dim"]
     config = {
         "vocab_size": vocabulary,
@@ -119,13 +144,20 @@ def _of_file(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFam
 
 
 def _without_prefix(name: str) -> str:
-    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+    return next(
+        (name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name
+    )
 
 
 def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
-    """The language model on `meta`, without its last norm where hidden states are taken before it."""
-    make_config, make_model = (resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model"))
-    with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _REMEDY):
+    """The language model on `meta`, without its last norm where hidden states are taken before
+    it."""
+    make_config, make_model = (
+        resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model")
+    )
+    with given_to_library(
+        f"the text encoder's config.json does not describe a {family.name}", _REMEDY
+    ):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
         with torch.device("meta"):
             model = make_model(full)
@@ -135,7 +167,8 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
 
 
 def rotary_of(model: Any, device: torch.device) -> nn.Module:
-    """The module that computes a model's rotary tables, on a device: files do not store its frequencies."""
+    """The module that computes a model's rotary tables, on a device: files do not store its
+    frequencies."""
     with given_to_library("the text encoder's config.json has no valid rotary embedding", _REMEDY):
         with torch.device("meta"):
             num_frequencies = type(model.rotary_emb)(config=model.config).inv_freq.numel()
@@ -144,9 +177,15 @@ def rotary_of(model: Any, device: torch.device) -> nn.Module:
         return type(model.rotary_emb)(config=model.config).to(device)
 
 
-def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:
-    """Where the files store each weight of the model; other weights (vision, later layers, head) are ignored."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in without_scales(model.state_dict(), model).items()}
+def locate_weights(
+    model: nn.Module, source: SafetensorsSource
+) -> dict[str, tuple[TensorSlice, ...]]:
+    """Where the files store each weight of the model; other weights (vision, later layers, head)
+    are ignored."""
+    wanted = {
+        name: tuple(tensor.shape)
+        for name, tensor in without_scales(model.state_dict(), model).items()
+    }
     num_layers = len([*model.get_submodule("layers").children()])
 
     def used(name: str) -> bool:
@@ -158,5 +197,7 @@ def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tup
     def ignore(name: str) -> bool:
         return not used(_without_prefix(name)) or name.endswith(".rotary_emb.inv_freq")
 
-    names = StateDictNames.renaming(prefixes=_PREFIXES, to_native=lambda name: name if used(name) else None)
+    names = StateDictNames.renaming(
+        prefixes=_PREFIXES, to_native=lambda name: name if used(name) else None
+    )
     return match(source, names, wanted, ignore=ignore, advice=_ADVICE)

@@ -1,6 +1,8 @@
-"""A VAE of diffusers by the name of its class: from a diffusers folder or a single file to normalised latents and back.
+"""A VAE of diffusers by the name of its class: from a diffusers folder or a single file to
+normalised latents and back.
 
-Latents are the posterior's mode in fp32. A latent that is sampled from the posterior would add the encoder's noise to the training data.
+Latents are the posterior's mode in fp32. A latent that is sampled from the posterior would add the
+encoder's noise to the training data.
 """
 
 import re
@@ -28,8 +30,9 @@ _STAGES = 4
 _NORM_GROUPS = 32
 """Values that the shapes in a single file do not give."""
 
-# Names of the latent diffusion code to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
-# black-forest-labs/flux and flux2, autoencoder.py. The two differ in where quant_conv is.
+# Names of the latent diffusion code to diffusers', applied in order; diffusers' own names pass
+# unchanged. Source: `AutoEncoder` in black-forest-labs/flux and flux2, autoencoder.py. The two
+# differ in where quant_conv is.
 _RENAMES = (
     (r"^(model\.)?(vae|first_stage_model)\.", ""),
     (r"^encoder\.quant_conv\.", "quant_conv."),
@@ -48,10 +51,12 @@ _UP = re.compile(r"^decoder\.up\.(\d)\.(block\.|upsample\.)")
 
 
 def diffusers_name(name: str) -> str:
-    """The diffusers name of a parameter of a KL autoencoder, given in that form or as the latent diffusion code names it."""
+    """The diffusers name of a parameter of a KL autoencoder, given in that form or as the latent
+    diffusion code names it."""
 
     def stage_name(match: re.Match[str]) -> str:
-        # The latent diffusion code counts the decoder's stages from the pixels, diffusers from the latents.
+        # The latent diffusion code counts the decoder's stages from the pixels, diffusers from the
+        # latents.
         inside = "resnets." if match[2] == "block." else "upsamplers.0."
         return f"decoder.up_blocks.{_STAGES - 1 - int(match[1])}.{inside}"
 
@@ -64,7 +69,8 @@ def diffusers_name(name: str) -> str:
 KL_NAMES = StateDictNames.renaming(to_native=diffusers_name)
 DIFFUSERS_NAMES = StateDictNames.renaming(to_native=lambda name: name)
 KL_TILES = Tiles(side=512, overlap=128)
-"""diffusers' tiles are as large as the most common training image and would save no memory there."""
+"""diffusers' tiles are as large as the most common training image and would save no memory
+there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,8 @@ class VaeFamily:
     """The VAE of a model family: diffusers' class, and how its latents become the transformer's."""
 
     published: Mapping[str, Any]
-    """Configuration of the published VAE: for plans, and for a single file, whose shapes replace its widths. Empty fields are the class's."""
+    """Configuration of the published VAE: for plans, and for a single file, whose shapes replace
+    its widths. Empty fields are the class's."""
 
     kind: str = "AutoencoderKL"
     """The class in diffusers. For a class of videos, see `is_video`."""
@@ -84,18 +91,21 @@ class VaeFamily:
     """Where to get it, for messages."""
 
     patch: int = 1
-    """Side of the square of the VAE's latent pixels that is one pixel of the transformer's latents: its pixels become channels, in the order
-    channel, row, column."""
+    """Side of the square of the VAE's latent pixels that is one pixel of the transformer's latents:
+    its pixels become channels, in the order channel, row, column."""
 
     statistics: Callable[[Any], tuple[Tensor, Tensor]] | None = None
-    """From the VAE to mean and standard deviation of its latents by channel (after patches), in fp32. None takes `shift_factor` and
-    `scaling_factor` of its configuration, as of the VAEs of Stable Diffusion, FLUX.1 and Z-Image."""
+    """From the VAE to mean and standard deviation of its latents by channel (after patches), in
+    fp32. None takes `shift_factor` and `scaling_factor` of its configuration, as of the VAEs of
+    Stable Diffusion, FLUX.1 and Z-Image."""
 
     recipe: str = ""
-    """How latents are made, for the identity of caches; `{}` stands for the dtype. Empty: made of the fields above."""
+    """How latents are made, for the identity of caches; `{}` stands for the dtype. Empty: made of
+    the fields above."""
 
     is_video: bool = False
-    """Whether the class takes [batch, channels, frames, height, width]; others take images, and a clip is one."""
+    """Whether the class takes [batch, channels, frames, height, width]; others take images, and a
+    clip is one."""
 
     channels: Callable[[Mapping[str, Any]], int] = lambda config: config["latent_channels"]
     """From the configuration to the VAE's latent channels, before patches."""
@@ -104,13 +114,16 @@ class VaeFamily:
         1,
         2 ** (len(config["block_out_channels"]) - 1),
     )
-    """From the configuration to pixel frames per latent frame after the first, and pixels per latent pixel, before patches."""
+    """From the configuration to pixel frames per latent frame after the first, and pixels per
+    latent pixel, before patches."""
 
     names: StateDictNames | None = None
-    """From names in files to diffusers'. None: the names of the latent diffusion code are known for images, and diffusers' alone for videos."""
+    """From names in files to diffusers'. None: the names of the latent diffusion code are known for
+    images, and diffusers' alone for videos."""
 
     config_of_file: Callable[[SafetensorsSource], dict[str, Any]] | None = None
-    """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`. Raises UserError for another VAE's file."""
+    """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`. Raises
+    UserError for another VAE's file."""
 
     tiles: Tiles = KL_TILES
     """For modes that work tile by tile."""
@@ -125,31 +138,39 @@ class VaeFamily:
     """Called with a new VAE on `meta`: removes what files do not have."""
 
     finish: Callable[[Any], object] = lambda vae: None
-    """Called with the loaded VAE: tries values of the configuration that the library only reads in use; raises for damaged ones."""
+    """Called with the loaded VAE: tries values of the configuration that the library only reads in
+    use; raises for damaged ones."""
 
     safe_names: Mapping[str, str] = field(default_factory=dict)
-    """Files that are pickles, and the files with the same weights as safetensors; see `ModelPaths.locate`."""
+    """Files that are pickles, and the files with the same weights as safetensors; see
+    `ModelPaths.locate`."""
 
     def build(self, config: Mapping[str, Any]) -> Any:
         """The VAE of a configuration, on the default device."""
         vae = resolve_name(f"diffusers:{self.kind}").from_config(dict(config))
         if vae.config.get("timestep_conditioning"):
             raise UserError(
-                f"{self.label} decodes with a noise level and noise (timestep_conditioning in its config.json), which "
-                "VaeFamily does not: take a VAE without, or write an encoder and a sampler in the package "
+                f"{self.label} decodes with a noise level and noise (timestep_conditioning in its "
+                f"config.json), which "
+                "VaeFamily does not: take a VAE without, or write an encoder and a sampler in the "
+                "package "
                 "(docs/adding_a_model.md, 4. Encoders)"
             )
         self.prepare(vae)
         return vae
 
-    def normalise(self, vae: Any, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "channels f h w"]:
+    def normalise(
+        self, vae: Any, latents: Float[Tensor, "channels f h w"]
+    ) -> Float[Tensor, "channels f h w"]:
         """Latents of about unit variance, in fp32, of the VAE's own, after patches."""
         if self.statistics is None:
             return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
         mean, deviation = self._statistics(vae, latents.device)
         return (latents - mean) / deviation
 
-    def denormalise(self, vae: Any, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "channels f h w"]:
+    def denormalise(
+        self, vae: Any, latents: Float[Tensor, "channels f h w"]
+    ) -> Float[Tensor, "channels f h w"]:
         """The inverse of `normalise`."""
         if self.statistics is None:
             return latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
@@ -164,7 +185,8 @@ class VaeFamily:
     def encode_clip(
         self, vae: Any, pixels: Float[Tensor, "3 frames height width"], device: torch.device
     ) -> Float[Tensor, "channels f h w"]:
-        """Normalised latents of one clip, in fp32, on the device of the VAE's weights and computed in their dtype."""
+        """Normalised latents of one clip, in fp32, on the device of the VAE's weights and computed
+        in their dtype."""
         batch = pixels[None] if self.is_video else pixels.transpose(0, 1)
         mode = vae.encode(batch.to(device, vae.dtype)).latent_dist.mode()[0].float()
         return self.normalise(vae, patchify(mode if self.is_video else mode[:, None], self.patch))
@@ -172,14 +194,18 @@ class VaeFamily:
     def decode_clip(
         self, vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
     ) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and computed in their dtype."""
-        batch = unpatchify(self.denormalise(vae, latents.to(device, torch.float32)).to(vae.dtype), self.patch)
+        """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and
+        computed in their dtype."""
+        batch = unpatchify(
+            self.denormalise(vae, latents.to(device, torch.float32)).to(vae.dtype), self.patch
+        )
         pixels = vae.decode(batch[None] if self.is_video else batch.transpose(0, 1)).sample.float()
         pixels = ((pixels + 1) / 2).clamp(0, 1)
         return pixels[0] if self.is_video else pixels.transpose(0, 1)
 
     def latent_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Channels of the transformer's latents, pixel frames per latent frame after the first, and pixels on a side of a latent pixel."""
+        """Channels of the transformer's latents, pixel frames per latent frame after the first, and
+        pixels on a side of a latent pixel."""
         config = {**self.published, **config}
         frames, pixels = self.strides(config)
         return self.channels(config) * self.patch**2, frames, self.patch * pixels
@@ -199,11 +225,14 @@ class DiffusersVae(FrozenVae):
     ):
         """Find the weights and read their headers; nothing is loaded.
 
-        `decodings` are the ways to decode: the first that memory has room for is taken; empty: as it encodes (`mode`).
+        `decodings` are the ways to decode: the first that memory has room for is taken; empty: as
+        it encodes (`mode`).
         """
         read = family.config_of_file or partial(config_of_kl_file, family)
         remedy, safe_names = family.remedy, family.safe_names
-        source, config = find_weights(components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names)
+        source, config = find_weights(
+            components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names
+        )
         super().__init__(
             family.build,
             config,
@@ -228,8 +257,16 @@ class DiffusersVae(FrozenVae):
         """How latents are made, for the identity of caches."""
         family, config = self.family, {**self.family.published, **self.config}
         shift, scale = config.get("shift_factor"), config.get("scaling_factor")
-        patches = f", {family.patch}x{family.patch} patches as channel, row, column" if family.patch > 1 else ""
-        scaled = f"minus {shift}, times {scale}" if family.statistics is None else "normalised by channel"
+        patches = (
+            f", {family.patch}x{family.patch} patches as channel, row, column"
+            if family.patch > 1
+            else ""
+        )
+        scaled = (
+            f"minus {shift}, times {scale}"
+            if family.statistics is None
+            else "normalised by channel"
+        )
         return family.recipe or f"posterior mode, {scaled}{patches}, {{}}"
 
     @property
@@ -239,7 +276,8 @@ class DiffusersVae(FrozenVae):
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Pixel frames per latent frame after the first, and pixels on a side of the square that becomes one latent pixel."""
+        """Pixel frames per latent frame after the first, and pixels on a side of the square that
+        becomes one latent pixel."""
         return self.family.latent_size(self.config)[1:]
 
     def _finish(self, vae: Any) -> None:
@@ -255,7 +293,8 @@ class DiffusersVae(FrozenVae):
 
 
 def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
-    """The configuration of a KL autoencoder in a single file: as published, with the widths that the shapes have."""
+    """The configuration of a KL autoencoder in a single file: as published, with the widths that
+    the shapes have."""
     shapes = {diffusers_name(name): stored.shape for name, stored in source.tensors.items()}
     try:
         latent_channels = shapes["decoder.conv_in.weight"][1]
@@ -267,14 +306,18 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
         raise UserError(f"{source.path} is not {family.label}; {family.remedy}") from error
     if odd := [width for width in (*down, *up) if width % _NORM_GROUPS]:
         raise UserError(
-            f"{source.path} is not {family.label}: {odd[0]} channels are not {_NORM_GROUPS} equal groups; {family.remedy}"
+            f"{source.path} is not {family.label}: {odd[0]} channels are not {_NORM_GROUPS} equal "
+            f"groups; {family.remedy}"
         )
     config = {**family.published, "latent_channels": latent_channels, "block_out_channels": down}
     return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
 
 
-def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> tuple[AuxiliaryModel, AuxiliaryModel]:
-    """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
+def vae_models(
+    family: VaeFamily, components: ModelPaths, *, channels: int
+) -> tuple[AuxiliaryModel, AuxiliaryModel]:
+    """The VAE as plans count it while encoding and while sampling, in the sizes of the local files
+    or the published ones.
 
     `channels` is the number in the transformer's latents.
     """
@@ -297,16 +340,25 @@ def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> t
         return family.decode_clip(module, torch.empty(shape, device=device), device)
 
     return (
-        AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=family.tiles),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=family.tiles),
+        AuxiliaryModel(
+            name="VAE encoder", stage="encode", build=build, run=encode, tiles=family.tiles
+        ),
+        AuxiliaryModel(
+            name="VAE decoder", stage="sample", build=build, run=decode, tiles=family.tiles
+        ),
     )
 
 
-def patchify(latents: Float[Tensor, "c f height width"], side: int) -> Float[Tensor, "patch_channels f h w"]:
-    """Squares of pixels to channels: with a side of 2, channel c, row i and column j of a square become channel 4c + 2i + j."""
+def patchify(
+    latents: Float[Tensor, "c f height width"], side: int
+) -> Float[Tensor, "patch_channels f h w"]:
+    """Squares of pixels to channels: with a side of 2, channel c, row i and column j of a square
+    become channel 4c + 2i + j."""
     return rearrange(latents, "c f (h i) (w j) -> (c i j) f h w", i=side, j=side)
 
 
-def unpatchify(patches: Float[Tensor, "patch_channels f h w"], side: int) -> Float[Tensor, "c f height width"]:
+def unpatchify(
+    patches: Float[Tensor, "patch_channels f h w"], side: int
+) -> Float[Tensor, "c f height width"]:
     """The inverse of `patchify`."""
     return rearrange(patches, "(c i j) f h w -> c f (h i) (w j)", i=side, j=side)

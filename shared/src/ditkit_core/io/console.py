@@ -1,4 +1,5 @@
-"""Console output: rich on a terminal, plain lines elsewhere, and nothing once nobody can read it any more. A run keeps its lines in a file, too."""
+"""Console output: rich on a terminal, plain lines elsewhere, and nothing once nobody can read it
+any more. A run keeps its lines in a file, too."""
 
 import errno
 import io
@@ -14,7 +15,14 @@ from typing import Protocol, SupportsFloat, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ditkit_core.errors import printable
@@ -25,22 +33,28 @@ PLAIN_LINES = 10
 _SHORT_SECONDS = 60
 """Shorter stages print no estimate of the remaining time."""
 _SPEED_SECONDS = 3600.0
-"""Period that the remaining time is estimated from. With rich's default of 30 s there is no estimate if an item takes longer than that."""
+"""Period that the remaining time is estimated from. With rich's default of 30 s there is no
+estimate if an item takes longer than that."""
 
 _NOBODY_READS = (errno.EPIPE, errno.EINVAL, errno.EIO, errno.ENOSPC, errno.EDQUOT)
-"""A pipe without a reader (EINVAL on Windows), a terminal that is gone, a full disk under a log file."""
+"""A pipe without a reader (EINVAL on Windows), a terminal that is gone, a full disk under a log
+file."""
 
 
 class _Output:
-    """stdout or stderr. Once nobody can read it, output is discarded: neither `| head` nor a full log disk may end hours of training."""
+    """stdout or stderr. Once nobody can read it, output is discarded: neither `| head` nor a full
+    log disk may end hours of training."""
 
     def __init__(self, name: str):
         self._name = name
 
     @property
     def _stream(self) -> TextIO | None:
-        stream: TextIO | None = getattr(sys, self._name)  # looked up each time: tests and `redirect_stdout` replace it
-        # While rich shows a bar, the stream passes everything on to the console, which would come back here.
+        stream: TextIO | None = getattr(
+            sys, self._name
+        )  # looked up each time: tests and `redirect_stdout` replace it
+        # While rich shows a bar, the stream passes everything on to the console, which would come
+        # back here.
         return getattr(stream, "rich_proxied_file", stream) if self._name == "stdout" else stream
 
     def write(self, text: str) -> int:
@@ -59,7 +73,8 @@ class _Output:
         except OSError as error:
             if error.errno not in _NOBODY_READS:
                 raise
-            # Replacing the file descriptor also keeps Python from failing when it flushes the stream at exit.
+            # Replacing the file descriptor also keeps Python from failing when it flushes the
+            # stream at exit.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
@@ -95,7 +110,8 @@ _FORMATS = {
 
 
 def prepare_streams() -> None:
-    """Use UTF-8 for a redirected stdout, whatever the platform's default, and replace characters that cannot be printed."""
+    """Use UTF-8 for a redirected stdout, whatever the platform's default, and replace characters
+    that cannot be printed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
@@ -105,21 +121,24 @@ _muted = False
 
 
 def mute() -> None:
-    """Print nothing more but errors, for a process that works alongside one that prints, or that has said why it ends."""
+    """Print nothing more but errors, for a process that works alongside one that prints, or that
+    has said why it ends."""
     global _muted
     _muted = True
 
 
 LOG_BYTES = 4_000_000
-"""Size from which a log is renamed and a new one begun. The one before it is replaced, so a run keeps between one and two of this size."""
+"""Size from which a log is renamed and a new one begun. The one before it is replaced, so a run
+keeps between one and two of this size."""
 _log: Path | None = None
 
 
 def keep_log(path: Path | None) -> None:
     """From now on append each printed line to a file, with its time; None ends that.
 
-    Progress is written as plain lines, also where a terminal shows bars. The file is opened for each line, so it may be moved or removed.
-    If it cannot be written, that is one warning, and no error.
+    Progress is written as plain lines, also where a terminal shows bars. The file is opened for
+    each line, so it may be moved or removed. If it cannot be written, that is one warning, and no
+    error.
     """
     global _log
     _log = path
@@ -136,7 +155,9 @@ def note(text: str) -> None:
             if not stat.S_ISREG(about.st_mode):  # a pipe would wait for its reader
                 raise OSError(errno.EINVAL, "it is no file")
             if about.st_size > LOG_BYTES:
-                with suppress(OSError):  # on Windows it may be open in a viewer: the next line tries again
+                with suppress(
+                    OSError
+                ):  # on Windows it may be open in a viewer: the next line tries again
                     path.replace(path.with_name(f"{path.name}.1"))
         when = datetime.now().astimezone().isoformat(" ", "seconds")
         with path.open("a", encoding="utf-8", errors="replace") as file:
@@ -147,7 +168,8 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied; control characters are escaped."""
+    """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied;
+    control characters are escaped."""
     if _muted:
         return
     note(text)
@@ -185,23 +207,28 @@ class Bar(Protocol):
         ...
 
     def begin(self, completed: int) -> None:
-        """Report that `completed` items are done, and estimate the remaining time from the items that follow alone.
+        """Report that `completed` items are done, and estimate the remaining time from the items
+        that follow alone.
 
-        For the end of a first item that took longer than others will, and for items that an earlier process has done.
+        For the end of a first item that took longer than others will, and for items that an earlier
+        process has done.
         """
         ...
 
     def update(self, **fields: SupportsFloat) -> None:
-        """Set figures to show with the bar, before the advance that they belong to; other figures stay.
+        """Set figures to show with the bar, before the advance that they belong to; other figures
+        stay.
 
-        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), data_seconds (waited for data in it), tokens_per_second,
-        peak_memory_bytes, peak_reserved_bytes, wait_seconds (for other ranks) and sent_bytes (to them).
+        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), data_seconds (waited
+        for data in it), tokens_per_second, peak_memory_bytes, peak_reserved_bytes, wait_seconds
+        (for other ranks) and sent_bytes (to them).
         """
         ...
 
 
 class NullProgress:
-    """Progress that shows nothing: an instance replaces a bar, and the class itself replaces the function `progress`."""
+    """Progress that shows nothing: an instance replaces a bar, and the class itself replaces the
+    function `progress`."""
 
     def __init__(self, stage: str = "", total: int = 0) -> None:
         """Accept the arguments of `progress`."""
@@ -248,7 +275,8 @@ def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
 
 
 class _LiveBar:
-    """A bar on a terminal with its figures in the line below, as many as fit. The log gets plain lines."""
+    """A bar on a terminal with its figures in the line below, as many as fit. The log gets plain
+    lines."""
 
     def __init__(self, stage: str, total: int, completed: int):
         self._logged = _PlainBar(stage, total, completed, note)
@@ -256,11 +284,14 @@ class _LiveBar:
         bar = BarColumn(min(40, max(4, CONSOLE.width - len(texts))))
         columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         self._figures = dict[str, str]()
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=CONSOLE, speed_estimate_period=_SPEED_SECONDS)
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=CONSOLE, speed_estimate_period=_SPEED_SECONDS
+        )
         self._task = self._bar.add_task(stage, total=total, completed=completed)
 
     def rendered(self) -> Group:
-        """The present content on the terminal: a line that wraps would jump up and down when a figure changes its length."""
+        """The present content on the terminal: a line that wraps would jump up and down when a
+        figure changes its length."""
         line = ""
         for figure in (self._figures[name] for name in _FORMATS if name in self._figures):
             longer = f"{line}  {figure}" if line else figure
@@ -284,25 +315,43 @@ class _LiveBar:
 
 
 class _PlainBar:
-    """Prints a line after each tenth, and an early estimate of the remaining time if the stage takes long."""
+    """Prints a line after each tenth, and an early estimate of the remaining time if the stage
+    takes long."""
 
-    def __init__(self, stage: str, total: int, completed: int, print_lines: Callable[[str], None] = say):
+    def __init__(
+        self, stage: str, total: int, completed: int, print_lines: Callable[[str], None] = say
+    ):
         self._print = print_lines
-        self._stage, self._total, self._done, self._figures = stage, max(total, 1), float(completed), dict[str, str]()
+        self._stage, self._total, self._done, self._figures = (
+            stage,
+            max(total, 1),
+            float(completed),
+            dict[str, str](),
+        )
         self._start, self._done_before, self._estimated = time.monotonic(), self._done, False
         self._shown = completed
 
     def advance(self, amount: float = 1) -> None:
         printed = self._done * PLAIN_LINES // self._total
         self._done += amount
-        if abs(self._done - round(self._done)) < 1e-6:  # shares of an item that add up to it, except for rounding
+        if (
+            abs(self._done - round(self._done)) < 1e-6
+        ):  # shares of an item that add up to it, except for rounding
             self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
             remaining = self._left()
-            if remaining or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
+            if (
+                remaining or int(self._done) > self._shown
+            ):  # a share of an item is only worth a line with an estimate
                 self._shown = int(self._done)
                 self._print(
-                    "  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()])
+                    "  ".join(
+                        [
+                            f"{self._stage} {self._shown}/{self._total}",
+                            *remaining,
+                            *self._figures.values(),
+                        ]
+                    )
                 )
         elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
@@ -313,7 +362,8 @@ class _PlainBar:
         self.advance(completed - self._done)
 
     def _left(self) -> list[str]:
-        """The estimated remaining time as a list of one text; empty in the first minute, before the first item, and at the end."""
+        """The estimated remaining time as a list of one text; empty in the first minute, before the
+        first item, and at the end."""
         seconds, done = time.monotonic() - self._start, self._done - self._done_before
         if seconds < _SHORT_SECONDS or not 0 < done < self._total - self._done_before:
             return []
@@ -336,5 +386,7 @@ def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
     """The figures as texts with units; times of the parts of a step are for files alone."""
     units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
     return {
-        name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items() if name in _FORMATS
+        name: _FORMATS[name].format(float(value) / units[name])
+        for name, value in fields.items()
+        if name in _FORMATS
     }

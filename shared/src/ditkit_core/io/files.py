@@ -29,9 +29,11 @@ _TEMPORARY = re.compile(r"\..+\.(?:(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-)?[
 
 
 def temporary_path(path: Path) -> Path:
-    """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`.
+    """A new hidden name in the same folder, under which a file or folder is written before it is
+    renamed to `path`.
 
-    It says which process writes it, and on which machine, and contains only the start of a long name, because a file name has at most 255 bytes.
+    It says which process writes it, and on which machine, and contains only the start of a long
+    name, because a file name has at most 255 bytes.
     """
     start = os.fsdecode(os.fsencode(path.name)[:128])
     return path.with_name(f".{start}.{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
@@ -39,10 +41,14 @@ def temporary_path(path: Path) -> Path:
 
 @cache
 def _machine() -> str:
-    """The scope in which a process id is unique: this machine since it started, or a container on it."""
+    """The scope in which a process id is unique: this machine since it started, or a container on
+    it."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # on Linux alone; elsewhere an id may be used again after a restart
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
 
 
@@ -61,22 +67,27 @@ def _is_left(path: Path) -> bool:
 
 
 def remove_unfinished(paths: Iterable[Path]) -> None:
-    """Remove what killed writes have left: temporary files, and temporary folders that were never renamed.
+    """Remove what killed writes have left: temporary files, and temporary folders that were never
+    renamed.
 
-    A running process keeps what it writes. Where nobody can say whether it runs (another machine, names of earlier versions), a file
-    stays for an hour.
+    A running process keeps what it writes. Where nobody can say whether it runs (another machine,
+    names of earlier versions), a file stays for an hour.
 
     Args:
         paths: Any paths; those without a temporary name stay.
     """
     for path in list(paths):
-        with suppress(OSError):  # removed with its folder, or open on Windows: the next call removes it
+        with suppress(
+            OSError
+        ):  # removed with its folder, or open on Windows: the next call removes it
             if _is_left(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
+    )
 
 
 @contextmanager
@@ -84,7 +95,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file atomically: readers see the old file or the new one, even after a crash.
 
     Yields:
-        A temporary path in the same folder. When the block ends, it is flushed to disk and renamed to `path`; after an error it is removed.
+        A temporary path in the same folder. When the block ends, it is flushed to disk and renamed
+        to `path`; after an error it is removed.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -104,7 +116,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Write a folder atomically: it gets its name when it is complete, and replaces a folder of this name.
+    """Write a folder atomically: it gets its name when it is complete, and replaces a folder of
+    this name.
 
     Yields:
         A temporary path for the new folder; after an error it is removed.
@@ -135,7 +148,9 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); correct its permissions or remove it"
+        ) from error
 
 
 def head_of(path: Path) -> bytes:
@@ -173,7 +188,8 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
     path = (root / relative).resolve()
     if not allow_outside and not path.is_relative_to(root):
         raise UserError(
-            f"{relative!r} leaves the dataset folder {folder}; move the file inside or set data.allow_outside = true"
+            f"{relative!r} leaves the dataset folder {folder}; move the file inside or set "
+            f"data.allow_outside = true"
         )
     return path
 
@@ -184,35 +200,46 @@ def refuse_backslashes(path: str) -> None:
         return
     if re.match(r"[A-Za-z]:|\\\\", path):
         raise UserError(
-            f"{path} is a Windows path; write the path on this machine, or move the file into the dataset folder"
+            f"{path} is a Windows path; write the path on this machine, or move the file into the "
+            f"dataset folder"
         )
     slashes = path.replace("\\", "/")
     raise UserError(f"{path} is written with backslashes, as on Windows; write {slashes}")
 
 
 def local_path(path: str) -> Path:
-    """A path as a user writes it, with `~` replaced; `~name` stays as it is if there is no such user."""
+    """A path as a user writes it, with `~` replaced; `~name` stays as it is if there is no such
+    user."""
     with suppress(ValueError):  # of a character that no path can have
-        path = os.path.expanduser(path)  # Path.expanduser raises RuntimeError if there is no such user
+        path = os.path.expanduser(
+            path
+        )  # Path.expanduser raises RuntimeError if there is no such user
     return Path(path)
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file or folder, while it is looked at or read, into one line."""
+    """Turn what the operating system says about a file or folder, while it is looked at or read,
+    into one line."""
     try:
         yield
     except OSError as error:
         remedy = (
-            "check the path" if isinstance(error, FileNotFoundError) else "correct its permissions or check the disk"
+            "check the path"
+            if isinstance(error, FileNotFoundError)
+            else "correct its permissions or check the disk"
         )
-        raise UserError(f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}") from error
+        raise UserError(
+            f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}"
+        ) from error
 
 
 _FETCH_AGAIN = "fetch it again"
 
 
-def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_AGAIN) -> dict[str, Any]:
+def parse_json_object(
+    content: str | bytes, where: object, remedy: str = _FETCH_AGAIN
+) -> dict[str, Any]:
     """Parse JSON of unknown origin that must be an object.
 
     Args:
@@ -229,7 +256,9 @@ def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_
         head = content[:HEAD_BYTES]
         kind, _, fetch = mark_of(head.encode() if isinstance(head, str) else head).partition("; ")
         remedy = fetch if fetch and remedy == _FETCH_AGAIN else remedy
-        raise UserError(f"{where} {kind or f'is not readable JSON ({reason})'}; {remedy}") from error
+        raise UserError(
+            f"{where} {kind or f'is not readable JSON ({reason})'}; {remedy}"
+        ) from error
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object; {remedy}")
     return value
@@ -240,7 +269,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in entries if keys.count(key) > 1)[:80]!r} appears twice")
+        raise ValueError(
+            f"{next(key for key in entries if keys.count(key) > 1)[:80]!r} appears twice"
+        )
     return entries
 
 
@@ -249,22 +280,27 @@ def read_json_object(path: Path, remedy: str = _FETCH_AGAIN, problem: str = "") 
 
     Args:
         remedy: What the user should do if it is anything else.
-        problem: What that means for the caller, between the path and the reason: `cannot be used: it`.
+        problem: What that means for the caller, between the path and the reason: `cannot be used:
+            it`.
 
     Raises:
-        UserError: If it is not a file that can be read, is larger than 256 MiB, or as `parse_json_object`.
+        UserError: If it is not a file that can be read, is larger than 256 MiB, or as
+            `parse_json_object`.
     """
     with readable(path):
         about = path.stat()
         # A pipe or a device would be waited for, or never end.
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_JSON_BYTES:
-            raise UserError(f"{path} is not a file of at most {_MAX_JSON_BYTES >> 20} MiB; {remedy}")
+            raise UserError(
+                f"{path} is not a file of at most {_MAX_JSON_BYTES >> 20} MiB; {remedy}"
+            )
         content = path.read_bytes()
     return parse_json_object(content, f"{path} {problem}".rstrip(), remedy)
 
 
 def json_part(path: Path, *keys: str) -> dict[str, Any]:
-    """An object in a file of a run's folder, behind these keys; empty where the file or the object is missing or damaged."""
+    """An object in a file of a run's folder, behind these keys; empty where the file or the object
+    is missing or damaged."""
     value: Any = {}
     with suppress(UserError):
         value = read_json_object(path)
@@ -274,8 +310,11 @@ def json_part(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def dicts_of(values: Any) -> list[dict[str, Any]]:
-    """The objects of a list from JSON; anything else in it is skipped, as is anything but a list."""
-    return [entry for entry in values if isinstance(entry, dict)] if isinstance(values, list) else []
+    """The objects of a list from JSON; anything else in it is skipped, as is anything but a
+    list."""
+    return (
+        [entry for entry in values if isinstance(entry, dict)] if isinstance(values, list) else []
+    )
 
 
 def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -292,7 +331,8 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
         name = pickles[0].name
         instead = safe_names.get(name, "the same weights as .safetensors")
         raise UserError(
-            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
+            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} "
+            f"instead of {name}"
         )
 
 

@@ -11,10 +11,11 @@ import torch
 
 
 def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
-    """Peak memory: the largest among the accelerators in `devices` since `restart_peak`; without accelerators the peak of this process.
+    """Peak memory: the largest among the accelerators in `devices` since `restart_peak`; without
+    accelerators the peak of this process.
 
-    On accelerators this counts the bytes in tensors, not those that the allocator reserves. For the process it is the peak resident set
-    since its start.
+    On accelerators this counts the bytes in tensors, not those that the allocator reserves. For the
+    process it is the peak resident set since its start.
     """
     accelerators = [device for device in devices if device.type == "cuda"]
     if accelerators:
@@ -23,8 +24,12 @@ def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
 
 
 def peak_reserved_bytes(devices: Iterable[torch.device]) -> int | None:
-    """Peak of what torch's allocator had taken from the fullest accelerator, gaps between tensors included; None without accelerators."""
-    return max((torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"), default=None)
+    """Peak of what torch's allocator had taken from the fullest accelerator, gaps between tensors
+    included; None without accelerators."""
+    return max(
+        (torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"),
+        default=None,
+    )
 
 
 def restart_peak(devices: Iterable[torch.device]) -> None:
@@ -35,14 +40,16 @@ def restart_peak(devices: Iterable[torch.device]) -> None:
 
 
 def release_memory() -> None:
-    """Return the memory of freed tensors: torch keeps it for tensors of the same sizes, and the next stage needs other sizes."""
+    """Return the memory of freed tensors: torch keeps it for tensors of the same sizes, and the
+    next stage needs other sizes."""
     gc.collect()  # models of other libraries contain reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def is_host_allocation(text: str) -> bool:
-    """Whether an error's text is torch's when the host is out of memory; on Windows the wording differs."""
+    """Whether an error's text is torch's when the host is out of memory; on Windows the wording
+    differs."""
     return "can't allocate memory" in text or "DefaultCPUAllocator: not enough memory" in text
 
 
@@ -55,14 +62,15 @@ _OF_LIBRARIES = (
     "Triton Error [CUDA]: out of memory",
     "err 2 != CUDA_SUCCESS",  # cuDNN's words, where it compiles an attention kernel for a new shape
 )
-"""What torch says where memory ran out that its allocator does not get at once: a library's workspace, a kernel's code, a buffer of NCCL, or
-a page of an expandable segment."""
+"""What torch says where memory ran out that its allocator does not get at once: a library's
+workspace, a kernel's code, a buffer of NCCL, or a page of an expandable segment."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on an accelerator or the host."""
     text = str(error)
-    # Where NVML does not answer, as on a part of a GPU (MIG), torch 2.11 fails to say who has the memory, and raises only this.
+    # Where NVML does not answer, as on a part of a GPU (MIG), torch 2.11 fails to say who has the
+    # memory, and raises only this.
     unsaid = "NVML_SUCCESS == " in text and "CUDACachingAllocator.cpp" in text
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError)
@@ -71,7 +79,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_frames(error: BaseException) -> set[str]:
-    """Clear the frames that an exception keeps alive, and so free the tensors in their local variables.
+    """Clear the frames that an exception keeps alive, and so free the tensors in their local
+    variables.
 
     Args:
         error: The exception; its causes and contexts are cleared as well.
@@ -85,7 +94,10 @@ def release_frames(error: BaseException) -> set[str]:
         exception = exceptions.pop()
         if exception is None:
             continue
-        modules |= {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(exception.__traceback__)}
+        modules |= {
+            str(frame.f_globals.get("__name__"))
+            for frame, _ in traceback.walk_tb(exception.__traceback__)
+        }
         traceback.clear_frames(exception.__traceback__)
         exceptions += [exception.__cause__, exception.__context__]
         exception.__traceback__ = exception.__cause__ = exception.__context__ = None

@@ -1,7 +1,8 @@
 """Random numbers as a function of names, not of history.
 
-Noise, noise levels, data order and dropout are sampled from generators that are seeded by their purpose: (seed, step, sample). So resuming,
-previews, workers and caches cannot change them, and no generator state has to be saved.
+Noise, noise levels, data order and dropout are sampled from generators that are seeded by their
+purpose: (seed, step, sample). So resuming, previews, workers and caches cannot change them, and no
+generator state has to be saved.
 """
 
 import hashlib
@@ -17,5 +18,6 @@ def seed_of(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded by names; sampled on the CPU, the numbers are the same whatever device trains."""
+    """A CPU generator seeded by names; sampled on the CPU, the numbers are the same whatever device
+    trains."""
     return torch.Generator().manual_seed(seed_of(*parts))

@@ -1,4 +1,5 @@
-"""What a user asks of a run while it trains: samples, a save, or its end, by an empty file in the run's folder."""
+"""What a user asks of a run while it trains: samples, a save, or its end, by an empty file in the
+run's folder."""
 
 import os
 from contextlib import suppress
@@ -24,9 +25,11 @@ def check_request(name: str) -> None:
 
 
 def ask(folder: RunFolder, name: str) -> str:
-    """Ask a run for something; returns what follows. An expert's folder stands for the run that contains it.
+    """Ask a run for something; returns what follows. An expert's folder stands for the run that
+    contains it.
 
-    A file without contents exists or does not: no reader sees half of it, and asking twice is asking once.
+    A file without contents exists or does not: no reader sees half of it, and asking twice is
+    asking once.
 
     Raises:
         UserError: If no process trains in the folder, or nothing can be written there.
@@ -34,11 +37,16 @@ def ask(folder: RunFolder, name: str) -> str:
     above = RunFolder(folder.path.absolute().parent)
     folder = above if is_locked(above.path) else folder
     if not is_locked(folder.path):
-        raise UserError(f"{folder.path} is not running, so there is nobody to tell; start it again to continue it")
+        raise UserError(
+            f"{folder.path} is not running, so there is nobody to tell; start it again to continue "
+            f"it"
+        )
     try:
         while True:
             folder.requests.mkdir(exist_ok=True)
-            with suppress(FileNotFoundError):  # the run removed the folder, empty, since the line above
+            with suppress(
+                FileNotFoundError
+            ):  # the run removed the folder, empty, since the line above
                 (folder.requests / name).touch()
                 return REQUESTS[name]
     except OSError as error:
@@ -46,7 +54,8 @@ def ask(folder: RunFolder, name: str) -> str:
 
 
 def pending(folder: RunFolder) -> frozenset[str]:
-    """What is asked of a run. Without a request its folder of requests is missing, which one system call finds."""
+    """What is asked of a run. Without a request its folder of requests is missing, which one system
+    call finds."""
     try:
         return frozenset(os.listdir(folder.requests)) & REQUESTS.keys()
     except OSError:
@@ -63,14 +72,19 @@ def remove_requests(folder: RunFolder, names: set[str]) -> None:
 
 
 def remove_fulfilled(folder: RunFolder) -> None:
-    """Remove what an earlier start of the run has left and needs no answer any more; its folder is locked by this process.
+    """Remove what an earlier start of the run has left and needs no answer any more; its folder is
+    locked by this process.
 
-    The earlier start has ended, and this one begins at a save. Samples are still wanted, unless some were generated since.
+    The earlier start has ended, and this one begins at a save. Samples are still wanted, unless
+    some were generated since.
     """
     fulfilled = {"save", "stop"}
     with suppress(OSError):
         since = (folder.requests / "sample").stat().st_mtime_ns
-        lists = (*folder.path.glob("samples/step-*.json"), *folder.path.glob("*/samples/step-*.json"))
+        lists = (
+            *folder.path.glob("samples/step-*.json"),
+            *folder.path.glob("*/samples/step-*.json"),
+        )
         if any(path.stat().st_mtime_ns >= since for path in lists):
             fulfilled.add("sample")
     remove_requests(folder, fulfilled)

@@ -1,4 +1,5 @@
-"""Handling signals: a training run ends after the current optimizer step and saves; other commands end at once with a message."""
+"""Handling signals: a training run ends after the current optimizer step and saves; other commands
+end at once with a message."""
 
 import signal
 import threading
@@ -8,12 +9,14 @@ from types import FrameType
 from typing import Any
 
 _ENDING = ("SIGTERM", "SIGHUP", "SIGBREAK")
-"""Signals that end a process besides SIGINT; SIGHUP comes when the terminal is closed, SIGBREAK is Windows'."""
+"""Signals that end a process besides SIGINT; SIGHUP comes when the terminal is closed, SIGBREAK is
+Windows'."""
 
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Inside the block, these signals raise KeyboardInterrupt like Ctrl-C; by default they would end the process without a word."""
+    """Inside the block, these signals raise KeyboardInterrupt like Ctrl-C; by default they would
+    end the process without a word."""
     with _handled(_interrupt, _ENDING, replaced=lambda handler: handler == signal.SIG_DFL):
         yield
 
@@ -24,13 +27,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def signals_by_default() -> Iterator[None]:
-    """Inside the block, SIGINT and these signals end the process at once and without a word, for a call that waits outside of Python."""
+    """Inside the block, SIGINT and these signals end the process at once and without a word, for a
+    call that waits outside of Python."""
     with _handled(signal.SIG_DFL, ("SIGINT", *_ENDING), replaced=lambda _: True):
         yield
 
 
 class Interrupts(ExitStack):
-    """Inside the block, SIGINT, SIGTERM, SIGHUP and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts.
+    """Inside the block, SIGINT, SIGTERM, SIGHUP and (Windows) SIGBREAK only set `requested`; a
+    second Ctrl-C interrupts.
 
     An ignored SIGHUP stays ignored, because `nohup` lets a run outlive its terminal.
     """
@@ -39,8 +44,9 @@ class Interrupts(ExitStack):
         """Install the handlers.
 
         Args:
-            on_interrupt: Called at the first Ctrl-C, to say what follows, since a step may take a minute. It runs in a thread of its own: a
-                handler that prints may come in the middle of another line.
+            on_interrupt: Called at the first Ctrl-C, to say what follows, since a step may take a
+                minute. It runs in a thread of its own: a handler that prints may come in the middle
+                of another line.
         """
         super().__init__()
         self.requested, self._on_interrupt = False, on_interrupt
@@ -60,16 +66,21 @@ def _handled(
     names: tuple[str, ...],
     replaced: Callable[[Any], bool],
 ) -> Iterator[None]:
-    """Install a handler for the block where `replaced` says so of the present one, and restore that at its end.
+    """Install a handler for the block where `replaced` says so of the present one, and restore that
+    at its end.
 
     Python allows handlers only in the main thread, so in other threads the block does nothing.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in names if name in dir(signal)]  # some exist only on some platforms
+        numbers = [
+            getattr(signal, name) for name in names if name in dir(signal)
+        ]  # some exist only on some platforms
         for number in numbers:
             present = signal.getsignal(number)
-            if replaced(present) and not (number == getattr(signal, "SIGHUP", None) and present == signal.SIG_IGN):
+            if replaced(present) and not (
+                number == getattr(signal, "SIGHUP", None) and present == signal.SIG_IGN
+            ):
                 before[number] = signal.signal(number, handler)
     try:
         yield

@@ -20,7 +20,8 @@ class Table:
     """Column titles; empty for a table without titles."""
     rows: Sequence[Sequence[str]]
     num_left: int | None = None
-    """Number of columns at the left that are aligned left; the others are aligned right. None aligns columns of numbers right."""
+    """Number of columns at the left that are aligned left; the others are aligned right. None
+    aligns columns of numbers right."""
 
     @cached_property  # templates ask for it in each cell
     def is_right(self) -> list[bool]:
@@ -37,7 +38,9 @@ class Table:
                 console.say(line)
             return
         table, room = self._on_terminal(self.head), console.CONSOLE.width
-        if _width(table).maximum > room:  # rich would cut words to keep the other titles on one line
+        if (
+            _width(table).maximum > room
+        ):  # rich would cut words to keep the other titles on one line
             table = self._on_terminal([title.replace(" ", "\n") for title in self.head])
             if _width(table).minimum > room:
                 table.box, table.padding = None, (0, 1, 0, 0)
@@ -46,19 +49,29 @@ class Table:
     def _on_terminal(self, head: Sequence[str]) -> rich_table.Table:
         table = rich_table.Table(show_header=bool(head))
         for title, is_right in zip(head or [""] * len(self.is_right), self.is_right, strict=True):
-            table.add_column(escape(title), justify="right" if is_right else "left", overflow="fold")
+            table.add_column(
+                escape(title), justify="right" if is_right else "left", overflow="fold"
+            )
         for row in self.rows:
-            table.add_row(*(escape(printable(cell)) for cell in row))  # a file name may look like rich's markup
+            table.add_row(
+                *(escape(printable(cell)) for cell in row)
+            )  # a file name may look like rich's markup
         return table
 
     def lines(self) -> list[str]:
         """The table as aligned text."""
-        rows = [list(map(printable, row)) for row in (*([self.head] if self.head else []), *self.rows)]
+        rows = [
+            list(map(printable, row)) for row in (*([self.head] if self.head else []), *self.rows)
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = []
         for row in rows:
             cells = zip(row, widths, self.is_right, strict=True)
-            aligned.append("  ".join(c.rjust(width) if right else c.ljust(width) for c, width, right in cells).rstrip())
+            aligned.append(
+                "  ".join(
+                    c.rjust(width) if right else c.ljust(width) for c, width, right in cells
+                ).rstrip()
+            )
         return aligned
 
     def markdown(self) -> list[str]:
@@ -68,8 +81,11 @@ class Table:
 
 
 def _width(table: rich_table.Table) -> Measurement:
-    """The width that a table needs if its texts are wrapped (minimum) or not (maximum), however narrow the terminal is."""
-    return Measurement.get(console.CONSOLE, console.CONSOLE.options.update(max_width=100_000), table)
+    """The width that a table needs if its texts are wrapped (minimum) or not (maximum), however
+    narrow the terminal is."""
+    return Measurement.get(
+        console.CONSOLE, console.CONSOLE.options.update(max_width=100_000), table
+    )
 
 
 def is_number(cell: str) -> bool:

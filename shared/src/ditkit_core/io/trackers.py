@@ -1,6 +1,7 @@
 """Programs that show a run while it trains: TensorBoard, wandb, trackio.
 
-metrics.jsonl has every number that they get. So a tracker that fails is dropped with one line, and training goes on.
+metrics.jsonl has every number that they get. So a tracker that fails is dropped with one line, and
+training goes on.
 """
 
 import importlib.util
@@ -25,7 +26,8 @@ TIMES = "seconds/"
 """Prefix of the times of a step's parts among metrics."""
 
 _INIT_SECONDS, _FINISH_SECONDS = 30.0, 60.0
-"""Without a network wandb would wait longer before training, and without end after it; what is not uploaded stays in the run's folder."""
+"""Without a network wandb would wait longer before training, and without end after it; what is not
+uploaded stays in the run's folder."""
 
 
 class Tracker(Protocol):
@@ -101,7 +103,8 @@ class Trackers:
 class TensorBoard:
     """A file of scalars for TensorBoard.
 
-    torch's SummaryWriter writes the same in a thread, where a full disk is a traceback on stderr and an error of a later call.
+    torch's SummaryWriter writes the same in a thread, where a full disk is a traceback on stderr
+    and an error of a later call.
     """
 
     def __init__(self, folder: Path, start_step: int):
@@ -109,7 +112,9 @@ class TensorBoard:
 
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
-        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = (
+            folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        )
         # The files are append-only; a session that starts hides entries from its step on.
         first = start_step + 1 if start_step else 0
         self._append(step=first, file_version="brain.Event:2")
@@ -135,7 +140,8 @@ class TensorBoard:
 class LibraryTracker:
     """A run in wandb or trackio: its numbers, its settings, and the samples in its folder.
 
-    `tracker.json` in the run's folder has the id, so that a resumed run continues the same one, and which samples were logged.
+    `tracker.json` in the run's folder has the id, so that a resumed run continues the same one, and
+    which samples were logged.
     """
 
     def __init__(
@@ -166,7 +172,9 @@ class LibraryTracker:
         self._logged: dict[str, int] = self._memory[library]["samples"]
         self._looked = 0
         self._remember()  # before the run is there, so that a kill makes no second one
-        self._backend = _BACKENDS[library](self._folder, project, run, self._memory[library]["id"], is_said=is_said)
+        self._backend = _BACKENDS[library](
+            self._folder, project, run, self._memory[library]["id"], is_said=is_said
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._backend.log(step, values)
@@ -179,7 +187,8 @@ class LibraryTracker:
             self._backend.finish(failed=failed)
 
     def log_samples(self) -> None:
-        """Log the samples that are new in the run's folder: they come while it trains, and from another process also after it."""
+        """Log the samples that are new in the run's folder: they come while it trains, and from
+        another process also after it."""
         folder = self._folder.samples
         if not folder.is_dir() or (changed := folder.stat().st_mtime_ns) == self._looked:
             return
@@ -214,16 +223,26 @@ def has_new_samples(folder: Path, library: str) -> bool:
 
 
 def _memory(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """By library, the id of the run there and the samples that were logged; empty if there is none."""
+    """By library, the id of the run there and the samples that were logged; empty if there is
+    none."""
     try:
         stored = json_part(folder.tracker)
-        return {name: {"id": str(entry["id"]), "samples": dict(entry["samples"])} for name, entry in stored.items()}
-    except (TypeError, KeyError, ValueError):  # damaged: another run there, and nothing is lost here
+        return {
+            name: {"id": str(entry["id"]), "samples": dict(entry["samples"])}
+            for name, entry in stored.items()
+        }
+    except (
+        TypeError,
+        KeyError,
+        ValueError,
+    ):  # damaged: another run there, and nothing is lost here
         return {}
 
 
 class _Wandb:
-    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False):
+    def __init__(
+        self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False
+    ):
         import wandb
 
         settings = wandb.Settings(
@@ -236,7 +255,10 @@ class _Wandb:
         )
         is_online = wandb.setup().settings.mode == "online"
         if is_online and not wandb.login(prompt=False):  # `init` would ask on the terminal
-            raise UserError("nobody is logged in (wandb login); WANDB_MODE=offline needs no login and no network")
+            raise UserError(
+                "nobody is logged in (wandb login); WANDB_MODE=offline needs no login and no "
+                "network"
+            )
         self._wandb = wandb
         self._run = wandb.init(
             project=project,
@@ -247,7 +269,8 @@ class _Wandb:
             config=dict(run.settings),
             settings=settings,
         )
-        # An axis of our own: wandb drops what is logged for an earlier step of its own axis, such as a preview from another device.
+        # An axis of our own: wandb drops what is logged for an earlier step of its own axis, such
+        # as a preview from another device.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         if not is_online:  # a folder of its own each time, and each has to be uploaded
@@ -259,14 +282,18 @@ class _Wandb:
         self._run.log({**values, "step": step})
 
     def media(self, path: Path, caption: str) -> Any:
-        return (self._wandb.Video if path.suffix == ".mp4" else self._wandb.Image)(str(path), caption=caption)
+        return (self._wandb.Video if path.suffix == ".mp4" else self._wandb.Image)(
+            str(path), caption=caption
+        )
 
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
 class _Trackio:
-    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False):
+    def __init__(
+        self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False
+    ):
         import trackio
 
         self._trackio = trackio
@@ -288,7 +315,9 @@ class _Trackio:
         self._run.log(dict(values), step=step)
 
     def media(self, path: Path, caption: str) -> Any:
-        return (self._trackio.Video if path.suffix == ".mp4" else self._trackio.Image)(str(path), caption=caption)
+        return (self._trackio.Video if path.suffix == ".mp4" else self._trackio.Image)(
+            str(path), caption=caption
+        )
 
     def finish(self, *, failed: bool) -> None:
         with redirect_stdout(io.StringIO()):

@@ -1,6 +1,7 @@
 """A process that works for this one while it trains, and ends with it.
 
-Its standard input is a pipe from the parent, which the operating system closes however the parent ends. What it prints goes to a log.
+Its standard input is a pipe from the parent, which the operating system closes however the parent
+ends. What it prints goes to a log.
 """
 
 import _thread
@@ -23,7 +24,8 @@ from ditkit_core.io.console import prepare_streams, warn
 GRACE_SECONDS = 20.0
 """Time for the worker to end by itself before it is killed."""
 _OWN_GRACE_SECONDS = 10.0
-"""Time between the end of the parent and the end of the worker, if its work cannot be interrupted."""
+"""Time between the end of the parent and the end of the worker, if its work cannot be
+interrupted."""
 _TAIL_CHARACTERS = 4096
 """Longest message that is taken from the last line of a worker's log."""
 _NICENESS = 10
@@ -51,7 +53,8 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                # A session (or group) of its own: Ctrl-C goes to training, which decides what happens to the worker.
+                # A session (or group) of its own: Ctrl-C goes to training, which decides what
+                # happens to the worker.
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )
@@ -106,13 +109,14 @@ def work(act: Callable[[], None]) -> int:
     """Do the work of a worker process, with low priority and until the parent ends.
 
     Returns:
-        The exit status: 0 for success; 1 for a mistake that the user can fix, with the message in the last line; 130 when the parent has
-        ended.
+        The exit status: 0 for success; 1 for a mistake that the user can fix, with the message in
+        the last line; 130 when the parent has ended.
     """
     prepare_streams()
     if lower := getattr(os, "nice", None):  # not on Windows
         lower(_NICENESS)
-    # A parent may have left SIGINT ignored, which children inherit; `_end_with_parent` needs it to interrupt.
+    # A parent may have left SIGINT ignored, which children inherit; `_end_with_parent` needs it to
+    # interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -127,7 +131,8 @@ def work(act: Callable[[], None]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Interrupt the main thread when the pipe from the parent is closed, and end the process if that is not enough."""
+    """Interrupt the main thread when the pipe from the parent is closed, and end the process if
+    that is not enough."""
     while os.read(0, 1):  # nothing is ever written: the read returns when the pipe is closed
         pass
     _thread.interrupt_main()
@@ -136,7 +141,8 @@ def _end_with_parent() -> None:
 
 
 def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a process that sees one device only, so that it cannot use memory of the devices that train.
+    """`CUDA_VISIBLE_DEVICES` of a process that sees one device only, so that it cannot use memory
+    of the devices that train.
 
     Args:
         device: The device, with its index in this process.
@@ -144,13 +150,15 @@ def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str
     """
     if device.type == "cpu":
         return ""
-    # Entries may be UUIDs or a permutation: the index of this process selects an entry and is not a device number.
+    # Entries may be UUIDs or a permutation: the index of this process selects an entry and is not a
+    # device number.
     index, visible = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES")
     return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """The environment of the worker: one visible device, its allocator's settings, and this process's module search path."""
+    """The environment of the worker: one visible device, its allocator's settings, and this
+    process's module search path."""
     return {
         **os.environ,
         **allocator_settings(os.environ),

@@ -20,14 +20,19 @@ from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.frozen import at_most_parameters
 from ditkit_core.weights.load import fits_shapes
 
-_MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
+# of a foreign config.json; the largest transformers that are known have about 2,000 tensors
+_MAX_PARAMETERS = 20_000
 
 
-def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSource) -> tuple[str, Any]:
-    """The architecture by its name, by the config.json next to the weights, or by the preset with the same shapes.
+def choose_arch(
+    spec: ModelSpec, components: ModelPaths, source: SafetensorsSource
+) -> tuple[str, Any]:
+    """The architecture by its name, by the config.json next to the weights, or by the preset with
+    the same shapes.
 
-    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of their own. Where no single preset
-    has them, the config.json of the base's transformer counts, if it has these shapes.
+    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of
+    their own. Where no single preset has them, the config.json of the base's transformer counts, if
+    it has these shapes.
 
     Returns:
         The preset's name, empty if the architecture matches no preset, and the architecture.
@@ -39,7 +44,14 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
         return preset, spec.architecture.presets[preset]
     path = config_json_of(source.path)
     if path is not None and (arch := _described(spec, path)) is not None:
-        return next((name for name, preset_arch in spec.architecture.presets.items() if preset_arch == arch), ""), arch
+        return next(
+            (
+                name
+                for name, preset_arch in spec.architecture.presets.items()
+                if preset_arch == arch
+            ),
+            "",
+        ), arch
     fitting = list(presets_of(source, spec)) if source.tensors else []
     if len(fitting) != 1:
         folder = replace(components, transformer="").here("transformer")
@@ -53,7 +65,10 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
             () if fitting else source.tensors, spec.architecture.names.others, source.metadata
         )
         reason = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
-        remedy = remedy or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
+        remedy = (
+            remedy
+            or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
+        )
         raise UserError(f"{reason} the weights in {source.path}{likeness}; {remedy}")
     return fitting[0], spec.architecture.presets[fitting[0]]
 
@@ -64,7 +79,8 @@ def _refuse_adapter(source: SafetensorsSource) -> None:
     if trained or split_differences(source)[1]:
         kind = "a LoRA" if trained else "a file of differences to whole parameters"
         raise UserError(
-            f"{source.path} is {kind} and no transformer: {trained}{argument('base.merge')} merges it into the base; "
+            f"{source.path} is {kind} and no transformer: {trained}{argument('base.merge')} merges "
+            f"it into the base; "
             f"set {argument('model.transformer')} or {argument('model.base')} to the base"
         )
 
@@ -84,7 +100,8 @@ def _refuse_adapter_as_base(base: str) -> None:
 
 
 def _described(spec: ModelSpec, path: Path) -> Any:
-    """The architecture that a config.json of unknown origin describes; None if it is not in diffusers' format."""
+    """The architecture that a config.json of unknown origin describes; None if it is not in
+    diffusers' format."""
     if spec.architecture.infer_arch is None:
         return None
     remedy = f"set {argument('model.preset')} to one of {', '.join(spec.architecture.presets)}"
@@ -94,7 +111,15 @@ def _described(spec: ModelSpec, path: Path) -> Any:
         if arch is not None:  # values of a wrong type only fail when a model is built with them
             with at_most_parameters(_MAX_PARAMETERS):
                 build_on_meta(spec, arch, Precision())
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         wrong = wrong_config(config, error, spec.name, spec.architecture.names.others)
         raise UserError(f"{path} {wrong}{'' if ';' in wrong else f'; {remedy}'}") from error
     return arch
@@ -127,7 +152,8 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
         raise UserError(
-            f"{components.not_described()} {argument('model.preset')} to one of {', '.join(spec.architecture.presets)}{meant}"
+            f"{components.not_described()} {argument('model.preset')} to one of "
+            f"{', '.join(spec.architecture.presets)}{meant}"
         )
     described = config_json_of(path) is not None and spec.architecture.infer_arch is not None
     # A config.json decides by itself, so the headers of the weights need not be read.
@@ -136,7 +162,8 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
 
 
 def _pipeline_index(transformer: Path) -> dict[str, Any]:
-    """The `model_index.json` of the pipeline that a transformer's folder is part of; empty if there is none that can be read."""
+    """The `model_index.json` of the pipeline that a transformer's folder is part of; empty if there
+    is none that can be read."""
     with suppress(UserError):
         return read_json_object(transformer.parent / "model_index.json")
     return {}

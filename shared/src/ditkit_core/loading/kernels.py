@@ -18,10 +18,12 @@ Kernels = Literal["auto", "torch", "triton"]
 def resolve_kernels(
     kernels: Kernels, devices: Sequence[torch.device], *, ranks: Ranks | None = None
 ) -> Literal["torch", "triton"]:
-    """What runs on these devices. Triton's kernels are checked on the GPUs among them; if there are any, a line says what `auto` is, and why.
+    """What runs on these devices. Triton's kernels are checked on the GPUs among them; if there are
+    any, a line says what `auto` is, and why.
 
     Args:
-        kernels: What was asked for. `auto` is the same on all ranks: torch if a kernel fails on one of them.
+        kernels: What was asked for. `auto` is the same on all ranks: torch if a kernel fails on one
+            of them.
         devices: Those that run the model.
         ranks: The processes that train together; None for this one alone.
     """
@@ -31,7 +33,10 @@ def resolve_kernels(
     check = KernelCheck()
     if kernels == "triton":
         if fault := _checked(gpus).fault:
-            raise UserError(f"{argument('train.kernels')} = triton {fault}; set {argument('train.kernels')} = torch")
+            raise UserError(
+                f"{argument('train.kernels')} = triton {fault}; set {argument('train.kernels')} = "
+                f"torch"
+            )
         return kernels
     if not (reason := why_not([device.type for device in devices])):
         check = _checked(gpus)
@@ -48,7 +53,8 @@ def resolve_kernels(
 def _of_ranks(reason: str, ranks: Ranks) -> str:
     """The first reason that a rank has against the kernels, with that rank; empty if none has one.
 
-    Ranks with other kernels than the others would train other last bits, and one of them would be as slow as torch anyway.
+    Ranks with other kernels than the others would train other last bits, and one of them would be
+    as slow as torch anyway.
     """
     reasons = ranks.all_gather_object((socket.gethostname(), reason))
     return next(

@@ -1,4 +1,5 @@
-"""Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is allocated yet."""
+"""Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is
+allocated yet."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -54,7 +55,8 @@ def model_on_meta(
     keeps_codes: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Model:
-    """Build the model on `meta`, with its adapters injected, and check it against its files: seconds, before the hours that encoding may take.
+    """Build the model on `meta`, with its adapters injected, and check it against its files:
+    seconds, before the hours that encoding may take.
 
     No weights are read yet: `loading/weights.py: load_weights` does that in place.
 
@@ -74,11 +76,24 @@ def model_on_meta(
     preset, arch = choose_arch(spec, components, source)
     model, files = build_on_meta(spec, arch, precision), base.files(component)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # All files are opened before anything slow, so that a wrong one fails at once: importing peft alone takes seconds.
-    mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
-    open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
+    # All files are opened before anything slow, so that a wrong one fails at once: importing peft
+    # alone takes seconds.
+    mapping = match(
+        source,
+        spec.architecture.names,
+        shapes,
+        advice=None if components.preset else _advice(source),
+    )
+    open_file = partial(
+        open_adapter,
+        names=spec.architecture.names,
+        modules=layers_of(spec.architecture.build, arch),
+    )
     # An assistant is taken out again for samples, which differences of whole parameters cannot be.
-    others, open_merge = {base.assistant_key(component): open_file}, partial(open_file, parameters=shapes)
+    others, open_merge = (
+        {base.assistant_key(component): open_file},
+        partial(open_file, parameters=shapes),
+    )
     parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
     merged = [(others.get(key, open_merge)(file), strength) for key, file, strength in parsed]
     adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
@@ -92,14 +107,18 @@ def model_on_meta(
     adapted = () if adapter is None else inject(model, adapter, spec.adapters.targets)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {_described_merge(file)} at strength {strength:g}")
-    assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter and adapter.use_dora else "")
+    assistant = put_next_to_doras(
+        model, merged, base.assistant_key(component) if adapter and adapter.use_dora else ""
+    )
     origin = ModelOrigin(
         paths=components,
         arch=arch,
         preset=preset,
         trained=adapter,
         precision=precision,
-        stored=StoredParameters(source=source, mapping=mapping, shapes=shapes, edits=merge_into(merged)),
+        stored=StoredParameters(
+            source=source, mapping=mapping, shapes=shapes, edits=merge_into(merged)
+        ),
         merged=merged,
         assistant=assistant,
         start=initial_adapter(start, adapted) if start else None,
@@ -115,14 +134,19 @@ def _described_merge(file: AdapterFile) -> str:
 
 
 def _started_from_file(
-    adapter: AdapterConfig | None, open_file: Callable[[Path], AdapterFile], merge_key: str, say: Callable[[str], None]
+    adapter: AdapterConfig | None,
+    open_file: Callable[[Path], AdapterFile],
+    merge_key: str,
+    say: Callable[[str], None],
 ) -> tuple[AdapterConfig | None, AdapterFile | None]:
-    """The section with the values of the file that `adapter.init` names, and the file; without one the section as it is."""
+    """The section with the values of the file that `adapter.init` names, and the file; without one
+    the section as it is."""
     if adapter is None or not adapter.init:
         return adapter, None
     if adapter.method == "full":
         raise UserError(
-            f"{argument('adapter.init')} = {adapter.init} needs {argument('adapter.method')} = 'lora'; for a full fine-tune add it to {merge_key}"
+            f"{argument('adapter.init')} = {adapter.init} needs {argument('adapter.method')} = "
+            f"'lora'; for a full fine-tune add it to {merge_key}"
         )
     file = open_file(local_path(adapter.init))
     config, line = config_from_file(adapter, file, merge_key)
@@ -141,30 +165,52 @@ def _quantize_blocks(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
-    formats, dtype_of = formats_in_blocks(spec, model, source, mapping), loaded_dtype(spec, precision)
+    """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks
+    for."""
+    formats, dtype_of = (
+        formats_in_blocks(spec, model, source, mapping),
+        loaded_dtype(spec, precision),
+    )
     held = {name: stored for name, stored in formats.items() if kind in ("none", stored)}
     if held:
         before = num_bytes(model, dtype_of)
         hold_as_stored(model, held)
         line = (
-            f"{source.path}: {len(held)} matrices stay as they are stored, in {_and(held.values())}; "
-            f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
+            f"{source.path}: {len(held)} matrices stay as they are stored, in "
+            f"{_and(held.values())}; "
+            f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of "
+            f"{quantized_bytes(before)}"
         )
-        say(line + "; those that a merged adapter changes are rounded once more" * bool(merge_into(merged)))
+        say(
+            line
+            + "; those that a merged adapter changes are rounded once more"
+            * bool(merge_into(merged))
+        )
     if others := {stored for name, stored in formats.items() if name not in held}:
         say(
-            f"{source.path} is in {_and(others)}, and rounded once more; a bf16 file or base.quantize = none loses less"
+            f"{source.path} is in {_and(others)}, and rounded once more; a bf16 file or "
+            f"base.quantize = none loses less"
         )
     in_blocks = {part.name for name in formats for part in mapping[f"{name}.weight"]}
-    packed = [name for name, stored in source.tensors.items() if stored.packing and name not in in_blocks]
+    packed = [
+        name for name, stored in source.tensors.items() if stored.packing and name not in in_blocks
+    ]
     if packed:
-        say(f"{source.path}: {len(packed)} matrices in 8 or 4 bits are unpacked, {packed[0]} the first")
+        say(
+            f"{source.path}: {len(packed)} matrices in 8 or 4 bits are unpacked, {packed[0]} the "
+            f"first"
+        )
     # With a format that the file has, there may be no linear layer to convert.
-    if kind != "none" and any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+    if kind != "none" and any(
+        not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)
+    ):
         before = num_bytes(model, dtype_of)
         converted = convert(model, kind, spec.precision.keep_fp32)
-        say(describe_quantized(kind, converted, len(model.blocks()), before, num_bytes(model, dtype_of)))
+        say(
+            describe_quantized(
+                kind, converted, len(model.blocks()), before, num_bytes(model, dtype_of)
+            )
+        )
 
 
 def _and(formats: Collection[str]) -> str:
@@ -172,7 +218,10 @@ def _and(formats: Collection[str]) -> str:
 
 
 def formats_in_blocks(
-    spec: ModelSpec, model: StagedModel, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
+    spec: ModelSpec,
+    model: StagedModel,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
 ) -> dict[str, str]:
     """Formats in which the blocks' matrices can stay as a file has them, by layer.
 
@@ -180,11 +229,15 @@ def formats_in_blocks(
         model: The model, on `meta`.
         mapping: Parts of the file's tensors by our name, from `match`.
     """
-    layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
+    layers = [
+        name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")
+    ]
     return stored_formats(model, source, mapping, layers=layers)
 
 
-def formats_of_file(spec: ModelSpec, arch: Any, source: SafetensorsSource, precision: Precision) -> dict[str, str]:
+def formats_of_file(
+    spec: ModelSpec, arch: Any, source: SafetensorsSource, precision: Precision
+) -> dict[str, str]:
     """The same for a model that is not built."""
     if not (num_scaled(source) or num_packed(source)):
         return {}
@@ -197,7 +250,9 @@ def _advice(source: SafetensorsSource) -> Advice:
     """Remedies for the error of weights that do not fit their config.json."""
     path = config_json_of(source.path)
     described_by = str(path.name if path else "the preset")
-    return Advice(described_by=described_by, remedy="take both from one download, or set model.preset")
+    return Advice(
+        described_by=described_by, remedy="take both from one download, or set model.preset"
+    )
 
 
 def loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:

@@ -1,7 +1,7 @@
 """Loads the weights of a model that was built on `meta`, onto its devices and in its dtypes.
 
-The base is streamed tensor by tensor, with merged adapters; then the adapters get their first values. Nothing is allocated twice, and nothing
-later may move or cast the model.
+The base is streamed tensor by tensor, with merged adapters; then the adapters get their first
+values. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.assistant import load_assistant
-from ditkit_core.adapters.inject import canonical_name, initialise, is_adapter_name, trainable_parameters
+from ditkit_core.adapters.inject import (
+    canonical_name,
+    initialise,
+    is_adapter_name,
+    trainable_parameters,
+)
 from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.ac_policies import Policy
@@ -38,12 +43,14 @@ def load_weights(
     seed: int,
     division: "Division | None" = None,
 ) -> Model:
-    """Load the weights of a model on `meta`, in place: initialise its adapters, and set up streaming.
+    """Load the weights of a model on `meta`, in place: initialise its adapters, and set up
+    streaming.
 
     From now on the first GPU is the process's current one.
 
     Args:
-        placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
+        placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the
+            others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         division: How the rows of the model are divided over ranks, which read their rows alone.
     """
@@ -61,10 +68,17 @@ def load_weights(
         division=division,
     )
     initialise(module, seed, device_of=device_of, start=origin.start, division=division)
-    load_assistant(module, origin.assistant, device_of=home_of, put=division.put_whole if division else None)
-    on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    load_assistant(
+        module, origin.assistant, device_of=home_of, put=division.put_whole if division else None
+    )
+    on_meta = [
+        name
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if tensor.is_meta
+    ]
     assert not on_meta, f"never given a value: {on_meta}"
-    # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
+    # Last: from here on, weights that are streamed cannot be read from the model except inside of
+    # `readable`.
     if placement.streamed:
         trains_all = origin.trained is not None and origin.trained.method == "full"
         model.streamer = BlockSwap(module, placement, trained=trains_all)
@@ -73,12 +87,17 @@ def load_weights(
     return model
 
 
-def load_divided(model: Model, placement: Placement, ranks: Ranks, device: torch.device, *, seed: int) -> Model:
+def load_divided(
+    model: Model, placement: Placement, ranks: Ranks, device: torch.device, *, seed: int
+) -> Model:
     """Load the rows of weights that this rank keeps, onto its device; all ranks call it.
 
-    The model is divided before it has values, and each rank reads its rows. Arguments as of `load_weights`.
+    The model is divided before it has values, and each rank reads its rows. Arguments as of
+    `load_weights`.
     """
-    from ditkit_core.distributed.division import Division  # imports parts of torch that take seconds
+    from ditkit_core.distributed.division import (
+        Division,
+    )  # imports parts of torch that take seconds
     from ditkit_core.distributed.shards import Shards
 
     precision = model.origin.precision
@@ -91,30 +110,43 @@ def load_divided(model: Model, placement: Placement, ranks: Ranks, device: torch
 
 
 def give_dtypes(model: Model, dtype_of: Callable[[str], torch.dtype]) -> None:
-    """Give the parameters on `meta` the dtypes that they will have, by which they are gathered together."""
+    """Give the parameters on `meta` the dtypes that they will have, by which they are gathered
+    together."""
     for prefix, module in model.module.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 name = f"{prefix}.{leaf}"
                 default = torch.float32 if is_adapter_name(name) else dtype_of(canonical_name(name))
                 typed = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
-                module._parameters[leaf] = nn.Parameter(typed, requires_grad=parameter.requires_grad)
+                module._parameters[leaf] = nn.Parameter(
+                    typed, requires_grad=parameter.requires_grad
+                )
 
 
 def engine_for(
-    model: Model, execution: Execution, schedule: ACSchedule | None = None, ranks: Ranks | None = None
+    model: Model,
+    execution: Execution,
+    schedule: ACSchedule | None = None,
+    ranks: Ranks | None = None,
 ) -> BlockEngine:
     """The engine that runs a loaded model.
 
     Args:
         execution: How; its kernels are resolved.
-        schedule: Its checkpointing, resolved to blocks; None for inference, where a budget need not be resolved.
-        ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
+        schedule: Its checkpointing, resolved to blocks; None for inference, where a budget need not
+            be resolved.
+        ranks: Those that train, and share each sample's tokens if they are in groups. None for
+            inference on this rank alone.
     """
     trains = schedule is not None
-    # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
+    # Without a backward, a budget of memory has nothing to decide: any policy runs the same
+    # forward.
     if schedule is None:
-        schedule = execution.schedule if execution.schedule.budget is None else ACSchedule.everywhere(Policy())
+        schedule = (
+            execution.schedule
+            if execution.schedule.budget is None
+            else ACSchedule.everywhere(Policy())
+        )
     context, router = None, None
     if ranks is not None and ranks.context > 1:
         streams = model.spec.architecture.token_streams(model.origin.arch)

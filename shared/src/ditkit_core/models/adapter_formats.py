@@ -1,4 +1,5 @@
-"""Forms of adapter files: how each form names a module's matrices, and what a family knows about programs that read them.
+"""Forms of adapter files: how each form names a module's matrices, and what a family knows about
+programs that read them.
 
 | form | key | scale |
 |---|---|---|
@@ -24,7 +25,8 @@ class AdapterLayout:
     """The layout of an adapter file that was read."""
 
     form: str
-    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`, `lycoris`; `bare` has no prefix and no `.default`, `prefixed` has a model's own prefix."""
+    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`, `lycoris`; `bare` has no prefix
+    and no `.default`, `prefixed` has a model's own prefix."""
     naming: str = "official"
     """Form of the module names, a key of `StateDictNames.from_native`; empty for our names."""
     alpha: bool = False
@@ -33,9 +35,11 @@ class AdapterLayout:
     """Whether the matrices are named `lora_up` and `lora_down` instead of `lora_B` and `lora_A`."""
     use_dora: bool = False
     method: str = "lora"
-    """`lora`, `lokr` or `loha`; several in a file that has several; `differences` where it has none of them."""
+    """`lora`, `lokr` or `loha`; several in a file that has several; `differences` where it has none
+    of them."""
     dora_over_base: bool = False
-    """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over the norm of the merged rows."""
+    """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise
+    over the norm of the merged rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +52,16 @@ class AdapterForm:
     up: str
     """End of the key of B, after the module's name."""
     naming: str = ""
-    """Form of the module names, a key of `StateDictNames.from_native`; empty for the names in the family's files without a prefix."""
+    """Form of the module names, a key of `StateDictNames.from_native`; empty for the names in the
+    family's files without a prefix."""
     underscores: bool = False
     """Whether underscores replace the dots of a module's name."""
     alpha: bool = False
-    """Whether a key `.alpha` stores the scale; otherwise the scale is multiplied into B, and alpha = rank."""
+    """Whether a key `.alpha` stores the scale; otherwise the scale is multiplied into B, and alpha
+    = rank."""
     dora: Literal["", "merged", "base"] = ""
-    """The norm of a row that the form's readers divide DoRA's magnitudes by: of the merged weight, or of the base's; empty if they do neither."""
+    """The norm of a row that the form's readers divide DoRA's magnitudes by: of the merged weight,
+    or of the base's; empty if they do neither."""
 
     lora_only: bool = False
     """Whether programs that read the form have no LoKr or LoHa."""
@@ -64,15 +71,19 @@ class AdapterForm:
         return self.prefix + (module.replace(".", "_") if self.underscores else module)
 
     def keys(self, module: str) -> dict[str, str]:
-        """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`, `magnitude`."""
+        """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`,
+        `magnitude`."""
         stem = self.stem(module)
         # peft's name without its last component, or ComfyUI's
         magnitude = ".dora_scale" if self.dora == "base" else ".lora_magnitude_vector"
         parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": magnitude}
         return {part: stem + ending for part, ending in parts.items()}
 
-    def layout(self, form: str, bare: str, *, use_dora: bool, method: str = "lora") -> AdapterLayout:
-        """The layout of a file in this form, whose name is `form`; `bare` is the form of names in the family's files without a prefix."""
+    def layout(
+        self, form: str, bare: str, *, use_dora: bool, method: str = "lora"
+    ) -> AdapterLayout:
+        """The layout of a file in this form, whose name is `form`; `bare` is the form of names in
+        the family's files without a prefix."""
         return AdapterLayout(
             form=form,
             naming=self.naming or bare,
@@ -86,12 +97,22 @@ class AdapterForm:
 
 ADAPTER_FORMS: Mapping[str, AdapterForm] = {
     "official": AdapterForm(
-        prefix="diffusion_model.", naming="official", down=".lora_A.weight", up=".lora_B.weight", dora="base"
+        prefix="diffusion_model.",
+        naming="official",
+        down=".lora_A.weight",
+        up=".lora_B.weight",
+        dora="base",
     ),
     "diffusers": AdapterForm(
-        prefix="transformer.", naming="diffusers", down=".lora_A.weight", up=".lora_B.weight", dora="merged"
+        prefix="transformer.",
+        naming="diffusers",
+        down=".lora_A.weight",
+        up=".lora_B.weight",
+        dora="merged",
     ),
-    "diffsynth": AdapterForm(prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight", lora_only=True),
+    "diffsynth": AdapterForm(
+        prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight", lora_only=True
+    ),
     "musubi": AdapterForm(
         prefix="lora_unet_",
         naming="official",
@@ -112,7 +133,8 @@ FORM_OF_PREFIX: Mapping[str, str] = {
     "base_model.model.": "peft",
     "lycoris_": "lycoris",
 }
-"""The forms that ditkit reads, by the prefix of their keys; longer prefixes first, because `lora_unet_` also matches `lora_unet__`."""
+"""The forms that ditkit reads, by the prefix of their keys; longer prefixes first, because
+`lora_unet_` also matches `lora_unet__`."""
 
 _ALSO_CALLED = {
     "comfyui": "official",
@@ -129,7 +151,8 @@ _ALSO_CALLED = {
 
 
 def set_forms(forms: Sequence[str]) -> str:
-    """How a user asks for other forms, for messages: by the key of a run, or by the export command's flag."""
+    """How a user asks for other forms, for messages: by the key of a run, or by the export
+    command's flag."""
     flags = " or ".join(f"--to {form}" for form in forms)
     return f"set export.forms = {list(forms)} (for the export command: {flags})"
 
@@ -145,14 +168,17 @@ NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
 
 KINDS = ("lora", "dora", "dora_merged", "lokr", "loha")
-"""Kinds of adapters, for `ProgramRow`: `dora` over the norm of the base, `dora_merged` over the norm of the merged rows."""
+"""Kinds of adapters, for `ProgramRow`: `dora` over the norm of the base, `dora_merged` over the
+norm of the merged rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRow:
-    """A row of a family's table of programs: what a program does with adapter files of some forms and kinds.
+    """A row of a family's table of programs: what a program does with adapter files of some forms
+    and kinds.
 
-    rsLoRA and patterns of ranks are the kind `lora`: their files differ from a LoRA's in nothing that a reader sees.
+    rsLoRA and patterns of ranks are the kind `lora`: their files differ from a LoRA's in nothing
+    that a reader sees.
     """
 
     program: str
@@ -162,7 +188,8 @@ class ProgramRow:
     """As in `AdapterLayout.naming`; empty for any."""
     kinds: Collection[str] = KINDS
     misreads: str = ""
-    """Why it does not load such a file, as the predicate of a sentence about it; empty if it does."""
+    """Why it does not load such a file, as the predicate of a sentence about it; empty if it
+    does."""
     unread: str = ""
     """Pattern of the modules, by our names, that it leaves out; empty if it knows all."""
     required: str = ""
@@ -188,20 +215,24 @@ def readers_by_program(
 
     Args:
         rows: The table. A program's first row with the file's form, names and kinds counts.
-        diffusers: What diffusers ignores or misreads, empty if it loads all: it depends on more than a row can say.
+        diffusers: What diffusers ignores or misreads, empty if it loads all: it depends on more
+            than a row can say.
     """
 
     def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
         by_program = {"diffusers": diffusers(layout, modules)}
         for program in dict.fromkeys(row.program for row in rows):
-            by_program[program] = _read_by([row for row in rows if row.program == program], layout, modules)
+            by_program[program] = _read_by(
+                [row for row in rows if row.program == program], layout, modules
+            )
         return by_program
 
     return readers
 
 
 def _read_by(rows: Sequence[ProgramRow], layout: AdapterLayout, modules: Collection[str]) -> str:
-    """What a program, whose rows these are, ignores or misreads in a file; empty if it loads all of it."""
+    """What a program, whose rows these are, ignores or misreads in a file; empty if it loads all of
+    it."""
     kinds = kinds_of(layout)
     for row in rows:
         is_form = not row.forms or layout.form in row.forms
@@ -252,8 +283,11 @@ class AdapterRules:
     """What a family knows about its adapter files besides the names of tensors."""
 
     readers: Readers = lambda layout, modules: {}
-    """(layout of a file, adapted modules by our names) to, by program, what that program ignores or misreads; empty text if it loads all."""
+    """(layout of a file, adapted modules by our names) to, by program, what that program ignores or
+    misreads; empty text if it loads all."""
     fillers: Callable[[str, Collection[str]], Collection[str]] = lambda form, modules: ()
-    """(form to write, adapted modules by our names) to further modules that readers of the form require; they are written as zeros."""
+    """(form to write, adapted modules by our names) to further modules that readers of the form
+    require; they are written as zeros."""
     one_to_one: str = "official"
-    """The form for ComfyUI whose names are each for one of our layers, as a LoKr or LoHa needs it."""
+    """The form for ComfyUI whose names are each for one of our layers, as a LoKr or LoHa needs
+    it."""

@@ -1,4 +1,5 @@
-"""Conditions of a model besides text: images, control videos, music. The columns of a dataset they come from, and how they are encoded."""
+"""Conditions of a model besides text: images, control videos, music. The columns of a dataset they
+come from, and how they are encoded."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,19 +19,25 @@ class Column:
     name: str
     """Name of the column, and key in `ClipInputs.files`."""
     kind: Literal["image", "video", "audio", "table", "text"]
-    """Kind of the value; `table` is a file of numbers, `text` is the value itself and not a file."""
+    """Kind of the value; `table` is a file of numbers, `text` is the value itself and not a
+    file."""
     aliases: tuple[str, ...] = ()
-    """Names of the column in other trainers. If several columns of a model share an alias, a list in that column fills them in order."""
+    """Names of the column in other trainers. If several columns of a model share an alias, a list
+    in that column fills them in order."""
     required: bool = False
     moment: Literal["", "begin", "end"] = ""
-    """Frame of the clip that an image shows, if any; then the image fits only one window of a file."""
+    """Frame of the clip that an image shows, if any; then the image fits only one window of a
+    file."""
     in_step: bool = False
-    """Whether a sound that lasts shorter or longer than its clip is probably out of step with it, as speech is."""
+    """Whether a sound that lasts shorter or longer than its clip is probably out of step with it,
+    as speech is."""
     in_front: bool = False
-    """Whether it adds a latent frame in front of the clip's; `TrainingSpec.empty_item` gets it as a reference of the clip's size."""
+    """Whether it adds a latent frame in front of the clip's; `TrainingSpec.empty_item` gets it as a
+    reference of the clip's size."""
     alternative_to: tuple[str, ...] = ()
-    """Columns that give the same condition in another form. If a clip has both, this column is used. A column given for a generated
-    sample replaces the clip's own columns of the other form."""
+    """Columns that give the same condition in another form. If a clip has both, this column is
+    used. A column given for a generated sample replaces the clip's own columns of the other form.
+    """
     doc: str = ""
 
 
@@ -44,9 +51,12 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
 
 
 def alternatives_of(columns: Sequence[Column], names: Collection[str]) -> set[str]:
-    """The columns that give the same conditions as some named ones, in another form (`Column.alternative_to`, in both directions)."""
+    """The columns that give the same conditions as some named ones, in another form
+    (`Column.alternative_to`, in both directions)."""
     pairs = [(column.name, other) for column in columns for other in column.alternative_to]
-    return {other for name, other in pairs if name in names} | {name for name, other in pairs if other in names}
+    return {other for name, other in pairs if name in names} | {
+        name for name, other in pairs if other in names
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +76,24 @@ class ClipInputs:
     fps: float
     """Frames per second; 0 for a still image."""
     is_mirrored: bool = False
-    """Whether the clip is read mirrored left to right; images and videos of its conditions are then mirrored as well."""
+    """Whether the clip is read mirrored left to right; images and videos of its conditions are then
+    mirrored as well."""
 
 
 @runtime_checkable
 class Conditioner(Encoder, Protocol):
-    """Encodes one condition of a clip: each item is a `ClipInputs`, and its tensors become part of the training item."""
+    """Encodes one condition of a clip: each item is a `ClipInputs`, and its tensors become part of
+    the training item."""
 
     kind: str
     """Subfolder of the cache; different for each conditioner of a model."""
     optional: bool
-    """Whether a model can be trained without it as well, so that `train.control_dropout` may drop it."""
+    """Whether a model can be trained without it as well, so that `train.control_dropout` may drop
+    it."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The columns that this conditioner reads for a clip, and "" for the clip itself; () if it adds nothing.
+        """The columns that this conditioner reads for a clip, and "" for the clip itself; () if it
+        adds nothing.
 
         If there is no clip, "" means that there is a condition for which no file is read.
 
@@ -89,7 +103,8 @@ class Conditioner(Encoder, Protocol):
         ...
 
     def check(self, controls: ClipInputs) -> None:
-        """Read the files that `encode` would read for a clip or a prompt, without weights, so that every error shows early.
+        """Read the files that `encode` would read for a clip or a prompt, without weights, so that
+        every error shows early.
 
         Raises:
             UserError: Whenever `uses` or `encode` would.
@@ -98,7 +113,8 @@ class Conditioner(Encoder, Protocol):
 
 
 class ClipConditioner:
-    """Base of the conditioners: they encode one clip at a time. Each has its `identity`, and defines its columns and its tensors."""
+    """Base of the conditioners: they encode one clip at a time. Each has its `identity`, and
+    defines its columns and its tensors."""
 
     kind: str
     optional = False

@@ -1,4 +1,5 @@
-"""The models next to the transformer: frozen encoders, samplers, and the description of both that a memory plan needs."""
+"""The models next to the transformer: frozen encoders, samplers, and the description of both that a
+memory plan needs."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,8 +14,8 @@ from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.tiling import Tiles
 
 Streaming = Literal["auto", "always", "never"]
-"""Whether an encoder's weights are streamed through memory layer by layer, for many items at once, instead of being loaded whole. `auto`
-streams if the whole encoder does not fit."""
+"""Whether an encoder's weights are streamed through memory layer by layer, for many items at once,
+instead of being loaded whole. `auto` streams if the whole encoder does not fit."""
 
 
 class VaeMode(NamedTuple):
@@ -38,39 +39,54 @@ VaeModeLabel = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
 
 
 def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
-    """The ways to decode that a configuration allows, the most exact first: the first one that memory has room for is taken.
+    """The ways to decode that a configuration allows, the most exact first: the first one that
+    memory has room for is taken.
 
     `tiled` allows tiles alone; otherwise they are the last way.
     """
-    dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
+    dtypes = {
+        "fp32": (torch.float32,),
+        "bf16": (torch.bfloat16,),
+        "auto": (torch.float32, torch.bfloat16),
+    }[dtype]
     # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
     untiled = [] if tiled else [VaeMode(vae_dtype) for vae_dtype in dtypes]
-    return (*untiled, *(VaeMode(vae_dtype, tiled=True) for vae_dtype in (dtypes if tiled else dtypes[-1:])))
+    return (
+        *untiled,
+        *(VaeMode(vae_dtype, tiled=True) for vae_dtype in (dtypes if tiled else dtypes[-1:])),
+    )
 
 
 @runtime_checkable
 class Encoder(Protocol):
-    """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and `unload`."""
+    """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and
+    `unload`."""
 
     identity: str
     """Digest of weights and settings, known without loading them: part of the cache key."""
 
     items_at_once: int
-    """Number of items that one call takes: 1, or more if every call streams all weights through memory."""
+    """Number of items that one call takes: 1, or more if every call streams all weights through
+    memory."""
 
     def load(self) -> None:
         """Read the weights onto the device."""
         ...
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ...) -> list[dict[str, Tensor]]:
-        """Encode items: each is pixels [3, frames, height, width] in [-1, 1] for media, a caption for text.
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = ...
+    ) -> list[dict[str, Tensor]]:
+        """Encode items: each is pixels [3, frames, height, width] in [-1, 1] for media, a caption
+        for text.
 
         Args:
             items: At most `items_at_once`.
-            advance: Called with the finished share of the work, in items; the shares add up to the number of items.
+            advance: Called with the finished share of the work, in items; the shares add up to the
+                number of items.
 
         Returns:
-            CPU tensors by name for each item; media encoders return `latents`, without a batch dimension.
+            CPU tensors by name for each item; media encoders return `latents`, without a batch
+            dimension.
         """
         ...
 
@@ -103,8 +119,8 @@ class GenerationRequest:
 class Denoiser:
     """The transformer that denoises one sample, until another expert takes over.
 
-    Two experts may not fit into memory together. So the reference to the model is dropped on the change, even if the sampler still has
-    this object.
+    Two experts may not fit into memory together. So the reference to the model is dropped on the
+    change, even if the sampler still has this object.
     """
 
     def __init__(self, model: StagedModel, engine: Engine, guidance: float):
@@ -138,7 +154,8 @@ class Decoder(Protocol):
 
     @property
     def decoded(self) -> str:
-        """How the last sample was decoded: a `VaeMode.label`, perhaps on the CPU; empty before the first."""
+        """How the last sample was decoded: a `VaeMode.label`, perhaps on the CPU; empty before the
+        first."""
         ...
 
     def unload(self) -> None:
@@ -159,8 +176,9 @@ class Sampler(Protocol):
         """Generate one sample step by step; the caller disables gradients.
 
         Yields:
-            The noise level of each step, in [0, 1], before the step. The caller sends back the `Denoiser` for this step. The
-            scheduler's state is kept when another transformer takes over.
+            The noise level of each step, in [0, 1], before the step. The caller sends back the
+            `Denoiser` for this step. The scheduler's state is kept when another transformer takes
+            over.
 
         Returns:
             Latents, without a batch dimension.
@@ -182,18 +200,22 @@ LayerContext = Callable[[str], AbstractContextManager[nn.Module]]
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryModel:
-    """A module that runs next to the transformer while encoding or sampling, as a memory plan sees it: without weights."""
+    """A module that runs next to the transformer while encoding or sampling, as a memory plan sees
+    it: without weights."""
 
     name: str
     """`text encoder`, `VAE encoder`, `VAE decoder`, …"""
     stage: Literal["encode", "sample"]
     build: Callable[[torch.dtype], nn.Module]
-    """From a dtype to the module on `meta`, in the dtype that it runs in: a text encoder and a VAE take the one that is given."""
+    """From a dtype to the module on `meta`, in the dtype that it runs in: a text encoder and a VAE
+    take the one that is given."""
     run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
-    """The forward that the encoder or sampler calls, on one item of (frames, height, width), without gradients, on the device of its
-    parameters. The result stays in memory until the caller drops it."""
+    """The forward that the encoder or sampler calls, on one item of (frames, height, width),
+    without gradients, on the device of its parameters. The result stays in memory until the caller
+    drops it."""
     run_streamed: Callable[[nn.Module, torch.device, Callable[[], LayerContext]], Any] | None = None
-    """The same for as many items as are encoded at once while weights are streamed layer by layer; None if streaming is not possible.
-    Each call of the last argument allocates another buffer for streamed weights."""
+    """The same for as many items as are encoded at once while weights are streamed layer by layer;
+    None if streaming is not possible. Each call of the last argument allocates another buffer for
+    streamed weights."""
     tiles: Tiles | None = None
     """The tiles that it can process one at a time; None if it takes only whole clips."""

@@ -1,4 +1,5 @@
-"""Other models that files may be for, recognised by the names in them, so that a message can say which, and what to do."""
+"""Other models that files may be for, recognised by the names in them, so that a message can say
+which, and what to do."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,9 +18,11 @@ class OtherModel:
     keys: str = ""
     """Pattern of names of tensors in its files; empty if they do not tell."""
     classes: str = ""
-    """Pattern of its class in a config.json, of diffusers or transformers; empty if that does not tell."""
+    """Pattern of its class in a config.json, of diffusers or transformers; empty if that does not
+    tell."""
     header: str = ""
-    """Pattern of what the header of its LoRA files calls it, in lower case; empty if that is unknown."""
+    """Pattern of what the header of its LoRA files calls it, in lower case; empty if that is
+    unknown."""
     remedy: str = ""
     """What to do with it: `use the flux2 commands`; empty to name another file."""
 
@@ -52,7 +55,8 @@ OTHER_MODELS = (
     ),
     OtherModel(
         name="Stable Diffusion XL",
-        # Of the blocks that SD 1 and 2 have as well, only XL has more than one transformer block in each.
+        # Of the blocks that SD 1 and 2 have as well, only XL has more than one transformer block in
+        # each.
         keys=rf"^lora_te2_|{_UNET}.*transformer_blocks[._][1-9]",
         header=r"^(sdxl|stable-diffusion-xl)",
         remedy=UNTRAINED,
@@ -72,7 +76,9 @@ OTHER_MODELS = (
         remedy=UNTRAINED,
     ),
     # Before HunyuanVideo, whose layers it has.
-    OtherModel(name="FramePack", classes=r"^HunyuanVideoFramepack", header=r"^framepack", remedy=UNTRAINED),
+    OtherModel(
+        name="FramePack", classes=r"^HunyuanVideoFramepack", header=r"^framepack", remedy=UNTRAINED
+    ),
     OtherModel(
         name="HunyuanVideo",
         keys=r"individual_token_refiner|_attn_qkv.*_mod_linear|single_blocks[._]\d+[._]modulation[._]linear",
@@ -82,7 +88,8 @@ OTHER_MODELS = (
     ),
     OtherModel(
         name="FLUX.1",
-        # Modulation in each block, or more double blocks than FLUX.2 has; diffusers' names of one projection a layer.
+        # Modulation in each block, or more double blocks than FLUX.2 has; diffusers' names of one
+        # projection a layer.
         keys=r"(img|txt)_mod[._]lin\b|(img|txt)_mod_lin|"
         r"single_(transformer_)?blocks[._]\d+[._](modulation|norm[._]linear|proj_mlp|proj_out)|"
         r"double_blocks[._](8|9|1\d)[._]",
@@ -105,15 +112,22 @@ OTHER_MODELS = (
         remedy=UNTRAINED,
     ),
     OtherModel(
-        # diffusers' names in several of them; FLUX.2 has other ones there, and at most eight such blocks.
+        # diffusers' names in several of them; FLUX.2 has other ones there, and at most eight such
+        # blocks.
         name="Stable Diffusion 3, FLUX.1, Qwen-Image or another of diffusers' models of two streams",
         keys=r"norm1_context[._]linear|ff_context[._]net|"
         r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._](add_|to_)",
         remedy=UNTRAINED,
     ),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
-    # Headers as kohya's programs, musubi-tuner and ai-toolkit write them, where these train the model.
-    OtherModel(name="HunyuanImage", classes=r"^HunyuanImage", header=r"^hunyuan[-_]?image", remedy=UNTRAINED),
+    # Headers as kohya's programs, musubi-tuner and ai-toolkit write them, where these train the
+    # model.
+    OtherModel(
+        name="HunyuanImage",
+        classes=r"^HunyuanImage",
+        header=r"^hunyuan[-_]?image",
+        remedy=UNTRAINED,
+    ),
     OtherModel(name="Lumina", classes=r"^Lumina", header=r"^lumina", remedy=UNTRAINED),
     OtherModel(name="HiDream", classes=r"^HiDream", header=r"^hidream", remedy=UNTRAINED),
     OtherModel(name="Kandinsky", classes=r"^Kandinsky[56]", header=r"^kandinsky", remedy=UNTRAINED),
@@ -129,34 +143,47 @@ OTHER_MODELS = (
     OtherModel(name="Mochi", classes=r"^Mochi", remedy=UNTRAINED),
     OtherModel(name="Sana", classes=r"^Sana", remedy=UNTRAINED),
 )
-"""Models that are no family's, and the other parts of models, which are in folders next to the transformer's."""
+"""Models that are no family's, and the other parts of models, which are in folders next to the
+transformer's."""
 
 TWO_STREAMS = (
     r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks|"
     r"transformer_blocks[._]\d+[._]attn[._](add_|to_)"
 )
-"""Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such names."""
+"""Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such
+names."""
 
 _ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
-"""Where the header of a LoRA names its model: the convention of Stability's model files, and kohya's."""
+"""Where the header of a LoRA names its model: the convention of Stability's model files, and
+kohya's."""
 
 
 def other_by_header(header: Mapping[str, str], others: Iterable[OtherModel]) -> OtherModel | None:
     """The other model that a file's header names; None if it names none."""
     words = [header[key].lower() for key in _ARCHITECTURE_KEYS if key in header]
     named = (model for model in others if model.header)
-    return next((model for model in named if any(re.search(model.header, word) for word in words)), None)
+    return next(
+        (model for model in named if any(re.search(model.header, word) for word in words)), None
+    )
 
 
 def other_by_keys(names: Collection[str], others: Iterable[OtherModel]) -> OtherModel | None:
     """The other model that names of tensors look like; None if they look like none."""
-    return next((model for model in others if model.keys and any(re.search(model.keys, name) for name in names)), None)
+    return next(
+        (
+            model
+            for model in others
+            if model.keys and any(re.search(model.keys, name) for name in names)
+        ),
+        None,
+    )
 
 
 def looks_like(
     names: Collection[str], others: Sequence[OtherModel], header: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """The other model that a file is for, as a remark for a message, and the remedy; both empty if nothing tells.
+    """The other model that a file is for, as a remark for a message, and the remedy; both empty if
+    nothing tells.
 
     Args:
         names: Names of tensors.
@@ -166,11 +193,16 @@ def looks_like(
     if (other := other_by_header(header or {}, others)) is not None:
         return f" (its header names {other.name})", other.remedy
     other = other_by_keys(names, others)
-    return ("", "") if other is None else (f" (its names look like those of {other.name})", other.remedy)
+    return (
+        ("", "")
+        if other is None
+        else (f" (its names look like those of {other.name})", other.remedy)
+    )
 
 
 def other_by_id(hub_id: str, family: str, others: Iterable[OtherModel]) -> str:
-    """The other model that a hub id names, as a remark for a message, with the remedy; empty if it names none."""
+    """The other model that a hub id names, as a remark for a message, with the remedy; empty if it
+    names none."""
     name = hub_id.partition("/")[2].lower()  # repositories are called as headers call their models
     for model in others:
         if model.header and re.search(model.header, name):
@@ -179,17 +211,27 @@ def other_by_id(hub_id: str, family: str, others: Iterable[OtherModel]) -> str:
     return ""
 
 
-def wrong_config(config: Mapping[str, Any], error: Exception, family: str, others: Iterable[OtherModel]) -> str:
-    """What a config.json describes that is not a family's model, as the end of a sentence; with the remedy if that is another family's.
+def wrong_config(
+    config: Mapping[str, Any], error: Exception, family: str, others: Iterable[OtherModel]
+) -> str:
+    """What a config.json describes that is not a family's model, as the end of a sentence; with the
+    remedy if that is another family's.
 
     `error` is what reading it as the family's raised.
     """
     listed = config.get("architectures")
     kind = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else "")
     kind = kind[:80] if isinstance(kind, str) else ""
-    other = next((model for model in others if model.classes and kind and re.search(model.classes, kind)), None)
+    other = next(
+        (model for model in others if model.classes and kind and re.search(model.classes, kind)),
+        None,
+    )
     if other is not None:
         remedy = other.remedy or f"name a model of {family}"
         return f"describes {other.name} ({kind}), and no model of {family}; {remedy}"
-    reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
+    reason = (
+        f"it has no {error.args[0]}"
+        if isinstance(error, KeyError)
+        else " ".join(str(error).split())[:200]
+    )
     return f"does not describe this model of {family} ({kind}{kind and ': '}{reason or type(error).__name__})"

@@ -1,4 +1,5 @@
-"""Paths of a model's components: one base folder or hub id, and a separate path for each component that needs one."""
+"""Paths of a model's components: one base folder or hub id, and a separate path for each component
+that needs one."""
 
 import os
 import re
@@ -18,12 +19,21 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.files import PICKLES, local_path, readable, refuse_pickles
 from ditkit_core.io.hub import bytes_to_fetch
 
-# Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
+# Weights, configurations and tokenizers. No code, and no second format of the same weights, which
+# would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 _PIPELINE_INDEX = "model_index.json"
 
-_WITH_PATHS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "image_encoder", "audio_encoder")
+_WITH_PATHS = (
+    "transformer",
+    "transformer_2",
+    "vae",
+    "text_encoder",
+    "tokenizer",
+    "image_encoder",
+    "audio_encoder",
+)
 """Components that may have a path of their own."""
 
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
@@ -36,13 +46,19 @@ _FILE_SUFFIXES = (*PICKLES, ".safetensors", ".gguf", ".json")
 
 
 def is_hub_id(value: str) -> bool:
-    """Whether a path is a hub id: it looks like one, no local file has that name, and it does not begin with a folder that is here."""
+    """Whether a path is a hub id: it looks like one, no local file has that name, and it does not
+    begin with a folder that is here."""
     match = _HUB_ID.fullmatch(value)
     # os.path.exists returns False for a name that no file system accepts; Path.exists raises.
     if match is None or os.path.exists(value) or _URL.fullmatch(value):
         return False
-    # `runs/cats/inputs` with a typing error in its last part is no folder of the repository `runs/cats`, and no repository is called like a file.
-    is_local = os.path.exists(match["repository"]) if match["inner"] else value.lower().endswith(_FILE_SUFFIXES)
+    # `runs/cats/inputs` with a typing error in its last part is no folder of the repository
+    # `runs/cats`, and no repository is called like a file.
+    is_local = (
+        os.path.exists(match["repository"])
+        if match["inner"]
+        else value.lower().endswith(_FILE_SUFFIXES)
+    )
     return not is_local
 
 
@@ -54,14 +70,19 @@ def repository_of(hub_id: str) -> str:
 
 
 def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserError:
-    """The error for a path of a model that neither exists nor is a hub id; `folders` as for `path_remedy`."""
+    """The error for a path of a model that neither exists nor is a hub id; `folders` as for
+    `path_remedy`."""
     if match := _URL.fullmatch(value):
-        return UserError(f"{key} = {value!r} is an address; write the hub id {'/'.join(filter(None, match.groups()))}")
+        return UserError(
+            f"{key} = {value!r} is an address; write the hub id "
+            f"{'/'.join(filter(None, match.groups()))}"
+        )
     if re.match(r"\w+://", value):
         return UserError(f"{key} = {value!r} is an address; download it, and name the file")
     remedy = path_remedy(value, folders=folders)
     return UserError(
-        f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name); {remedy}"
+        f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name); "
+        f"{remedy}"
     )
 
 
@@ -70,7 +91,8 @@ _CACHED = "models--"
 
 
 def model_path(value: str) -> Path:
-    """The path of a model's files; of a repository's folder in the hub's cache, the snapshot that it has, or that `main` is."""
+    """The path of a model's files; of a repository's folder in the hub's cache, the snapshot that
+    it has, or that `main` is."""
     path = local_path(value)
     with readable(path):
         folder = path if path.name == "snapshots" else path / "snapshots"
@@ -79,28 +101,33 @@ def model_path(value: str) -> Path:
         snapshots = [entry for entry in folder.iterdir() if entry.is_dir()]
         main = folder.parent / "refs" / "main"
         if len(snapshots) > 1 and main.is_file():
-            snapshots = [entry for entry in snapshots if entry.name == main.read_text("utf-8", "replace").strip()]
+            snapshots = [
+                entry
+                for entry in snapshots
+                if entry.name == main.read_text("utf-8", "replace").strip()
+            ]
     return snapshots[0] if len(snapshots) == 1 else path
 
 
 def _without(part: str, key: str, value: str) -> str:
-    """What a path that lacks a part of a model is instead, and what to name; empty if nothing is known of it."""
+    """What a path that lacks a part of a model is instead, and what to name; empty if nothing is
+    known of it."""
     path = model_path(value)
     with readable(path):
         if (path / "snapshots").is_dir() or path.name == "snapshots":
             return f"{key} = {value!r} is a repository in the hub's cache without one snapshot to take; name a folder in its snapshots"
         if path.is_dir() and any(path.glob(f"{_CACHED}*")):
-            return (
-                f"{key} = {value!r} is the hub's cache; name one of its folders {_CACHED}…, or the hub id (owner/name)"
-            )
+            return f"{key} = {value!r} is the hub's cache; name one of its folders {_CACHED}…, or the hub id (owner/name)"
         is_file, weights = path.is_file(), path.is_dir() and any(path.glob("*.safetensors"))
     if not (is_file or weights):
         return ""
     one = "one file" if is_file else "a folder of weights"
     named = "transformer" if part in ("transformer", "transformer_2") else part
     return (
-        f"{key} = {value!r} is {one}, and no folder with all parts of a model; name what it is, such as "
-        f"{argument(f'model.{named}')}, and set {argument('model.base')} to a hub id or folder with the other parts"
+        f"{key} = {value!r} is {one}, and no folder with all parts of a model; name what it is, "
+        f"such as "
+        f"{argument(f'model.{named}')}, and set {argument('model.base')} to a hub id or folder "
+        f"with the other parts"
     )
 
 
@@ -111,7 +138,9 @@ def check_preset(preset: str, presets: Iterable[str]) -> None:
         short = re.sub(r"^(wan|flux)[\d.]*[_-]", "", preset.lower().replace("_", "-"))
         near = nearest_word(short, names)
         remedy = f"did you mean {near}? Choose one of" if near else "choose one of"
-        raise UserError(f"{argument('model.preset')} = {preset!r} is unknown; {remedy} {', '.join(names)}")
+        raise UserError(
+            f"{argument('model.preset')} = {preset!r} is unknown; {remedy} {', '.join(names)}"
+        )
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)
@@ -119,7 +148,8 @@ _MAY_FETCH = ContextVar("may fetch", default=True)
 
 @contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Inside the block, components with a hub id are only looked up in the local cache, and nothing is downloaded."""
+    """Inside the block, components with a hub id are only looked up in the local cache, and nothing
+    is downloaded."""
     token = _MAY_FETCH.set(False)
     try:
         yield
@@ -132,8 +162,9 @@ class ModelPaths:
     """The `[model]` section: which model to train, and where its files are."""
 
     preset: str = setting("", resume="refused")
-    """Architecture by name. Empty means that it is read from the config.json next to the transformer's weights, from their shapes, or, for a
-    single file that fits no preset, from the base folder's transformer/config.json."""
+    """Architecture by name. Empty means that it is read from the config.json next to the
+    transformer's weights, from their shapes, or, for a single file that fits no preset, from the
+    base folder's transformer/config.json."""
     base: str = setting("", resume="refused", holds="part")
     """Folder in diffusers layout, or hub id, with every component that is not set below."""
     transformer: str = setting("", resume="refused", holds="part")
@@ -151,10 +182,12 @@ class ModelPaths:
     audio_encoder: str = setting("", resume="free", holds="part")
     """Folder of the speech encoder."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
-    """Dtype of the frozen base and of matmuls: bf16, fp16 or fp32. For all other dtypes see [precision]."""
+    """Dtype of the frozen base and of matmuls: bf16, fp16 or fp32. For all other dtypes see
+    [precision]."""
 
     def here(self, part: str) -> Path | None:
-        """The local file or folder of a component; None if it has no path or would have to be downloaded."""
+        """The local file or folder of a component; None if it has no path or would have to be
+        downloaded."""
         own_path = self._own_path(part)
         if not (own_path or self.base):
             return None
@@ -167,15 +200,18 @@ class ModelPaths:
         return is_hub_id(self._own_path(part) or self.base)
 
     def is_to_be_fetched(self, part: str) -> bool:
-        """Whether a component has to be downloaded: it is neither local nor complete in the hub's local cache."""
+        """Whether a component has to be downloaded: it is neither local nor complete in the hub's
+        local cache."""
         if not self.is_elsewhere(part):
             return False
         try:
             with nothing_fetched():
                 path = self.locate(part)
-            # The cache may contain the index of a download that was interrupted, without all of its files.
+            # The cache may contain the index of a download that was interrupted, without all of its
+            # files.
             if any(path.glob("*.safetensors.index.json")):
-                # Imported here, because it needs torch, which a mistake in a path must not wait for.
+                # Imported here, because it needs torch, which a mistake in a path must not wait
+                # for.
                 from ditkit_core.io.safetensors import SafetensorsSource
 
                 SafetensorsSource.open(path)
@@ -188,7 +224,8 @@ class ModelPaths:
         return getattr(self, part) if part in _WITH_PATHS else ""
 
     def fetched_description(self, part: str) -> Path | None:
-        """The folder with the `config.json` of a component whose path is a hub id, downloaded without weights; None if there is none."""
+        """The folder with the `config.json` of a component whose path is a hub id, downloaded
+        without weights; None if there is none."""
         own_path = self._own_path(part)
         # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
         match = _HUB_ID.fullmatch(own_path or self.base) if self.is_elsewhere(part) else None
@@ -197,7 +234,9 @@ class ModelPaths:
         inner = (match["inner"] or "") if own_path else f"{match['inner'] or ''}/{part}".lstrip("/")
         wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
         where = (
-            f"{argument(f'model.{part}')} = {own_path!r}" if own_path else f"{argument('model.base')} = {self.base!r}"
+            f"{argument(f'model.{part}')} = {own_path!r}"
+            if own_path
+            else f"{argument('model.base')} = {self.base!r}"
         )
         folder = _snapshot(match["repository"], part, wanted, [], where) / inner
         return folder if (folder / "config.json").is_file() else None
@@ -210,13 +249,16 @@ class ModelPaths:
         """
         key, value = ("transformer", self.transformer) if self.transformer else ("base", self.base)
         if value and local_path(value).exists():
-            if key == "base" and (instead := _without("transformer", argument("model.base"), value)):
+            if key == "base" and (
+                instead := _without("transformer", argument("model.base"), value)
+            ):
                 raise UserError(instead)
             lacks = f"contains no transformer to say which architecture it is; set {argument('model.transformer')} to its file, and if need be"
         elif value and not is_hub_id(value):
             remedy = path_remedy(value)
             lacks = (
-                "does not exist, and it is not a hub id (owner/name), so nothing says which architecture it is; "
+                "does not exist, and it is not a hub id (owner/name), so nothing says which "
+                "architecture it is; "
                 f"{remedy} {'Or' if remedy.endswith('?') else 'or'} set"
             )
         else:
@@ -224,7 +266,8 @@ class ModelPaths:
         return f"{argument(f'model.{key}')} = {value!r} {lacks}"
 
     def fetch_commands(self, parts: Sequence[str]) -> str:
-        """The commands that download components with a hub id into the local cache, which a run looks into first."""
+        """The commands that download components with a hub id into the local cache, which a run
+        looks into first."""
         wanted: dict[str, list[str]] = {}
         for part in parts:
             own_path = self._own_path(part)
@@ -232,13 +275,21 @@ class ModelPaths:
             assert match is not None, "is_elsewhere says so"
             inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
             if not own_path:
-                patterns += [f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")]
+                patterns += [
+                    f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")
+                ]
             elif inner:
                 patterns.append(inner if inner.endswith(".safetensors") else f"{inner}/*")
             else:  # whether the component is in a subfolder or at the root is only known after the download
                 patterns.append("*")
         return " && ".join(
-            " ".join(["hf download", repository, *(f'--include "{name}"' for name in dict.fromkeys(patterns))])
+            " ".join(
+                [
+                    "hf download",
+                    repository,
+                    *(f'--include "{name}"' for name in dict.fromkeys(patterns)),
+                ]
+            )
             for repository, patterns in wanted.items()
         )
 
@@ -250,14 +301,24 @@ class ModelPaths:
             safe_names: For known pickles of this model, by file name: the file to get instead.
 
         Raises:
-            UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
+            UserError: If the component has no path, the path does not exist, the download fails, or
+                the file is a pickle.
         """
         own_path = self._own_path(part)
-        key, value = (argument(f"model.{part}"), own_path) if own_path else (argument("model.base"), self.base)
-        remedy = f"set {argument(f'model.{part}')}" if part in _WITH_PATHS else f"set {argument('model.base')}"
+        key, value = (
+            (argument(f"model.{part}"), own_path)
+            if own_path
+            else (argument("model.base"), self.base)
+        )
+        remedy = (
+            f"set {argument(f'model.{part}')}"
+            if part in _WITH_PATHS
+            else f"set {argument('model.base')}"
+        )
         if not value:
             raise UserError(
-                f"the model has no {part}: {remedy} to its file or folder, or {argument('model.base')} to a folder in diffusers layout"
+                f"the model has no {part}: {remedy} to its file or folder, or "
+                f"{argument('model.base')} to a folder in diffusers layout"
             )
         path = model_path(value)
         with readable(path):
@@ -265,13 +326,22 @@ class ModelPaths:
         if is_local:
             path = path if own_path else path / part
         elif is_hub_id(value) and (match := _HUB_ID.fullmatch(value)):
-            path = _fetch(match["repository"], match["inner"] or "", part, f"{key} = {value!r}", from_base=not own_path)
+            path = _fetch(
+                match["repository"],
+                match["inner"] or "",
+                part,
+                f"{key} = {value!r}",
+                from_base=not own_path,
+            )
         else:
             raise not_there(key, value)
         with readable(path):
             if not path.exists():
                 instead = "" if own_path else _without(part, key, value)
-                raise UserError(instead or f"{key} = {value!r} contains no {part}; {remedy} to its file or folder")
+                raise UserError(
+                    instead
+                    or f"{key} = {value!r} contains no {part}; {remedy} to its file or folder"
+                )
             refuse_pickles(path, safe_names)
         return path
 
@@ -279,12 +349,15 @@ class ModelPaths:
 def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: bool) -> Path:
     """Download one part of a hub repository, or find it in the local cache.
 
-    A base contains the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
-    inside the repository; if it names neither, the part's folder is taken, and the repository's root if there is none.
+    A base contains the part in a folder of its name, below `inner` if given. A part's own hub id
+    may name a file or folder inside the repository; if it names neither, the part's folder is
+    taken, and the repository's root if there is none.
     """
     index: list[str] = []
     if from_base:
-        index = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # describes the whole pipeline, such as its pair of experts
+        index = [
+            f"{inner}/{_PIPELINE_INDEX}".lstrip("/")
+        ]  # describes the whole pipeline, such as its pair of experts
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
         return _snapshot(repository, part, [inner], [], where) / inner
@@ -295,21 +368,30 @@ def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: boo
     folder = _snapshot(repository, part, wanted, [], where) / part
     if folder.exists():
         return folder
-    return _snapshot(repository, part, list(_WANTED_FROM_HUB), ["*/*"], where)  # only the files at the root
+    return _snapshot(
+        repository, part, list(_WANTED_FROM_HUB), ["*/*"], where
+    )  # only the files at the root
 
 
 def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -> None:
-    """Print what a download brings, how large it is, and what would do instead; nothing if the cache has all of it."""
+    """Print what a download brings, how large it is, and what would do instead; nothing if the
+    cache has all of it."""
     # Imported here: a mistake in a path must not wait for the library.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # Ranks look for parts before they are connected, and only then do all but the first print nothing.
-    if os.environ.get("RANK", "0") != "0" or (size := bytes_to_fetch(repository, allow, ignore)) == 0:
+    # Ranks look for parts before they are connected, and only then do all but the first print
+    # nothing.
+    if (
+        os.environ.get("RANK", "0") != "0"
+        or (size := bytes_to_fetch(repository, allow, ignore)) == 0
+    ):
         return
     if size is None:
         with suppress(LocalEntryNotFoundError):
-            snapshot_download(repository, allow_patterns=allow, ignore_patterns=ignore, local_files_only=True)
+            snapshot_download(
+                repository, allow_patterns=allow, ignore_patterns=ignore, local_files_only=True
+            )
             return
         amount = "of unknown size"
     else:
@@ -325,7 +407,8 @@ def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -
 
 
 def _snapshot(repository: str, part: str, allow: list[str], ignore: list[str], where: str) -> Path:
-    """The folder of a repository with the files that patterns allow; `where` is the key with its value, for messages."""
+    """The folder of a repository with the files that patterns allow; `where` is the key with its
+    value, for messages."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -342,18 +425,26 @@ def _snapshot(repository: str, part: str, allow: list[str], ignore: list[str], w
     try:
         if _MAY_FETCH.get():
             _announce(repository, part, allow, ignore)
-        fetched = snapshot_download if _MAY_FETCH.get() else partial(snapshot_download, local_files_only=True)
+        fetched = (
+            snapshot_download
+            if _MAY_FETCH.get()
+            else partial(snapshot_download, local_files_only=True)
+        )
         return Path(fetched(repository, allow_patterns=allow, ignore_patterns=ignore))
     except GatedRepoError as error:
-        raise UserError(f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`") from error
+        raise UserError(
+            f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{where}: no such folder here{near}, and no such model on the hub or no right to read it; check the path, "
+            f"{where}: no such folder here{near}, and no such model on the hub or no right to read "
+            f"it; check the path, "
             f"or open {page} and log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{where}: no such folder here{near}, and no such model in the local cache of the hub, which cannot be reached; correct the path, "
+            f"{where}: no such folder here{near}, and no such model in the local cache of the hub, "
+            f"which cannot be reached; correct the path, "
             "or go online once"
         ) from error
     except HfHubHTTPError as error:

@@ -1,8 +1,10 @@
 """The dtype of every operation, defined in one place; casts are explicit.
 
-ditkit does not use autocast: the engine disables an outer autocast around the model, and models cast where they need to.
+ditkit does not use autocast: the engine disables an outer autocast around the model, and models
+cast where they need to.
 
-The section `[precision]` is read before torch is imported, which takes seconds, so functions import it where they need a dtype.
+The section `[precision]` is read before torch is imported, which takes seconds, so functions import
+it where they need a dtype.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,37 +42,43 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 _DEFAULT: Any = None
-"""Stands for the default dtype of a place, which depends on `matmul` (bf16 by default); `__post_init__` replaces it."""
+"""Stands for the default dtype of a place, which depends on `matmul` (bf16 by default);
+`__post_init__` replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtype of every place in a training step, by name.
 
-    A model takes its dtypes from here and never from some tensor at hand: the residual stream is wider than the matmuls, and a
-    quantized weight has its own dtype. The default is fp32, or wider if matmuls are wider; `timestep` is fp64, and `attention` has the
-    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider.
+    A model takes its dtypes from here and never from some tensor at hand: the residual stream is
+    wider than the matmuls, and a quantized weight has its own dtype. The default is fp32, or wider
+    if matmuls are wider; `timestep` is fp64, and `attention` has the dtype of matmuls. Inside a
+    kernel, sums and statistics are always fp32 or wider.
     """
 
     matmul: "torch.dtype" = _DEFAULT
     """Linear layers of the blocks, and those that project latents and text at the input."""
     timestep: "torch.dtype" = _DEFAULT
-    """The timestep t. Its sinusoidal features are computed in this dtype too, or in fp32 if that is wider."""
+    """The timestep t. Its sinusoidal features are computed in this dtype too, or in fp32 if that is
+    wider."""
     rotary_tables: "torch.dtype" = _DEFAULT
     """Cosines and sines of positions; their angles are always fp64."""
     rotary: "torch.dtype" = _DEFAULT
     """Rotation of q and k (RoPE)."""
     qk_norms: "torch.dtype" = _DEFAULT
-    """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the weight, as in the official models."""
+    """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the
+    weight, as in the official models."""
     norms: "torch.dtype" = _DEFAULT
     """Layer norms of the residual stream in the blocks."""
     modulation: "torch.dtype" = _DEFAULT
-    """Scale, shift and gate: computing them from the timestep, storing them, and applying them to the result of a norm."""
+    """Scale, shift and gate: computing them from the timestep, storing them, and applying them to
+    the result of a norm."""
     residual: "torch.dtype" = _DEFAULT
     """The residual stream between sub-layers; each sum is rounded to it once."""
     entry: "torch.dtype" = _DEFAULT
-    """The residual stream at the input of the first block, and the first norm there if this is narrower: the official models keep the
-    dtype of the input matmul there. By default the same as `residual`."""
+    """The residual stream at the input of the first block, and the first norm there if this is
+    narrower: the official models keep the dtype of the input matmul there. By default the same as
+    `residual`."""
     time_mlp: "torch.dtype" = _DEFAULT
     """The MLP for the features of t (and of guidance)."""
     head: "torch.dtype" = _DEFAULT
@@ -97,18 +105,28 @@ class Precision:
                 object.__setattr__(self, group, others.get(group, wide))
 
     def norms_of(self, stream: "torch.dtype") -> "torch.dtype":
-        """The dtype of a layer norm of the residual stream; before the first sum the stream still has its `entry` dtype."""
+        """The dtype of a layer norm of the residual stream; before the first sum the stream still
+        has its `entry` dtype."""
         entering = stream != self.residual and stream.itemsize < self.norms.itemsize
         return stream if entering else self.norms
 
     def described(
-        self, *, base_compute: str = "dtype", averages_in_8_bits: bool = False, fused_backward: bool = False
+        self,
+        *,
+        base_compute: str = "dtype",
+        averages_in_8_bits: bool = False,
+        fused_backward: bool = False,
     ) -> str:
         """What each place runs in: `timestep fp64, rotary tables fp32, …, matmul bf16`.
 
-        With `fused_backward` a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then.
+        With `fused_backward` a step has one micro-batch whose gradients are applied as they come:
+        nothing is accumulated then.
         """
-        groups = [group for group in (*PLACES[1:], "matmul") if not (fused_backward and group == "accumulation")]
+        groups = [
+            group
+            for group in (*PLACES[1:], "matmul")
+            if not (fused_backward and group == "accumulation")
+        ]
         names = {group: dtype_name(getattr(self, group)) for group in groups}
         if averages_in_8_bits:
             names["optimizer"] = "8 bits"
@@ -120,21 +138,26 @@ class Precision:
 PLACES = tuple(field.name for field in fields(Precision))
 """Names of all places; the first is `matmul`."""
 
-FAST: Mapping[str, str] = MappingProxyType({"norms": "matmul", "modulation": "matmul", "residual": "matmul"})
-"""The preset `fast`: tensors as large as the residual stream get the dtype of matmuls. Sums inside kernels stay fp32. The timestep, its MLP and
-the head are small (one value per sample, or one layer): a narrower dtype would lose accuracy and save nothing. q and k are normalised and
-rotated in one kernel, which narrower dtypes would split."""
+FAST: Mapping[str, str] = MappingProxyType(
+    {"norms": "matmul", "modulation": "matmul", "residual": "matmul"}
+)
+"""The preset `fast`: tensors as large as the residual stream get the dtype of matmuls. Sums inside
+kernels stay fp32. The timestep, its MLP and the head are small (one value per sample, or one
+layer): a narrower dtype would lose accuracy and save nothing. q and k are normalised and rotated in
+one kernel, which narrower dtypes would split."""
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The `[precision]` section: the dtype of each place of a step, which is a group of operations; model.dtype sets that of matmuls."""
+    """The `[precision]` section: the dtype of each place of a step, which is a group of operations;
+    model.dtype sets that of matmuls."""
 
     preset: Literal["default", "reference", "fast"] = setting("default", resume="stated")
-    """Dtypes of the places that are not set: `default` (all in fp32 or wider except matmuls and attention), `reference` (like the model's
-    official code), `fast` (norms, modulation and residual stream in model.dtype: less memory, less accurate)."""
+    """Dtypes of the places that are not set: `default` (all in fp32 or wider except matmuls and
+    attention), `reference` (like the model's official code), `fast` (norms, modulation and residual
+    stream in model.dtype: less memory, less accurate)."""
     timestep: Dtype | None = setting(None, resume="stated")
     """The timestep t and its sinusoidal features; bf16 here causes the largest single error."""
     rotary_tables: Dtype | None = setting(None, resume="stated")
@@ -148,7 +171,8 @@ class PrecisionConfig:
     modulation: Dtype | None = setting(None, resume="stated")
     """Scale, shift and gate."""
     residual: Dtype | None = setting(None, resume="stated")
-    """The residual stream; this decides how much memory train.checkpointing = full keeps for each block."""
+    """The residual stream; this decides how much memory train.checkpointing = full keeps for each
+    block."""
     entry: Dtype | None = setting(None, resume="stated")
     """The residual stream at the input of the first block; unset means the same as residual."""
     time_mlp: Dtype | None = setting(None, resume="stated")
@@ -167,8 +191,8 @@ class PrecisionConfig:
     def precision(self, matmul: "torch.dtype", reference: Mapping[str, str]) -> Precision:
         """The dtypes of a run whose matmuls have this dtype.
 
-        `reference` is the family's preset: from a place to the name of a dtype, or to `matmul`. If matmuls are wider than a named dtype,
-        the place gets theirs.
+        `reference` is the family's preset: from a place to the name of a dtype, or to `matmul`. If
+        matmuls are wider than a named dtype, the place gets theirs.
         """
         import torch
 
@@ -193,31 +217,43 @@ class PrecisionConfig:
         return Precision(matmul=matmul, **chosen)
 
     def check_training(
-        self, *, optimizer: str, in_8_bits: Sequence[str], fused_backward: bool, sharded: bool = False
+        self,
+        *,
+        optimizer: str,
+        in_8_bits: Sequence[str],
+        fused_backward: bool,
+        sharded: bool = False,
     ) -> None:
         """Refuse a dtype that a place of the training would not have.
 
-        `in_8_bits` names the optimizers that keep their averages so. With `fused_backward` gradients of a single micro-batch are applied as they come.
+        `in_8_bits` names the optimizers that keep their averages so. With `fused_backward`
+        gradients of a single micro-batch are applied as they come.
         """
         if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
-                f"{argument('precision.optimizer')} = {self.optimizer}: {argument('optim.name')} = {optimizer} stores its moments in 8 bits; remove this "
+                f"{argument('precision.optimizer')} = {self.optimizer}: {argument('optim.name')} = "
+                f"{optimizer} stores its moments in 8 bits; remove this "
                 f"setting, or set {argument('optim.name')} = adamw for moments in fp32"
             )
         if self.optimizer not in (None, "fp32"):
             raise UserError(
-                f"{argument('precision.optimizer')} = {self.optimizer}: moments and updates are fp32; remove this setting, or for less memory set "
-                f"{argument('optim.name')} = {' or '.join(in_8_bits)}, which stores its moments in 8 bits"
+                f"{argument('precision.optimizer')} = {self.optimizer}: moments and updates are "
+                f"fp32; remove this setting, or for less memory set "
+                f"{argument('optim.name')} = {' or '.join(in_8_bits)}, which stores its moments in "
+                f"8 bits"
             )
         if self.reduction not in (None, "fp32") and not sharded:
             raise UserError(
-                f"{argument('precision.reduction')} = {self.reduction} is for gradients of weights that ranks divide ({argument('ranks.shard')}), and here each rank has "
+                f"{argument('precision.reduction')} = {self.reduction} is for gradients of weights "
+                f"that ranks divide ({argument('ranks.shard')}), and here each rank has "
                 "all weights; remove it"
             )
         if self.accumulation is not None and fused_backward:
             raise UserError(
-                f"{argument('precision.accumulation')} = {self.accumulation} is for gradients summed over micro-batches, but "
-                f"{argument('optim.fused_backward')} applies each gradient at once; remove one of the two"
+                f"{argument('precision.accumulation')} = {self.accumulation} is for gradients "
+                f"summed over micro-batches, but "
+                f"{argument('optim.fused_backward')} applies each gradient at once; remove one of "
+                f"the two"
             )
 
 
@@ -226,16 +262,20 @@ _UNDERFLOWS = "gradients underflow in fp16 without a loss scaler"
 _NO_FP16: Mapping[str, str] = {
     **dict.fromkeys(("norms", "modulation", "residual", "entry", "head"), _OVERFLOWS),
     **dict.fromkeys(
-        ("rotary", "qk_norms", "time_mlp", "attention", "accumulation", "optimizer", "reduction"), _UNDERFLOWS
+        ("rotary", "qk_norms", "time_mlp", "attention", "accumulation", "optimizer", "reduction"),
+        _UNDERFLOWS,
     ),
 }
-"""Why a place cannot run in fp16. The timestep and rotary tables can, because they are bounded and have no gradient."""
+"""Why a place cannot run in fp16. The timestep and rotary tables can, because they are bounded and
+have no gradient."""
 
 
 def precision_of(stage: "nn.Module | StagedModel") -> Precision:
     """The dtypes of a model, or of a stage of it."""
     precisions = (vars(module).get("precision") for module in stage.modules())
-    return next((precision for precision in precisions if isinstance(precision, Precision)), Precision())
+    return next(
+        (precision for precision in precisions if isinstance(precision, Precision)), Precision()
+    )
 
 
 def set_precision(model: "nn.Module | StagedModel", precision: Precision) -> None:
@@ -246,28 +286,35 @@ def set_precision(model: "nn.Module | StagedModel", precision: Precision) -> Non
 
 
 def compute_fp32_in_fp32() -> None:
-    """Have NVIDIA GPUs compute in fp32 what a `Precision` says is in fp32: disable TF32, and sums of matmuls in bf16 and fp16.
+    """Have NVIDIA GPUs compute in fp32 what a `Precision` says is in fp32: disable TF32, and sums
+    of matmuls in bf16 and fp16.
 
-    TF32 keeps only ten bits of the mantissa. torch enables it for convolutions by default, which would round every latent, and any library
-    may enable it for matmuls. Where cuBLAS divides a long sum among several blocks of threads, torch lets it add the parts in the
-    matrices' own dtype. `BlockEngine` calls this before each forward and a command at its start; autograd's threads share it. It writes the
-    older of torch's two interfaces first: where only the newer one is written, torch's own reads of the older one raise.
+    TF32 keeps only ten bits of the mantissa. torch enables it for convolutions by default, which
+    would round every latent, and any library may enable it for matmuls. Where cuBLAS divides a long
+    sum among several blocks of threads, torch lets it add the parts in the matrices' own dtype.
+    `BlockEngine` calls this before each forward and a command at its start; autograd's threads
+    share it. It writes the older of torch's two interfaces first: where only the newer one is
+    written, torch's own reads of the older one raise.
     """
     import torch
 
     torch.set_float32_matmul_precision("highest")
     cudnn: Any = torch.backends.cudnn
     cudnn.allow_tf32 = False
-    # In the newer interface that is `none`, which inherits what somebody may have set for all backends (torch.backends.fp32_precision).
+    # In the newer interface that is `none`, which inherits what somebody may have set for all
+    # backends (torch.backends.fp32_precision).
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = (
+        matmul.allow_fp16_reduced_precision_reduction
+    ) = False
     matmul.allow_fp16_accumulation = False
 
 
 @contextmanager
 def autocast_disabled(device_type: str) -> Iterator[None]:
-    """Disable an outer autocast, which would otherwise affect nn.Linear, adapters and the backward of every matmul."""
+    """Disable an outer autocast, which would otherwise affect nn.Linear, adapters and the backward
+    of every matmul."""
     import torch
 
     with torch.autocast(device_type, enabled=False), torch.autocast("cpu", enabled=False):

@@ -1,8 +1,10 @@
-"""The interface between the core and a model, and the plain forward that every other forward is compared with.
+"""The interface between the core and a model, and the plain forward that every other forward is
+compared with.
 
-A model is an embedding, blocks in execution order, and a head. A *carry* passes between them: a NamedTuple of everything that one block
-hands to the next. Only the carry crosses a device boundary, so a block reads nothing else. The model says where it may be split; the core
-decides how each block is run.
+A model is an embedding, blocks in execution order, and a head. A *carry* passes between them: a
+NamedTuple of everything that one block hands to the next. Only the carry crosses a device boundary,
+so a block reads nothing else. The model says where it may be split; the core decides how each block
+is run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 
 class Stages(Protocol):
-    """What an engine runs: a `StagedModel`; for the planner and the audit, some of its blocks or views of them."""
+    """What an engine runs: a `StagedModel`; for the planner and the audit, some of its blocks or
+    views of them."""
 
     @property
     def embed(self) -> nn.Module: ...
@@ -24,9 +27,10 @@ class Stages(Protocol):
 class StagedModel(Protocol):
     """An nn.Module that an engine can run block by block without knowing its architecture.
 
-    `embed` maps inputs to the carry, `head` maps the last carry to the prediction. Every parameter belongs to exactly one of `embed`, a
-    block, or `head`. `forward(inputs, run=run_plain)` returns `run(self, inputs)`. The engine is a plain callable that is passed in, so
-    no technique wraps a module or renames a parameter, and the model itself stays the root module.
+    `embed` maps inputs to the carry, `head` maps the last carry to the prediction. Every parameter
+    belongs to exactly one of `embed`, a block, or `head`. `forward(inputs, run=run_plain)` returns
+    `run(self, inputs)`. The engine is a plain callable that is passed in, so no technique wraps a
+    module or renames a parameter, and the model itself stays the root module.
     """
 
     embed: nn.Module
@@ -60,7 +64,8 @@ class Engine(Protocol):
 
 
 def run_plain(model: Stages, inputs: Any) -> Any:
-    """The plain forward, without checkpointing, offloading or splitting: embed, every block, head."""
+    """The plain forward, without checkpointing, offloading or splitting: embed, every block,
+    head."""
     carry = model.embed(inputs)
     for block in model.blocks():
         carry = block(carry)

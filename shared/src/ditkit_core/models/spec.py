@@ -1,4 +1,5 @@
-"""The description of a model family for the core: groups of plain values and functions, without a base class."""
+"""The description of a model family for the core: groups of plain values and functions, without a
+base class."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from ditkit_core.models.token_streams import TokenStreams
 
 
 def lazy(import_path: str) -> Callable[..., Any]:
-    """A function or class (`module:name`, or `module:object.method`) that is imported when it is called.
+    """A function or class (`module:name`, or `module:object.method`) that is imported when it is
+    called.
 
     Encoders and samplers need diffusers and transformers, which take seconds.
     """
@@ -35,8 +37,9 @@ class SampleDefaults:
     guidance: float = 4.0
     negative: str = ""
     guided_by: Literal["negative", "embedding", "nothing"] = "negative"
-    """How guidance works. `negative`: with a strength above 1 the model is called a second time in each step, with the negative prompt.
-    `embedding`: the strength is an input of the model. `nothing`: a distilled model ignores guidance."""
+    """How guidance works. `negative`: with a strength above 1 the model is called a second time in
+    each step, with the negative prompt. `embedding`: the strength is an input of the model.
+    `nothing`: a distilled model ignores guidance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +71,32 @@ class ArchitectureSpec:
     """From preset name to architecture (a frozen dataclass)."""
 
     hub_presets: Mapping[str, str] = field(default_factory=dict)
-    """From the hub id of a published model, or of its transformer, to its preset: known without asking the hub."""
+    """From the hub id of a published model, or of its transformer, to its preset: known without
+    asking the hub."""
 
     build: Callable[[Any, Precision], Any]
-    """From architecture and precision to a StagedModel, on the default device (the core builds on `meta`)."""
+    """From architecture and precision to a StagedModel, on the default device (the core builds on
+    `meta`)."""
 
     names: StateDictNames
 
     infer_arch: Callable[[Mapping[str, Any], Mapping[str, Any]], Any | None] | None = None
-    """From a diffusers `transformer/config.json` and the pipeline's `model_index.json` (empty if there is none) to the architecture. Returns
-    None if the form of the config is unknown, so that the shapes of the weights decide; raises KeyError for another model's config."""
+    """From a diffusers `transformer/config.json` and the pipeline's `model_index.json` (empty if
+    there is none) to the architecture. Returns None if the form of the config is unknown, so that
+    the shapes of the weights decide; raises KeyError for another model's config."""
 
     experts: Callable[[Any], Sequence[Expert]] = lambda arch: ()
-    """From architecture to its experts, the noisiest first; empty if one transformer covers all noise levels."""
+    """From architecture to its experts, the noisiest first; empty if one transformer covers all
+    noise levels."""
 
     token_streams: Callable[[Any], TokenStreams | None] = lambda arch: None
-    """From architecture to what runs along tokens, for `ranks.context`; None if its blocks need all tokens of a sample."""
+    """From architecture to what runs along tokens, for `ranks.context`; None if its blocks need all
+    tokens of a sample."""
 
 
 def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that gives the operation group of a parameter by the start of its name, then by the end; by default `matmul`."""
+    """A function that gives the operation group of a parameter by the start of its name, then by
+    the end; by default `matmul`."""
 
     def op_group_of(name: str) -> str:
         groups = [group for start, group in starts.items() if name.startswith(start)]
@@ -99,8 +108,14 @@ def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Cal
 
 USUAL_STARTS = {"head.": "head", "embed.time": "time_mlp"}
 USUAL_ENDS = {
-    **dict.fromkeys((".norm_q.weight", ".norm_k.weight", ".q_norm.weight", ".k_norm.weight"), "qk_norms"),
-    **{f".{norm}.{leaf}": "norms" for norm in ("norm", "norm1", "norm2", "norm3") for leaf in ("weight", "bias")},
+    **dict.fromkeys(
+        (".norm_q.weight", ".norm_k.weight", ".q_norm.weight", ".k_norm.weight"), "qk_norms"
+    ),
+    **{
+        f".{norm}.{leaf}": "norms"
+        for norm in ("norm", "norm1", "norm2", "norm3")
+        for leaf in ("weight", "bias")
+    },
     **{
         f"{modulation}{leaf}": "modulation"
         for modulation in (".modulation", ".adaLN_modulation.1")
@@ -118,15 +133,16 @@ class PrecisionSpec:
     """The places of `Precision` for a family's parameters."""
 
     op_group_of: Callable[[str], str] = usual_op_group_of
-    """From the name of a parameter to its place in `Precision`: `matmul`, `time_mlp`, `modulation`, `norms`, `qk_norms` or `head`. By
-    default by usual names."""
+    """From the name of a parameter to its place in `Precision`: `matmul`, `time_mlp`, `modulation`,
+    `norms`, `qk_norms` or `head`. By default by usual names."""
 
     reference: Mapping[str, str] = field(default_factory=dict)
-    """The preset `reference` of `[precision]`: for each place whose dtype in the official code differs from `default`, the name of that
-    dtype, or `matmul`."""
+    """The preset `reference` of `[precision]`: for each place whose dtype in the official code
+    differs from `default`, the name of that dtype, or `matmul`."""
 
     def keep_fp32(self, name: str) -> bool:
-        """Whether the parameter of this name is stored in fp32 whatever the model's dtype: all parameters except the weights of matmuls.
+        """Whether the parameter of this name is stored in fp32 whatever the model's dtype: all
+        parameters except the weights of matmuls.
 
         A place with another dtype casts its parameters when it uses them.
         """
@@ -138,42 +154,49 @@ class TrainingSpec:
     """How training items become model inputs and a loss."""
 
     make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]], float], Any]
-    """From (noised latents per sample, sigma [batch] fp32, training items, guidance) to the model's inputs.
+    """From (noised latents per sample, sigma [batch] fp32, training items, guidance) to the model's
+    inputs.
 
-    The model's prediction is then a sequence of velocities, one per sample, with the shape of its latents. Guidance is the input of a
-    model with a guidance embedding; other models ignore it.
+    The model's prediction is then a sequence of velocities, one per sample, with the shape of its
+    latents. Guidance is the input of a model with a guidance embedding; other models ignore it.
     """
 
     empty_item: Callable[[Any, tuple[int, int, int], Sequence[tuple[int, int]]], dict[str, Tensor]]
-    """From (architecture, (frames, height, width), (height, width) of each reference) to an empty training item as in the cache, on the
-    default device; memory plans use it."""
+    """From (architecture, (frames, height, width), (height, width) of each reference) to an empty
+    training item as in the cache, on the default device; memory plans use it."""
 
     num_tokens: Callable[[Mapping[str, Tensor]], int]
-    """Number of tokens of one training item in the blocks; reads only shapes, so tensors may be on `meta`."""
+    """Number of tokens of one training item in the blocks; reads only shapes, so tensors may be on
+    `meta`."""
 
     shift: Callable[[Tensor], float]
     """Noise-level shift for training on latents of this shape; 1 means no shift."""
 
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
-    """From a sample's tensors in the cache to its training item; here a condition that is part of the latents is inserted."""
+    """From a sample's tensors in the cache to its training item; here a condition that is part of
+    the latents is inserted."""
 
     loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None
-    """From a training item to a mask of its latents, broadcast to them: 1 where the velocity is learnt, 0 where the model gets the data as
-    input. None means 1 everywhere."""
+    """From a training item to a mask of its latents, broadcast to them: 1 where the velocity is
+    learnt, 0 where the model gets the data as input. None means 1 everywhere."""
 
     fewest_frames: int = 1
-    """Shorter clips are fully covered by the condition, so that almost nothing is left to learn; a run warns about them."""
+    """Shorter clips are fully covered by the condition, so that almost nothing is left to learn; a
+    run warns about them."""
 
     control_dropout: float = 0.0
-    """Default of `train.control_dropout`: fraction of samples that are trained without optional conditions, in [0, 1]."""
+    """Default of `train.control_dropout`: fraction of samples that are trained without optional
+    conditions, in [0, 1]."""
 
     advice: Callable[[Any], str] = lambda arch: ""
-    """One line to warn with when this architecture is trained without `base.assistant`; empty for no warning."""
+    """One line to warn with when this architecture is trained without `base.assistant`; empty for
+    no warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Sizes of clips and images that a family takes, and the columns of a dataset that it is conditioned on."""
+    """Sizes of clips and images that a family takes, and the columns of a dataset that it is
+    conditioned on."""
 
     frame_step: int
     """Clips have 1 + k * frame_step frames; 0 if the model takes still images only."""
@@ -185,14 +208,16 @@ class DataSpec:
     """Frame rate that the model was trained at, in frames per second."""
 
     fps_is_fixed: bool = False
-    """Whether the model knows no other rate, as one whose positions are seconds at `fps`; another `data.fps` is then refused."""
+    """Whether the model knows no other rate, as one whose positions are seconds at `fps`; another
+    `data.fps` is then refused."""
 
     size: tuple[int, int, int]
     """Default frames, height and width of training clips and of samples."""
 
     reference_size: Callable[[int, int, int], tuple[int, int]] | None = None
-    """From (height, width, number of references of the sample) of a reference image to the size it is encoded at, in pixels; raises
-    UserError for an image that cannot be used. None if the model takes no references."""
+    """From (height, width, number of references of the sample) of a reference image to the size it
+    is encoded at, in pixels; raises UserError for an image that cannot be used. None if the model
+    takes no references."""
 
     columns: Callable[[Any], Sequence[Column]] = lambda arch: ()
     """From architecture to the dataset columns that it is conditioned on."""
@@ -200,7 +225,8 @@ class DataSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliarySpec:
-    """The models next to the transformer: VAE, text and image encoders, conditioners, the sampler, and their memory for plans."""
+    """The models next to the transformer: VAE, text and image encoders, conditioners, the sampler,
+    and their memory for plans."""
 
     media_encoder: Callable[[ModelPaths, torch.device, VaeMode], Encoder]
     """From (files, device, mode) to the VAE as an encoder; its identity depends on the mode."""
@@ -208,22 +234,25 @@ class AuxiliarySpec:
     text_encoder: Callable[[ModelPaths, torch.device, torch.dtype, Streaming], Encoder]
 
     sampler: Callable[[ModelPaths, torch.device, torch.dtype, Sequence[VaeMode]], Sampler]
-    """From (files, device, dtype, ways for the VAE to decode, to be tried in this order) to the sampler."""
+    """From (files, device, dtype, ways for the VAE to decode, to be tried in this order) to the
+    sampler."""
 
     sample_defaults: Callable[[Any], SampleDefaults]
     """From architecture to its default sampling settings."""
 
     models: Callable[[Any, ModelPaths], Sequence[AuxiliaryModel]]
-    """From architecture and files to the models that a plan counts next to the transformer; for missing files, with their published sizes."""
+    """From architecture and files to the models that a plan counts next to the transformer; for
+    missing files, with their published sizes."""
 
     components: Callable[[Any], Sequence[str]] = lambda arch: ()
-    """From architecture to the components that it needs besides transformers, VAE, text encoder and tokenizer: `image_encoder`."""
+    """From architecture to the components that it needs besides transformers, VAE, text encoder and
+    tokenizer: `image_encoder`."""
 
-    conditioners: Callable[[Any, ModelPaths | None, torch.device, VaeMode], Sequence[Conditioner]] = (
-        lambda arch, components, device, mode: ()
-    )
-    """From (architecture, files, device, mode of the VAE) to the encoders of conditions besides the caption. Without files
-    only their `uses` and `check` are called."""
+    conditioners: Callable[
+        [Any, ModelPaths | None, torch.device, VaeMode], Sequence[Conditioner]
+    ] = lambda arch, components, device, mode: ()
+    """From (architecture, files, device, mode of the VAE) to the encoders of conditions besides the
+    caption. Without files only their `uses` and `check` are called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,23 +260,28 @@ class AdapterSpec:
     """Adapter targets, rules for adapter files, and the verification of an exported adapter."""
 
     targets: Mapping[str, tuple[str, ...]]
-    """Named sets of adapter targets, as name suffixes of Linear modules; the first set is the default."""
+    """Named sets of adapter targets, as name suffixes of Linear modules; the first set is the
+    default."""
 
     check: Callable[[str, Collection[str]], None] = lambda form, modules: None
-    """Called with (form of a file, adapted modules by our names); raises UserError if readers of that form would ignore or misread a module."""
+    """Called with (form of a file, adapted modules by our names); raises UserError if readers of
+    that form would ignore or misread a module."""
 
     rules: AdapterRules = field(default_factory=AdapterRules)
     """What programs that read adapter files require and ignore."""
 
     verify: Callable[[Path, ModelPaths, Any, Engine], str] | None = None
-    """Called with (adapter file, components, model with that adapter, engine): loads the file as a user would (in a diffusers pipeline) and
-    compares outputs with ours. Returns one line about the comparison; raises UserError on a difference."""
+    """Called with (adapter file, components, model with that adapter, engine): loads the file as a
+    user would (in a diffusers pipeline) and compares outputs with ours. Returns one line about the
+    comparison; raises UserError on a difference."""
 
     verify_whole: Callable[[Path, str, Any, Engine], str] | None = None
-    """The same for the folder of a whole transformer, called with (folder, form, model with these weights, engine)."""
+    """The same for the folder of a whole transformer, called with (folder, form, model with these
+    weights, engine)."""
 
     whole_unread: Mapping[str, str] = field(default_factory=dict)
-    """By form: why diffusers does not load a whole transformer in it, as the predicate of a sentence about diffusers."""
+    """By form: why diffusers does not load a whole transformer in it, as the predicate of a
+    sentence about diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +289,15 @@ class DemoSpec:
     """The demo: generated inputs and a run file."""
 
     write: Callable[[Path], None]
-    """Writes generated inputs of the demo (checkpoint, media, captions) into a folder; deterministic."""
+    """Writes generated inputs of the demo (checkpoint, media, captions) into a folder;
+    deterministic."""
 
     config: Path
     """The run file of the demo; relative paths in it are relative to the demo's folder."""
 
     trained_base: bool
-    """Whether the checkpoint that it writes was trained. Samples of random weights are noise before training and after it, and a run says so."""
+    """Whether the checkpoint that it writes was trained. Samples of random weights are noise before
+    training and after it, and a run says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +316,12 @@ class ModelSpec:
     demo: DemoSpec
 
     import_path: str = ""
-    """`module:name` from which another process imports this spec (for previews on another device); empty if none can."""
+    """`module:name` from which another process imports this spec (for previews on another device);
+    empty if none can."""
 
     variant: Callable[["ModelSpec", Any], "ModelSpec"] = lambda spec, arch: spec
-    """From (spec, architecture) to the spec of that architecture, if its sizes, encoders or rules differ from the family's."""
+    """From (spec, architecture) to the spec of that architecture, if its sizes, encoders or rules
+    differ from the family's."""
 
     @staticmethod
     def at(import_path: str) -> "ModelSpec":

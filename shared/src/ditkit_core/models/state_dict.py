@@ -1,4 +1,5 @@
-"""Mapping between the parameters of a model and the tensors in its files, for every form of file."""
+"""Mapping between the parameters of a model and the tensors in its files, for every form of
+file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by default all rows."""
+    """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by
+    default all rows."""
 
     name: str
     index: int = 0
@@ -22,35 +24,43 @@ class TensorSlice:
 class StateDictNames:
     """Names of the tensors in a model's files, in every form, and of our parameters.
 
-    Forms differ in names and in how rows are stacked: one file has q, k and v in one tensor, another has the two halves of a modulation in
-    the other order. So both directions map a tensor to a sequence of slices: it is split into equal parts of rows, and each has its place.
+    Forms differ in names and in how rows are stacked: one file has q, k and v in one tensor,
+    another has the two halves of a modulation in the other order. So both directions map a tensor
+    to a sequence of slices: it is split into equal parts of rows, and each has its place.
     """
 
     prefixes: tuple[str, ...]
     """Prefixes that files may have before every name (`model.diffusion_model.`), longest first."""
 
     to_native: Callable[[str], tuple[TensorSlice, ...] | None]
-    """From a tensor's name in a file (in any known form, without prefix) to the slices of our parameters that its rows are, in order; none
-    for a constant, which the model makes itself; None if the name is unknown."""
+    """From a tensor's name in a file (in any known form, without prefix) to the slices of our
+    parameters that its rows are, in order; none for a constant, which the model makes itself; None
+    if the name is unknown."""
 
     from_native: Mapping[str, Callable[[str], tuple[TensorSlice, ...]]]
-    """By form (`official`, `diffusers`): from our parameter's name to the slices of that form's tensors that its rows are, in order."""
+    """By form (`official`, `diffusers`): from our parameter's name to the slices of that form's
+    tensors that its rows are, in order."""
 
-    stored: Callable[[str, str, Tensor], Mapping[str, Tensor]] = lambda form, name, tensor: {name: tensor}
-    """From a form, a tensor's name there and its values to what a file has for it, by name: the tensor, perhaps with other axes of length 1,
-    and constants next to it."""
+    stored: Callable[[str, str, Tensor], Mapping[str, Tensor]] = lambda form, name, tensor: {
+        name: tensor
+    }
+    """From a form, a tensor's name there and its values to what a file has for it, by name: the
+    tensor, perhaps with other axes of length 1, and constants next to it."""
 
     others: tuple[OtherModel, ...] = OTHER_MODELS
     """Other models whose files are given by mistake, the likeliest first."""
 
     shared: OtherModel | None = None
-    """Other models that have some names of this one; `keys` are of modules. An adapter of these names alone is known by its sizes."""
+    """Other models that have some names of this one; `keys` are of modules. An adapter of these
+    names alone is known by its sizes."""
 
     bare: str = "official"
-    """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this family."""
+    """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this
+    family."""
 
     scaled: str = "official"
-    """Form of the names of a transformer in scaled 8 bits, which ComfyUI reads: where it renames official ones, it leaves their scales behind."""
+    """Form of the names of a transformer in scaled 8 bits, which ComfyUI reads: where it renames
+    official ones, it leaves their scales behind."""
 
     @classmethod
     def renaming(

@@ -1,13 +1,17 @@
 """All state that is global to the process while a forward, or its recompute, runs.
 
-A block gets its inputs in the carry, and a layer in its arguments. Five things cannot travel that way: they belong to the engine or the
-planner, and are read in calls of `attend`, or of a product, deep inside model code that has no access to an engine.
+A block gets its inputs in the carry, and a layer in its arguments. Five things cannot travel that
+way: they belong to the engine or the planner, and are read in calls of `attend`, or of a product,
+deep inside model code that has no access to an engine.
 
-- How attention and elementwise work run, and whether a checkpoint keeps attention. A ContextVar that the engine sets *inside* the
-  function that it checkpoints: autograd recomputes on threads of its own, which do not see a setting that was made outside.
-- What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
+- How attention and elementwise work run, and whether a checkpoint keeps attention. A ContextVar
+  that the engine sets *inside* the function that it checkpoints: autograd recomputes on threads of
+  its own, which do not see a setting that was made outside.
+- What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the
+  same place.
 - The counter of attention calls in a first step. A ContextVar that is set around a step.
-- CUDA's current device, which kernels that are not torch's own are launched on. It belongs to a thread, so it is set around each launch.
+- CUDA's current device, which kernels that are not torch's own are launched on. It belongs to a
+  thread, so it is set around each launch.
 - The kind of device that fake tensors stand for. A list, which all threads read.
 """
 
@@ -30,9 +34,11 @@ class AttentionCalls:
     """The attention calls of a first step: they show whether policies keep what they should."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Calls of `attend` in blocks that recompute, in grad mode, by name; calls of a recompute are not counted."""
+    """Calls of `attend` in blocks that recompute, in grad mode, by name; calls of a recompute are
+    not counted."""
     wanted: dict[str, str] = field(default_factory=dict)
-    """Names of calls that policies should keep, each with its policy; an empty name means all calls."""
+    """Names of calls that policies should keep, each with its policy; an empty name means all
+    calls."""
 
     def want(self, names: tuple[str, ...], policy: str) -> None:
         """Note that a block's policy keeps calls with these names; no names mean all calls."""
@@ -45,11 +51,13 @@ class AttentionCalls:
         for name, policy in self.wanted.items():
             if not self.counts:
                 raise UserError(
-                    f"train.checkpointing: {policy} keeps the results of attention, but no block calls attention; write full"
+                    f"train.checkpointing: {policy} keeps the results of attention, but no block "
+                    f"calls attention; write full"
                 )
             if name and name not in self.counts:
                 raise UserError(
-                    f"train.checkpointing: {policy} keeps attention {name!r}, which no block calls; the blocks call "
+                    f"train.checkpointing: {policy} keeps attention {name!r}, which no block "
+                    f"calls; the blocks call "
                     f"{', '.join(sorted(self.counts))}"
                 )
 
@@ -72,7 +80,8 @@ def calls_in_force() -> AttentionCalls | None:
 
 
 def counted_calls(calls: AttentionCalls | None) -> AbstractContextManager[None]:
-    """Count attention calls of blocks that recompute, in forwards inside the `with` block; None counts nothing."""
+    """Count attention calls of blocks that recompute, in forwards inside the `with` block; None
+    counts nothing."""
     return _set(_calls, calls)
 
 
@@ -90,7 +99,8 @@ def scope_set(scope: Any) -> AbstractContextManager[None]:
 
 
 class AttentionExchange(Protocol):
-    """What a block needs of ranks that share the tokens of each sample; `distributed/context_parallel.py: TokenExchange` is the one there is."""
+    """What a block needs of ranks that share the tokens of each sample;
+    `distributed/context_parallel.py: TokenExchange` is the one there is."""
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -109,7 +119,8 @@ class AttentionExchange(Protocol):
         """A kernel's attention of this rank's queries to the keys of all ranks."""
 
     def dropout(self, x: Float[Tensor, "batch part *rest"], rate: float, layer: str) -> Tensor:
-        """Dropout of a layer's input, with this rank's part of the mask that one process has for all tokens."""
+        """Dropout of a layer's input, with this rank's part of the mask that one process has for
+        all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +129,17 @@ class BlockSettings:
 
     backend: str = "sdpa"
     kernels: str = "torch"
-    """Implementation of norms, rotations, gated units, LoRA factors and quantized weights: `torch`, or `triton` for the
-    kernels of `nn/kernels/`."""
+    """Implementation of norms, rotations, gated units, LoRA factors and quantized weights: `torch`,
+    or `triton` for the kernels of `nn/kernels/`."""
     keep: tuple[str, ...] | None = None
-    """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
+    """Names of the attention calls that an enclosing checkpoint keeps instead of running them
+    again: empty for all, None for none."""
     recomputing: bool = False
     """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None
     exchange: AttentionExchange | None = None
-    """How ranks that share the tokens of each sample attend to all of them; None if this process has all tokens."""
+    """How ranks that share the tokens of each sample attend to all of them; None if this process
+    has all tokens."""
 
     def keeps(self, name: str) -> bool:
         """Whether the call with this name is kept."""
@@ -153,7 +166,8 @@ _stand_in: list[str] = []
 
 @contextmanager
 def as_on(kind: str) -> Iterator[None]:
-    """Treat every tensor inside the `with` block as one on this kind of device (`cuda`): for fake tensors that stand for it."""
+    """Treat every tensor inside the `with` block as one on this kind of device (`cuda`): for fake
+    tensors that stand for it."""
     _stand_in.append(kind)
     try:
         yield
@@ -167,9 +181,11 @@ def device_kind(x: Tensor) -> str:
 
 
 def device_current(x: Tensor) -> AbstractContextManager[Any]:
-    """Context for launching a kernel that is not torch's own, a library's or one of Triton, on tensors of one device: makes it current.
+    """Context for launching a kernel that is not torch's own, a library's or one of Triton, on
+    tensors of one device: makes it current.
 
-    Such a kernel goes to the current device's stream wherever its tensors are. torch's operations see to it themselves.
+    Such a kernel goes to the current device's stream wherever its tensors are. torch's operations
+    see to it themselves.
     """
     if (runtime := runtime_of(x.device)) is None:
         return nullcontext()

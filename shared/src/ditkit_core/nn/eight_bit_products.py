@@ -1,10 +1,11 @@
 """Products with a matrix of 8-bit codes, which has a scale for each row (`base.compute`).
 
-A product is of two matrices of codes: W has a scale for each row from the start, and the input gets one for each of its rows, its
-largest magnitude divided by the largest code. Sums of int8 codes are exact, sums of fp8 codes are in fp32; both scales are applied to the sum, in
-fp32, and the result is rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot be taken out of
-it: they multiply the columns of the gradient before its rows get scales of their own. So the codes of W serve both products, and no second
-rounding of W exists.
+A product is of two matrices of codes: W has a scale for each row from the start, and the input gets
+one for each of its rows, its largest magnitude divided by the largest code. Sums of int8 codes are
+exact, sums of fp8 codes are in fp32; both scales are applied to the sum, in fp32, and the result is
+rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot
+be taken out of it: they multiply the columns of the gradient before its rows get scales of their
+own. So the codes of W serve both products, and no second rounding of W exists.
 """
 
 import math
@@ -29,13 +30,15 @@ _EXACT_SPAN = 2**24 // 2**14  # products of two codes whose sum fp32 has exactly
 
 
 def product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
-    """x Wᵀ + b in the dtype of x, for W [out, in] as codes and scales [out, 1]; `fused`: whether kernels of our own round and scale."""
+    """x Wᵀ + b in the dtype of x, for W [out, in] as codes and scales [out, 1]; `fused`: whether
+    kernels of our own round and scale."""
     return _product_of_codes(x, codes.T, after=scale.T, bias=bias, fused=fused)
 
 
 def transposed_product(gradient: Tensor, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
     """gradient · W, with the same W."""
-    # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a transposed copy, for a moment.
+    # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a
+    # transposed copy, for a moment.
     fused = fused and _fits_kernels(gradient)
     columns = kernels.transpose_codes(codes) if fused else codes.T.contiguous()
     return _product_of_codes(gradient, columns.T, before=scale.T, fused=fused)
@@ -66,7 +69,8 @@ def _product_of_codes(
     # Only on Hopper, where the times of `_multiply` were measured.
     has_product = codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16)
     applies_scales = fused and has_product and hopper.is_hopper(x)
-    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in codes, or sums in 32 bits.
+    # Rows have scales of their own, so a part of them is independent of the others, and only a part
+    # exists in codes, or sums in 32 bits.
     at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
     if applies_scales:
         at_once = CODES_AT_ONCE // len(codes)
@@ -94,13 +98,21 @@ def _fits_kernels(x: Tensor) -> bool:
 
 
 def _multiply(
-    of_rows: Tensor, codes: Tensor, scale: Tensor, after: Tensor | None, bias: Tensor | None, *, out: Tensor
+    of_rows: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    after: Tensor | None,
+    bias: Tensor | None,
+    *,
+    out: Tensor,
 ) -> None:
     """Codes [n, k] by codes [k, m], with scales of rows [n, 1] and columns [1, m], in one pass.
 
-    On an H100, 20,280 rows, 5,120 numbers and as many results take 0.86 ms in int8 and 0.84 ms in fp8. Sums first, and scales in a pass of their
-    own, take 1.36 and 0.97 ms, and the product in bf16 1.31 ms. Fast accumulation would save a sixth of fp8's time, but its sums are off by
-    2e-3 of their size for 5,120 random products, and by a fifth for 13,824 of one sign: 14 bits are too few to count so many.
+    On an H100, 20,280 rows, 5,120 numbers and as many results take 0.86 ms in int8 and 0.84 ms in
+    fp8. Sums first, and scales in a pass of their own, take 1.36 and 0.97 ms, and the product in
+    bf16 1.31 ms. Fast accumulation would save a sixth of fp8's time, but its sums are off by 2e-3
+    of their size for 5,120 random products, and by a fifth for 13,824 of one sign: 14 bits are too
+    few to count so many.
     """
     if codes.dtype == torch.int8:
         kernels.multiply_codes(of_rows, codes.T, scale, after, bias, out=out)
@@ -110,12 +122,14 @@ def _multiply(
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """x / number with the same bits on every device: a GPU multiplies by the reciprocal of a number that is on the host."""
+    """x / number with the same bits on every device: a GPU multiplies by the reciprocal of a number
+    that is on the host."""
     return x / x.new_full((), number)
 
 
 def rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
+    """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is
+    not finite stays so in its scale."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)
     limit = LARGEST_CODE["int8" if dtype == torch.int8 else "fp8"]
@@ -129,7 +143,8 @@ def rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @cache
 def is_exact_on_cpu() -> bool:
-    """Whether torch's int8 product adds up in 32 bits here. oneDNN's adds pairs in 16 bits, which saturate, on a CPU that lacks VNNI."""
+    """Whether torch's int8 product adds up in 32 bits here. oneDNN's adds pairs in 16 bits, which
+    saturate, on a CPU that lacks VNNI."""
     with _disable_current_modes():  # of fake tensors: this asks the CPU
         codes = torch.full((32, 64), 127, dtype=torch.int8)
         return bool((torch._int_mm(codes, codes.T) == 64 * 127**2).all())
@@ -152,7 +167,9 @@ def _sums(left: Tensor, right: Tensor) -> Tensor:
         if (missing := _LEAST_ROWS - len(left)) > 0:
             return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
         return torch._int_mm(left, right)
-    if device_kind(left) == "cpu":  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
+    if (
+        device_kind(left) == "cpu"
+    ):  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
         return left.float() @ right.float()
     one = torch.ones((), device=left.device)
     sums: Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)

@@ -1,11 +1,14 @@
 """LoKr and LoHa over a frozen layer: parameters, names and options are peft's; the product is ours.
 
-The change of a LoKr's weight is a Kronecker product, a LoHa's an elementwise product of two low-rank matrices. In every forward
-peft makes the whole change in fp32, and autograd keeps it together with an fp32 copy of the input. Ours saves the input in its own dtype and
-the factors. A LoKr's change is never made: x, seen as a matrix, is multiplied with one factor from each side. A LoHa's has no such form,
-so it is made once in the forward and once in the backward, and is the more expensive of the two: an fp32 product of the layer's size.
+The change of a LoKr's weight is a Kronecker product, a LoHa's an elementwise product of two
+low-rank matrices. In every forward peft makes the whole change in fp32, and autograd keeps it
+together with an fp32 copy of the input. Ours saves the input in its own dtype and the factors. A
+LoKr's change is never made: x, seen as a matrix, is multiplied with one factor from each side. A
+LoHa's has no such form, so it is made once in the forward and once in the backward, and is the more
+expensive of the two: an fp32 product of the layer's size.
 
-The arithmetic is peft's: the change in the factors' dtype (fp32), one rounding after the sum with the frozen layer's result.
+The arithmetic is peft's: the change in the factors' dtype (fp32), one rounding after the sum with
+the frozen layer's result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +38,8 @@ class Factors(NamedTuple):
     scaling: float
 
     def matrices(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The matrices that an input is multiplied with: of a LoKr w1, then w2 or its two factors; of a LoHa the weight's change."""
+        """The matrices that an input is multiplied with: of a LoKr w1, then w2 or its two factors;
+        of a LoHa the weight's change."""
         named = dict(zip(self.parts, tensors, strict=True))
         if "hada_w1_a" in named:
             first, second = _hadamard(named)
@@ -61,8 +65,13 @@ class Factors(NamedTuple):
         if "lokr_w1" in named:
             gradients["lokr_w1"] = w1
         else:
-            gradients["lokr_w1_a"], gradients["lokr_w1_b"] = w1 @ named["lokr_w1_b"].T, named["lokr_w1_a"].T @ w1
-        gradients |= zip(("lokr_w2",) if len(w2) == 1 else ("lokr_w2_b", "lokr_w2_a"), w2, strict=True)
+            gradients["lokr_w1_a"], gradients["lokr_w1_b"] = (
+                w1 @ named["lokr_w1_b"].T,
+                named["lokr_w1_a"].T @ w1,
+            )
+        gradients |= zip(
+            ("lokr_w2",) if len(w2) == 1 else ("lokr_w2_b", "lokr_w2_a"), w2, strict=True
+        )
         return [gradients[part] for part in self.parts]
 
     @property
@@ -95,8 +104,11 @@ def weight_change(named: Named, scaling: float = 1.0) -> Float[Tensor, "out in"]
     return torch.kron(first, rest[0] if len(rest) == 1 else rest[1] @ rest[0])
 
 
-def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"], pieces: Sequence[Piece]) -> None:
-    """Add x · changeᵀ to a layer's result in place, without gradients, each row rounded once to its dtype.
+def add_products(
+    out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"], pieces: Sequence[Piece]
+) -> None:
+    """Add x · changeᵀ to a layer's result in place, without gradients, each row rounded once to its
+    dtype.
 
     Args:
         x: Input of the layer.
@@ -104,7 +116,8 @@ def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"]
     """
     factors = [Factors(tuple(piece.named), piece.scaling) for piece in pieces]
     matrices = [
-        piece_factors.matrices(list(piece.named.values())) for piece_factors, piece in zip(factors, pieces, strict=True)
+        piece_factors.matrices(list(piece.named.values()))
+        for piece_factors, piece in zip(factors, pieces, strict=True)
     ]
     rows, sums = x.flatten(0, -2), out.view(-1, out.shape[-1])
     for span in _spans(rows, sums):
@@ -113,7 +126,10 @@ def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"]
             _product(inputs, piece_matrices, piece_factors.is_kronecker)
             for piece_factors, piece_matrices in zip(factors, matrices, strict=True)
         ]
-        parts = [product.chunk(piece.of, 1)[piece.index] for product, piece in zip(products, pieces, strict=True)]
+        parts = [
+            product.chunk(piece.of, 1)[piece.index]
+            for product, piece in zip(products, pieces, strict=True)
+        ]
         sums[span] += parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -127,7 +143,9 @@ def _product(rows: Tensor, matrices: Sequence[Tensor], is_kronecker: bool) -> Te
     for matrix in chain:
         inner = inner @ matrix.T
     turned = _turned(inner, len(rows)) @ w1.T
-    return _turned(turned, len(rows)).reshape(len(rows), -1)  # of one row, it is a view that is transposed
+    return _turned(turned, len(rows)).reshape(
+        len(rows), -1
+    )  # of one row, it is a view that is transposed
 
 
 def _turned(matrices: Tensor, count: int) -> Tensor:
@@ -165,7 +183,8 @@ def changed(
 ) -> Float[Tensor, "*batch out"]:
     """base(x) + x · changeᵀ, summed in the wider dtype and rounded once to the dtype of `base(x)`.
 
-    Everything that the backward needs is saved before `base` runs, and nothing after it, as in `nn/lora.py: low_rank_sum`.
+    Everything that the backward needs is saved before `base` runs, and nothing after it, as in
+    `nn/lora.py: low_rank_sum`.
 
     Args:
         x: Input of the layer.
@@ -175,12 +194,15 @@ def changed(
         base: Calls the frozen layer.
     """
     placeholder = _Inputs.apply(x, factors, num_out, *tensors)
-    out: Tensor = _Sum.apply(base(x), placeholder, x.detach(), factors, *(tensor.detach() for tensor in tensors))
+    out: Tensor = _Sum.apply(
+        base(x), placeholder, x.detach(), factors, *(tensor.detach() for tensor in tensors)
+    )
     return out
 
 
 class _Inputs(torch.autograd.Function):
-    """Keeps input and parts for the backward; a placeholder, without memory, receives the gradient of the layer's result."""
+    """Keeps input and parts for the backward; a placeholder, without memory, receives the gradient
+    of the layer's result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Factors, num_out: int, *tensors: Tensor) -> Tensor:
@@ -207,7 +229,9 @@ class _Sum(torch.autograd.Function):
     """result + x · changeᵀ; keeps nothing for its backward."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, placeholder: Tensor, x: Tensor, factors: Factors, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, result: Tensor, placeholder: Tensor, x: Tensor, factors: Factors, *tensors: Tensor
+    ) -> Tensor:
         ctx.num_parts = len(tensors)
         base, rows = result.flatten(0, -2), x.flatten(0, -2)
         matrices, dtype = factors.matrices(tensors), tensors[0].dtype
@@ -229,4 +253,8 @@ def _spans(one: Tensor, other: Tensor) -> Iterator[slice]:
 
 def parts_of(layer: Any, method: str) -> dict[str, nn.Parameter]:
     """The parameters of a layer's adapter, by part."""
-    return {part: getattr(layer, part)["default"] for part in PARTS[method] if "default" in getattr(layer, part)}
+    return {
+        part: getattr(layer, part)["default"]
+        for part in PARTS[method]
+        if "default" in getattr(layer, part)
+    }

@@ -1,10 +1,13 @@
-"""The elementwise work between a block's matmuls, in as few passes over memory as eager mode allows.
+"""The elementwise work between a block's matmuls, in as few passes over memory as eager mode
+allows.
 
-These are autograd functions, because composed eager operations pay for every pass twice, in time and in saved tensors. The plain
-composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times in the forward, these functions five times, and
-they save the matmul's own output instead of fp32 copies.
+These are autograd functions, because composed eager operations pay for every pass twice, in time
+and in saved tensors. The plain composition of RMS norm and rotation reads and writes the fp32 copy
+of q eleven times in the forward, these functions five times, and they save the matmul's own output
+instead of fp32 copies.
 
-With `kernels = "triton"` in force, what computes in fp32 runs as a kernel of `nn/kernels/` instead, which passes over memory once.
+With `kernels = "triton"` in force, what computes in fp32 runs as a kernel of `nn/kernels/` instead,
+which passes over memory once.
 """
 
 from typing import Any
@@ -28,7 +31,8 @@ def normalised_heads(
     precision: Precision,
     rotary: Float[Tensor, "tables tokens 1 pairs 2"] | None = None,
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """RMS norm, then rotation of each head; rounded once to attention's dtype where both run in one dtype, fp32 or fp64.
+    """RMS norm, then rotation of each head; rounded once to attention's dtype where both run in one
+    dtype, fp32 or fp64.
 
     Args:
         x: Output of the q or k projection.
@@ -37,16 +41,24 @@ def normalised_heads(
         rotary: From `rope.rotary_table`; None applies no positions (cross-attention).
     """
     dtype = precision.qk_norms
-    # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs two steps.
-    at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
+    # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs
+    # two steps.
+    at_once = dtype in (torch.float32, torch.float64) and (
+        rotary is None or precision.rotary == dtype
+    )
     if not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
     if _fused(x, dtype):
         table = None if rotary is None else _as(rotary, dtype)
-        return kernels.NormRotation.apply(x, _as(norm.weight, dtype), table, norm.eps, heads, precision.attention)
-    # A view, if the tables have the dtype of the norm: what each call saves for its backward is then the carry's own tensor.
+        return kernels.NormRotation.apply(
+            x, _as(norm.weight, dtype), table, norm.eps, heads, precision.attention
+        )
+    # A view, if the tables have the dtype of the norm: what each call saves for its backward is
+    # then the carry's own tensor.
     rotation = None if rotary is None else torch.view_as_complex(rotary.to(dtype))
-    out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention)
+    out: Tensor = _NormRotate.apply(
+        x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention
+    )
     return out
 
 
@@ -60,7 +72,9 @@ def _fused(x: Tensor, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and x.dtype.itemsize <= 4 and kernels_in_force(x)
 
 
-def _norm_rotate(x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: Tensor | None) -> Tensor:
+def _norm_rotate(
+    x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: Tensor | None
+) -> Tensor:
     """The plain composition, for any dtypes."""
     dtype = precision.qk_norms
     wide = torch.promote_types(dtype, torch.float32)
@@ -77,7 +91,8 @@ def _norm_rotate(x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, 
 
 
 class _NormRotate(torch.autograd.Function):
-    """y = rotate(x · rsqrt(mean x² + eps) · weight); a rotation is a product with a unit complex number."""
+    """y = rotate(x · rsqrt(mean x² + eps) · weight); a rotation is a product with a unit complex
+    number."""
 
     @staticmethod
     def forward(
@@ -91,7 +106,13 @@ class _NormRotate(torch.autograd.Function):
         result: torch.dtype,
     ) -> Tensor:
         wide = x.to(dtype).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()
+        inverse = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            .square_()
+            .div_(len(weight))
+            .add_(eps)
+            .rsqrt_()
+        )
         # In place from here on: one tensor of the size of q, in the norm's dtype.
         y = torch.mul(wide, inverse).mul_(weight).flatten(-2).unflatten(-1, (heads, -1))
         if rotation is not None:
@@ -102,16 +123,22 @@ class _NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rotation, inverse = ctx.saved_tensors
-        # A copy even where the dtype is right already: autograd may need the gradient elsewhere, and `g` is overwritten below.
+        # A copy even where the dtype is right already: autograd may need the gradient elsewhere,
+        # and `g` is overwritten below.
         g = gradient.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True)
         if rotation is not None:
             _as_pairs(g).mul_(rotation.conj())
         g = g.flatten(-2).unflatten(-1, (-1, len(weight)))
-        normed = x.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True).view_as(g).mul_(inverse)
+        normed = (
+            x.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True)
+            .view_as(g)
+            .mul_(inverse)
+        )
         # Before g is multiplied by the weight below.
         d_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         g.mul_(weight)
-        # With n = x · r the normalised input: dx = r · (g - n · mean(g · n)). In place, so that two tensors of the size of q suffice.
+        # With n = x · r the normalised input: dx = r · (g - n · mean(g · n)). In place, so that two
+        # tensors of the size of q suffice.
         inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(len(weight))
         d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype).flatten(-2)
         return d_x, d_weight, None, None, None, None, None
@@ -130,20 +157,25 @@ def modulated_norm(
     norms: torch.dtype,
     result: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Layer norm without weights in the dtype `norms`, times (1 + scale), plus shift in the dtype of both; rounded to `result`.
+    """Layer norm without weights in the dtype `norms`, times (1 + scale), plus shift in the dtype
+    of both; rounded to `result`.
 
     Args:
         x: The residual stream.
         scale: One row per sample, per timestep or per token; `shift` has its shape and dtype.
     """
     is_trained = scale.requires_grad and torch.is_grad_enabled()
-    # Rows per token with gradients are as large as the tokens; only timesteps per token that are trained have them.
+    # Rows per token with gradients are as large as the tokens; only timesteps per token that are
+    # trained have them.
     if norms == scale.dtype and _fused(x, norms) and (scale.shape[1] == 1 or not is_trained):
         return kernels.AffineNorm.apply(x, scale, shift, eps, 1.0, result)
     x = x.to(norms)
     if norms != scale.dtype:
         y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
-    elif scale.shape[:2] == (1, 1):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
+    elif scale.shape[:2] == (
+        1,
+        1,
+    ):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
         y = F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
     else:
         y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
@@ -153,7 +185,8 @@ def modulated_norm(
 def affine_norm(
     norm: nn.LayerNorm, x: Float[Tensor, "*batch dim"], dtype: torch.dtype, result: torch.dtype
 ) -> Float[Tensor, "*batch dim"]:
-    """The norm of `x`, computed in `dtype`, whatever its parameters are stored in, and rounded to `result`."""
+    """The norm of `x`, computed in `dtype`, whatever its parameters are stored in, and rounded to
+    `result`."""
     if x.ndim == 3 and _fused(x, dtype):
         rows = [row.to(dtype).expand(len(x), 1, -1) for row in (norm.weight, norm.bias)]
         return kernels.AffineNorm.apply(x, *rows, norm.eps, 0.0, result)
@@ -164,7 +197,8 @@ def affine_norm(
 def per_token(
     rows: Float[Tensor, "batch times dim"], late: Bool[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens_or_times dim"]:
-    """For each token one of its sample's two rows: the second where `late` is true. Without `late`, the rows themselves."""
+    """For each token one of its sample's two rows: the second where `late` is true. Without `late`,
+    the rows themselves."""
     return rows if late is None else torch.where(late[..., None], rows[:, 1:], rows[:, :1])
 
 
@@ -176,9 +210,10 @@ def gated_sum(
 ) -> Float[Tensor, "batch tokens dim"]:
     """x + y · gate, rounded once to the residual's dtype.
 
-    With one or two gates per sample, the backward keeps them outside autograd's saved tensors. That costs a row or two
-    per block, and it lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a
-    seventh of its forward. A gate per token is as large as the tokens and is saved as usual.
+    With one or two gates per sample, the backward keeps them outside autograd's saved tensors. That
+    costs a row or two per block, and it lets a checkpoint that recomputes the block stop before the
+    matmul that made `y`, a tenth to a seventh of its forward. A gate per token is as large as the
+    tokens and is saved as usual.
 
     Args:
         y: The output of a sub-layer, in the matmuls' dtype.
@@ -193,10 +228,12 @@ def gated_sum(
 
 
 def _sum(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """Compute in the wider dtype of stream and gate. torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
+    """Compute in the wider dtype of stream and gate. torch's kernel for narrow dtypes computes in
+    fp32 and rounds its result."""
     wide = x.dtype if gate.dtype == x.dtype else torch.promote_types(x.dtype, gate.dtype)
     if device_kind(x) == "cuda" and torch.promote_types(y.dtype, wide) == wide:
-        # A GPU's kernel reads each dtype as it is and computes in the widest; a CPU's would make the same copies as below.
+        # A GPU's kernel reads each dtype as it is and computes in the widest; a CPU's would make
+        # the same copies as below.
         return torch.addcmul(x, y, gate).to(x.dtype)
     return torch.addcmul(x.to(wide), y.to(wide), gate.to(wide)).to(x.dtype)
 
@@ -209,7 +246,8 @@ def plain_sum(y: Float[Tensor, "batch tokens dim"], x: Float[Tensor, "batch toke
 class _GatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
-        # On ctx and not saved: a saved tensor would be the last of the block, and a recompute would run up to it.
+        # On ctx and not saved: a saved tensor would be the last of the block, and a recompute would
+        # run up to it.
         ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
         itemsize = max(x.dtype.itemsize, y.dtype.itemsize, gate.dtype.itemsize)
         ctx.fused = late is None and itemsize <= 4 and kernels_in_force(x)
@@ -223,7 +261,9 @@ class _GatedSum(torch.autograd.Function):
         if ctx.fused:
             return kernels.gated_sum_backward(gradient, ctx.gate, ctx.dtype), gradient, d_gate, None
         gate = per_token(ctx.gate, ctx.late)
-        if device_kind(gradient) == "cuda":  # rounded in the kernel; a CPU would make the same copy as below
+        if (
+            device_kind(gradient) == "cuda"
+        ):  # rounded in the kernel; a CPU would make the same copy as below
             d_y = torch.mul(gradient, gate, out=torch.empty_like(gradient, dtype=ctx.dtype))
         else:
             d_y = (gradient * gate).to(ctx.dtype)
@@ -236,11 +276,14 @@ def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
         return gradient.sum(1, keepdim=True)
     # Masked, not multiplied: 0 times a value that is not finite would be NaN in the other row.
     late = late[..., None]
-    return torch.cat([gradient.masked_fill(mask, 0).sum(1, keepdim=True) for mask in (late, ~late)], 1)
+    return torch.cat(
+        [gradient.masked_fill(mask, 0).sum(1, keepdim=True) for mask in (late, ~late)], 1
+    )
 
 
 def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
-    """silu(a) · b of the halves [a | b] of a matmul's output. Only that output is kept for the backward."""
+    """silu(a) · b of the halves [a | b] of a matmul's output. Only that output is kept for the
+    backward."""
     out: Tensor = (kernels.GatedUnit if _fused(x, torch.float32) else _GatedUnit).apply(x)
     return out
 
@@ -256,7 +299,8 @@ class _GatedUnit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         a, b = x.chunk(2, -1)
-        # Both gradients are written into halves of one tensor, which is the matmul's gradient: no concatenation.
+        # Both gradients are written into halves of one tensor, which is the matmul's gradient: no
+        # concatenation.
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_a, d_b = d_x.chunk(2, -1)
         torch.mul(F.silu(a), gradient, out=d_b)

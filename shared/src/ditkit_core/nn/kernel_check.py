@@ -1,9 +1,11 @@
-"""Whether the Triton kernels compute on a GPU what torch computes there, which only that GPU with its driver and its Triton can say.
+"""Whether the Triton kernels compute on a GPU what torch computes there, which only that GPU with
+its driver and its Triton can say.
 
-The functions that call the kernels run forward and backward: twice with the kernels on bf16, as most of a run, and with torch on the same
-values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, so that little is
-compiled; Triton keeps that on disk. The norms run in the variants of all models, and of a LoRA and a full fine-tune. Tests make the same cases of
-other shapes, dtypes and layouts.
+The functions that call the kernels run forward and backward: twice with the kernels on bf16, as
+most of a run, and with torch on the same values in fp64. Codes, what is made of them, and rounded
+weights are compared bitwise. Each kernel runs in one variant, so that little is compiled; Triton
+keeps that on disk. The norms run in the variants of all models, and of a LoRA and a full fine-tune.
+Tests make the same cases of other shapes, dtypes and layouts.
 """
 
 import math
@@ -29,13 +31,17 @@ from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
 
 LIMIT = 1e-5
-"""Largest difference beyond one step of the result's dtype, relative to the largest value. Another order of a sum of 5,120 numbers in fp32,
-and a GPU's approximate roots and exponentials, cost 1e-6 of it; a wrong factor, place or mask costs much more. So do a LoRA's products here,
-which tensor cores make: they truncate each sum, again after every 4 to 16 products. Over 5,120 products that would cost 7e-6 to 2e-5."""
+"""Largest difference beyond one step of the result's dtype, relative to the largest value. Another
+order of a sum of 5,120 numbers in fp32, and a GPU's approximate roots and exponentials, cost 1e-6
+of it; a wrong factor, place or mask costs much more. So do a LoRA's products here, which tensor
+cores make: they truncate each sum, again after every 4 to 16 products. Over 5,120 products that
+would cost 7e-6 to 2e-5."""
 _OLDEST, _WITH_FP8 = (8, 0), (8, 9)
-"""Compute capability of the oldest GPUs that Triton supports, and of the oldest on which it converts to fp8."""
+"""Compute capability of the oldest GPUs that Triton supports, and of the oldest on which it
+converts to fp8."""
 _TOKENS, _WIDTH, _HEAD = 520, 5120, 128
-"""Wan 14B's width, over which several warps sum, and so many tokens that programs which sum over rows take several (`summing_programs`)."""
+"""Wan 14B's width, over which several warps sum, and so many tokens that programs which sum over
+rows take several (`summing_programs`)."""
 _ROWS, _FEATURES = 14, 640
 """Sizes where more would show nothing else."""
 _PARTS = 6 * 32
@@ -51,16 +57,19 @@ class KernelCase(NamedTuple):
     inputs: tuple[Tensor, ...]
     """Its arguments, as the kernels get them; those that require gradients get some."""
     is_bitwise: bool = False
-    """Whether torch computes with the same arguments, and the results have to have the same bits."""
+    """Whether torch computes with the same arguments, and the results have to have the same
+    bits."""
     rounds_products: bool = False
-    """Whether products are rounded to the results' dtype before they are added, which is allowed to cost half a step of the largest product."""
+    """Whether products are rounded to the results' dtype before they are added, which is allowed to
+    cost half a step of the largest product."""
 
 
 class KernelCheck(NamedTuple):
     """What a comparison of the kernels with torch on one GPU measured."""
 
     fault: str = ""
-    """What is wrong, as what follows the word triton; empty if the kernels compute what torch computes."""
+    """What is wrong, as what follows the word triton; empty if the kernels compute what torch
+    computes."""
     error: float = 0.0
     """The largest error, in the units of `LIMIT`, of what need not be bitwise equal."""
     rounds_products: bool = False
@@ -68,20 +77,30 @@ class KernelCheck(NamedTuple):
 
     def __str__(self) -> str:
         """What was measured, for a line of the run."""
-        twice = ", and cuBLAS rounds products of LoRAs before it adds them" if self.rounds_products else ""
+        twice = (
+            ", and cuBLAS rounds products of LoRAs before it adds them"
+            if self.rounds_products
+            else ""
+        )
         return f"off by {self.error:.1g} of the largest value at most{twice}"
 
 
 def rounds_products(device: torch.device) -> bool:
-    """Whether `addmm_` of bf16 matrices rounds the product to bf16 before it adds it to the matrix, and rounds again.
+    """Whether `addmm_` of bf16 matrices rounds the product to bf16 before it adds it to the matrix,
+    and rounds again.
 
-    Measured on an H100 with the cuBLAS of CUDA 13.0: it does, for all sizes and layouts of a LoRA's products, through cuBLAS and cuBLASLt, with or
-    without reductions in bf16 and split sums, also as `addmm` and `baddbmm`. Under a LoRA whose product is a tenth of its layer's, a bf16 sum's error
-    is then 1.01 times as large as with one rounding, and 1.3 times where the two are as large as each other. Factors in bf16, which peft multiplies
-    under autocast, cost 1.03 and 1.8 times. A product in fp32 that is added afterwards is rounded once, and takes 2.6 times as long.
+    Measured on an H100 with the cuBLAS of CUDA 13.0: it does, for all sizes and layouts of a LoRA's
+    products, through cuBLAS and cuBLASLt, with or without reductions in bf16 and split sums, also
+    as `addmm` and `baddbmm`. Under a LoRA whose product is a tenth of its layer's, a bf16 sum's
+    error is then 1.01 times as large as with one rounding, and 1.3 times where the two are as large
+    as each other. Factors in bf16, which peft multiplies under autocast, cost 1.03 and 1.8 times. A
+    product in fp32 that is added afterwards is rounded once, and takes 2.6 times as long.
     """
     # 1 + 2^-8 - 1: the sum in the parentheses is halfway between 1 and the next number of bf16.
-    left, right = torch.zeros(_TOKENS, _PARTS, device=device), torch.zeros(_PARTS, _WIDTH, device=device)
+    left, right = (
+        torch.zeros(_TOKENS, _PARTS, device=device),
+        torch.zeros(_PARTS, _WIDTH, device=device),
+    )
     left[:, :2], right[0], right[1] = 1, 1, 2**-8
     total = torch.full((_TOKENS, _WIDTH), -1.0, device=device, dtype=torch.bfloat16)
     return bool((total.addmm_(left.bfloat16(), right.bfloat16()) == 0).any())
@@ -93,12 +112,14 @@ def compare_kernels(device: torch.device) -> KernelCheck:
     capability = _WITH_FP8 if runtime is None else runtime.get_device_capability(device)
     if capability < _OLDEST:
         return KernelCheck(
-            f"needs compute capability {capability_text(_OLDEST)}, and {device} has {capability_text(capability)}"
+            f"needs compute capability {capability_text(_OLDEST)}, and {device} has "
+            f"{capability_text(capability)}"
         )
     largest = 0.0
     for case in _cases(device, has_fp8=capability >= _WITH_FP8):
         try:
-            # A compiler, a linker, a driver or a disk may fail, each in its own way, and a run can do without the kernels.
+            # A compiler, a linker, a driver or a disk may fail, each in its own way, and a run can
+            # do without the kernels.
             with given_to_library(f"fails in {case.name} on {device}", "torch runs without it"):
                 error = error_of(case)
         except UserError as failure:
@@ -109,18 +130,25 @@ def compare_kernels(device: torch.device) -> KernelCheck:
                 raise UserError(f"{cause}; set train.kernels = torch") from broken
             return KernelCheck(str(failure))
         if not error <= (0 if case.is_bitwise else LIMIT):  # not `>`: also where it is NaN
-            return KernelCheck(f"computes {case.name} wrongly on {device} (off by {error:.1g} of the largest value)")
+            return KernelCheck(
+                f"computes {case.name} wrongly on {device} (off by {error:.1g} of the largest "
+                f"value)"
+            )
         largest = max(largest, error)
     return KernelCheck(error=largest, rounds_products=rounds_products(device))
 
 
 def error_of(case: KernelCase) -> float:
-    """The largest difference between the kernels, launched by Triton and by us, and torch in results and gradients, in the units of `LIMIT`."""
+    """The largest difference between the kernels, launched by Triton and by us, and torch in
+    results and gradients, in the units of `LIMIT`."""
     exact = case.inputs
     if not case.is_bitwise:
-        exact = tuple(x.detach().double().contiguous().requires_grad_(x.requires_grad) for x in exact)
+        exact = tuple(
+            x.detach().double().contiguous().requires_grad_(x.requires_grad) for x in exact
+        )
     results = []
-    # Kernels twice: Triton makes the first launch of a kernel, and `nn/kernels/launch.py: Launcher` those after it, but in the interpreter.
+    # Kernels twice: Triton makes the first launch of a kernel, and `nn/kernels/launch.py: Launcher`
+    # those after it, but in the interpreter.
     times = 1 if INTERPRETED else 2
     for name, inputs in (*[("triton", case.inputs)] * times, ("torch", exact)):
         with block_settings(BlockSettings(kernels=name)):
@@ -133,7 +161,9 @@ def error_of(case: KernelCase) -> float:
 def _apart(ours: Tensor, exact: Tensor, case: KernelCase) -> Tensor:
     wide = exact.double()
     largest = wide.abs().max()
-    allowed = torch.zeros_like(wide) if case.is_bitwise else torch.finfo(ours.dtype).eps * wide.abs()
+    allowed = (
+        torch.zeros_like(wide) if case.is_bitwise else torch.finfo(ours.dtype).eps * wide.abs()
+    )
     if case.rounds_products:
         # The products of these cases are less than twice as large as their results.
         allowed += torch.finfo(ours.dtype).eps * largest
@@ -141,11 +171,14 @@ def _apart(ours: Tensor, exact: Tensor, case: KernelCase) -> Tensor:
 
 
 def _results(case: KernelCase, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of a case; of one result also the gradients, of an upstream gradient that every dtype has."""
+    """The results of a case; of one result also the gradients, of an upstream gradient that every
+    dtype has."""
     results = case.function(*inputs)
     if isinstance(results, tuple):
         return results
-    upstream = torch.randn(results.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").bfloat16()
+    upstream = torch.randn(
+        results.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"
+    ).bfloat16()
     trained = [x for x in inputs if x.requires_grad]
     return results.detach(), *torch.autograd.grad(results, trained, upstream.to(results))
 
@@ -157,7 +190,8 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
         return torch.randn(shape, generator=random).bfloat16().float().to(device)
 
     x, table = values(2, _TOKENS, _WIDTH).bfloat16(), values(1, _TOKENS, 1, _HEAD // 2, 2)
-    # Kernels that make no gradients of weights are others: of a LoRA's run, next to the kernels of a full fine-tune.
+    # Kernels that make no gradients of weights are others: of a LoRA's run, next to the kernels of
+    # a full fine-tune.
     for trained in (True, False):
         for width in (_WIDTH, _HEAD):
             yield normed_heads(x, values(width), table, _WIDTH // _HEAD, trained=trained)
@@ -168,10 +202,14 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
     down, up = values(32, _FEATURES) / 3, values(_FEATURES, 32) / 3
     x = values(_ROWS, _FEATURES).bfloat16()
     yield adapted(x, down, up, 0.3)
-    yield adapted(x, down, up, 0.3, over=torch.eye(_FEATURES), rounds_products=rounds_products(device))
+    yield adapted(
+        x, down, up, 0.3, over=torch.eye(_FEATURES), rounds_products=rounds_products(device)
+    )
     if hopper.is_hopper(x):
         yield summed_product(
-            values(_ROWS, _FEATURES).bfloat16(), values(_ROWS, 24).bfloat16(), values(24, _FEATURES).bfloat16()
+            values(_ROWS, _FEATURES).bfloat16(),
+            values(_ROWS, 24).bfloat16(),
+            values(24, _FEATURES).bfloat16(),
         )
     for kind in ("int8", "nf4"):
         yield dequantized(kind, values(65, 1088))  # several groups of scales, the last one short
@@ -184,7 +222,13 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
 
 
 def normed_heads(
-    x: Tensor, weight: Tensor, table: Tensor | None, heads: int, *, trained: bool = True, heads_first: bool = False
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor | None,
+    heads: int,
+    *,
+    trained: bool = True,
+    heads_first: bool = False,
 ) -> KernelCase:
     """RMS norm over as many features as there are weights, and rotation by a table.
 
@@ -198,7 +242,11 @@ def normed_heads(
         out = normalised_heads(x, norm, heads, Precision(matmul=x.dtype), table)
         return out.transpose(1, 2) if heads_first else out
 
-    inputs = (x.requires_grad_(), weight.requires_grad_(trained), *([] if table is None else [table]))
+    inputs = (
+        x.requires_grad_(),
+        weight.requires_grad_(trained),
+        *([] if table is None else [table]),
+    )
     return KernelCase(f"RMS norm over {len(weight)} and rotation", function, inputs)
 
 
@@ -238,22 +286,34 @@ def summed_product(total: Tensor, left: Tensor, right: Tensor) -> KernelCase:
 
 
 def gated_into(x: Tensor, y: Tensor, gate: Tensor, *, trained: bool = True) -> KernelCase:
-    """The sum of a residual stream and another tensor times a gate; `trained`: with a gradient of the gate."""
+    """The sum of a residual stream and another tensor times a gate; `trained`: with a gradient of
+    the gate."""
 
     def function(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         return gated_sum(y, x, gate)
 
-    return KernelCase("gated sum", function, (x.requires_grad_(), y.requires_grad_(), gate.requires_grad_(trained)))
+    return KernelCase(
+        "gated sum",
+        function,
+        (x.requires_grad_(), y.requires_grad_(), gate.requires_grad_(trained)),
+    )
 
 
 def adapted(
-    x: Tensor, down: Tensor, up: Tensor, scaling: float, *, over: Tensor | None = None, rounds_products: bool = False
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    *,
+    over: Tensor | None = None,
+    rounds_products: bool = False,
 ) -> KernelCase:
     """A LoRA.
 
     Args:
-        over: The frozen layer's weight, with at most one number in a row, so that its own product is exact in bf16. None is zeros: a product
-            that is rounded before it is added to a zero has the bits of one that is not.
+        over: The frozen layer's weight, with at most one number in a row, so that its own product
+            is exact in bf16. None is zeros: a product that is rounded before it is added to a zero
+            has the bits of one that is not.
         rounds_products: Whether another product may be rounded before it is added.
     """
     frozen = torch.zeros(len(up), down.shape[1]) if over is None else over
@@ -268,7 +328,8 @@ def adapted(
 
 
 def dequantized(kind: str, weight: Tensor) -> KernelCase:
-    """A quantized matrix with no more rows than columns, as it is multiplied forward and backward."""
+    """A quantized matrix with no more rows than columns, as it is multiplied forward and
+    backward."""
     num_out, num_in = weight.shape
     layer = QuantizedLinear(num_in, num_out, kind, bias=False).to(weight.device)
     layer.set_weight(weight)
@@ -282,14 +343,22 @@ def dequantized(kind: str, weight: Tensor) -> KernelCase:
     return KernelCase(f"{kind} weights", both_ways, (ones,), is_bitwise=True)
 
 
-def rounded_to_codes(x: Tensor, columns: Tensor, formats: Iterable[torch.dtype]) -> Iterator[KernelCase]:
+def rounded_to_codes(
+    x: Tensor, columns: Tensor, formats: Iterable[torch.dtype]
+) -> Iterator[KernelCase]:
     """Codes of rows in 8 bits, and their scales."""
     for codes in formats:
 
         def function(x: Tensor, codes: torch.dtype = codes) -> Any:
-            return kernels.round_rows(x, columns, codes) if kernels_in_force(x) else rounded(x * columns, codes)
+            return (
+                kernels.round_rows(x, columns, codes)
+                if kernels_in_force(x)
+                else rounded(x * columns, codes)
+            )
 
-        yield KernelCase(f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True)
+        yield KernelCase(
+            f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True
+        )
 
 
 def multiplied_codes(kind: str, x: Tensor, weight: Tensor, bias: Tensor) -> KernelCase:
@@ -305,7 +374,9 @@ def _transposed(codes: Tensor) -> KernelCase:
     """A matrix of codes in 8 bits for a product with its transpose."""
 
     def function(codes: Tensor) -> tuple[Tensor, ...]:
-        return (kernels.transpose_codes(codes) if kernels_in_force(codes) else codes.T.contiguous(),)
+        return (
+            kernels.transpose_codes(codes) if kernels_in_force(codes) else codes.T.contiguous(),
+        )
 
     return KernelCase("transposed codes", function, (codes,), is_bitwise=True)
 
@@ -325,12 +396,17 @@ def _scaled(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor) -> Kernel
 
 
 def written(values: Tensor, *, start: int = 0, of: int | None = None) -> KernelCase:
-    """fp32 values rounded to bf16 at random as those from `start` on of `of`, split into bf16 and a remainder, and joined again."""
+    """fp32 values rounded to bf16 at random as those from `start` on of `of`, split into bf16 and a
+    remainder, and joined again."""
 
     def function(values: Tensor) -> tuple[Tensor, ...]:
         fused, bf16 = kernels_in_force(values), torch.bfloat16
-        random, nearest, rest = (torch.empty_like(values, dtype=dtype) for dtype in (bf16, bf16, torch.int16))
-        write_stochastic(random, values.clone(), 0x9123456789ABCDEF, start=start, of=of, fused=fused)
+        random, nearest, rest = (
+            torch.empty_like(values, dtype=dtype) for dtype in (bf16, bf16, torch.int16)
+        )
+        write_stochastic(
+            random, values.clone(), 0x9123456789ABCDEF, start=start, of=of, fused=fused
+        )
         write_split(nearest, values.clone(), rest, fused=fused)
         return _bits(random), _bits(nearest), rest, _bits(joined(nearest, rest, fused=fused))
 
@@ -338,5 +414,8 @@ def written(values: Tensor, *, start: int = 0, of: int | None = None) -> KernelC
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of numbers as integers, which also compare where numbers are not finite; of NaN, torch's depend on the processor."""
-    return x.nan_to_num(1.5, math.inf, -math.inf).view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+    """The bits of numbers as integers, which also compare where numbers are not finite; of NaN,
+    torch's depend on the processor."""
+    return x.nan_to_num(1.5, math.inf, -math.inf).view(
+        torch.int16 if x.dtype == torch.bfloat16 else torch.int32
+    )

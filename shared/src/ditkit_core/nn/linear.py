@@ -1,6 +1,7 @@
 """A linear layer for layers that compute in another dtype than the matmuls.
 
-Its parameters are stored in one dtype (fp32 where a model keeps them so), and the caller chooses the dtype of the product.
+Its parameters are stored in one dtype (fp32 where a model keeps them so), and the caller chooses
+the dtype of the product.
 """
 
 import torch.nn.functional as F
@@ -13,4 +14,6 @@ class CastLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The product, in the dtype of `x`."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return F.linear(
+            x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        )

@@ -1,5 +1,5 @@
-"""Layers of a class by their weights' names, and what modules have inside a `with` block alone: other values of parameters, copied in place,
-and other switches."""
+"""Layers of a class by their weights' names, and what modules have inside a `with` block alone:
+other values of parameters, copied in place, and other switches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def by_weight(model: nn.Module | StagedModel, kind: type[T]) -> dict[str, T]:
-    """The layers of a class, by their weight's name in files: without the `base_layer` that peft inserts."""
+    """The layers of a class, by their weight's name in files: without the `base_layer` that peft
+    inserts."""
     return {
         f"{name}.weight".replace(".base_layer.", "."): module
         for name, module in model.named_modules()
@@ -24,10 +25,11 @@ def by_weight(model: nn.Module | StagedModel, kind: type[T]) -> dict[str, T]:
 
 @contextmanager
 def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters other values inside the `with` block, and afterwards exactly those from before.
+    """Give parameters other values inside the `with` block, and afterwards exactly those from
+    before.
 
-    The values are copied into the parameters' own storage, so placement, sharding and every reference to a parameter
-    see them. Parameters without a value of their name stay as they are.
+    The values are copied into the parameters' own storage, so placement, sharding and every
+    reference to a parameter see them. Parameters without a value of their name stay as they are.
     """
     before = {name: parameters[name].detach().clone() for name in values}
     try:
@@ -39,7 +41,8 @@ def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
 
 @contextmanager
 def switched(modules: Iterable[object], name: str, value: bool) -> Iterator[None]:
-    """Give modules a value of an attribute inside the `with` block, and afterwards its opposite, which they had before."""
+    """Give modules a value of an attribute inside the `with` block, and afterwards its opposite,
+    which they had before."""
     switched_modules = list(modules)
     for module in switched_modules:
         setattr(module, name, value)

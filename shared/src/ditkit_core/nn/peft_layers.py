@@ -51,17 +51,26 @@ class LoraLinear(PlainLora, PeftLora):
         down, up = modules["lora_A"][name].weight, modules["lora_B"][name].weight
         base, dropout = modules["base_layer"], modules["lora_dropout"][name]
         adapted = x if type(dropout) is nn.Identity else dropout(x)
-        return low_rank_sum(adapted, down, up, self.scaling[name], base if adapted is x else lambda _: base(x))
+        return low_rank_sum(
+            adapted, down, up, self.scaling[name], base if adapted is x else lambda _: base(x)
+        )
 
 
 class FactoredLinear(KeepsOnlyItsInput):
-    """Uses our product for the one adapter that there is, and leaves merged and disabled layers to peft."""
+    """Uses our product for the one adapter that there is, and leaves merged and disabled layers to
+    peft."""
 
     method: ClassVar[str]
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's result."""
-        if args or kwargs or self.disable_adapters or self.merged or list(self.active_adapters) != ["default"]:
+        if (
+            args
+            or kwargs
+            or self.disable_adapters
+            or self.merged
+            or list(self.active_adapters) != ["default"]
+        ):
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return result
         tensors = parts_of(self, self.method)

@@ -1,8 +1,11 @@
-"""How quantized matrices are stored, and converted back: a format is an entry of `LAYOUTS`, or of `STORED_LAYOUTS` if only files of others have it.
+"""How quantized matrices are stored, and converted back: a format is an entry of `LAYOUTS`, or of
+`STORED_LAYOUTS` if only files of others have it.
 
-`base.quantize` makes int8, fp8 and nf4. Their values are bitwise identical to torchao's weight-only quantization (`Int8WeightOnlyConfig`,
-`Float8WeightOnlyConfig`, NF4 with doubly quantized scales). ComfyUI's files also have int8 with a rotation, mxfp8 and nvfp4, whose codes and scales are
-held as such a file has them; scales are by row here, not in the tiles of cuBLAS, so that rows can be divided over ranks.
+`base.quantize` makes int8, fp8 and nf4. Their values are bitwise identical to torchao's weight-only
+quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly quantized scales).
+ComfyUI's files also have int8 with a rotation, mxfp8 and nvfp4, whose codes and scales are held as
+such a file has them; scales are by row here, not in the tiles of cuBLAS, so that rows can be
+divided over ranks.
 """
 
 import math
@@ -19,9 +22,10 @@ from ditkit_core.nn.lora import AT_ONCE
 
 _FP8 = torch.float8_e4m3fn
 BLOCK, _GROUP = 64, 256
-"""NF4: the number of weights that share a scale, and of scales that share a scale of their own. torchao's defaults."""
-# Quantiles of a normal distribution, chosen by QLoRA's authors, as torchao rounds them. Seven below zero and eight above, so that zero
-# itself is a level.
+"""NF4: the number of weights that share a scale, and of scales that share a scale of their own.
+torchao's defaults."""
+# Quantiles of a normal distribution, chosen by QLoRA's authors, as torchao rounds them. Seven below
+# zero and eight above, so that zero itself is a level.
 _NEGATIVE_LEVELS = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911)
 _LEVELS = (*_NEGATIVE_LEVELS, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
 
@@ -44,23 +48,29 @@ class Layout:
     about: Callable[[int, int], About]
     """(out, in) to shapes and dtypes of its parameters."""
     quantize: Callable[[Tensor, Gather], dict[str, Tensor]]
-    """An fp32 matrix, which is overwritten, or some of its rows, to the parameters' values: codes and scales of these rows, and whole what
-    belongs to no row."""
+    """An fp32 matrix, which is overwritten, or some of its rows, to the parameters' values: codes
+    and scales of these rows, and whole what belongs to no row."""
     dequantize: Callable[[Mapping[str, Tensor], Tensor], None]
-    """Writes the matrix of the parameters' values, or some of its rows, into one of any floating dtype. The arithmetic is in fp32, or in that dtype if it is wider."""
+    """Writes the matrix of the parameters' values, or some of its rows, into one of any floating
+    dtype. The arithmetic is in fp32, or in that dtype if it is wider."""
     fits: Callable[[int, int], bool] = lambda num_out, num_in: True
     """(out, in) to whether such a matrix can be stored so."""
     shared: tuple[str, ...] = ()
-    """For formats of files: names of the parameters that all rows share. Pieces of a matrix are joined without them (`ParameterReader.packed`)."""
+    """For formats of files: names of the parameters that all rows share. Pieces of a matrix are
+    joined without them (`ParameterReader.packed`)."""
     product: str = ""
-    """Format of its codes in products of 8-bit codes (`base.compute`); empty if they are not multiplied."""
+    """Format of its codes in products of 8-bit codes (`base.compute`); empty if they are not
+    multiplied."""
 
 
 # int8 and fp8: one scale per row
 
 
 def _about_rows(dtype: torch.dtype) -> Callable[[int, int], About]:
-    return lambda num_out, num_in: {"weight": ((num_out, num_in), dtype), "weight_scale": ((num_out, 1), torch.float32)}
+    return lambda num_out, num_in: {
+        "weight": ((num_out, num_in), dtype),
+        "weight_scale": ((num_out, 1), torch.float32),
+    }
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -69,7 +79,8 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 def _quantize_int8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the other way.
+    # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the
+    # other way.
     scale = divided(_largest(weight), 127.5).clamp_(min=torch.finfo(torch.float32).eps)
     codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
     return {"weight": codes, "weight_scale": scale}
@@ -82,13 +93,15 @@ def _quantize_fp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """The scales, with ones for zeros: a row or block of zeros divided by zero is NaN, as in torchao."""
+    """The scales, with ones for zeros: a row or block of zeros divided by zero is NaN, as in
+    torchao."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
     codes, scale = values["weight"], values["weight_scale"]
-    # Every code is exact in 16 bits. A GPU multiplies in fp32 without a copy; the CPU makes an fp32 copy, so it gets a part at a time.
+    # Every code is exact in 16 bits. A GPU multiplies in fp32 without a copy; the CPU makes an fp32
+    # copy, so it gets a part at a time.
     for rows in _parts(out) if device_kind(out) == "cpu" else [slice(None)]:
         out[rows].copy_(codes[rows]).mul_(scale[rows])
 
@@ -103,7 +116,8 @@ def _about_nf4(num_out: int, num_in: int) -> About:
         "weight_scale": ((num_blocks,), torch.int8),
         "weight_scale_factor": ((math.ceil(num_blocks / _GROUP),), torch.float32),
         "weight_scale_mean": ((1,), torch.float32),
-        # The two levels of each byte. A parameter, because a constant would be copied to the device for every product.
+        # The two levels of each byte. A parameter, because a constant would be copied to the device
+        # for every product.
         "weight_levels": ((256, 2), torch.float32),
     }
 
@@ -117,7 +131,14 @@ def _quantize_nf4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     groups = F.pad(of_all.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
     # Scales are stored as int8 differences from their mean, with one factor per group of 256.
     factor = 256 / (2 * _nonzero(groups.abs().amax(1)))
-    scale = (groups * factor[:, None]).round_().clamp_(-128, 127).to(torch.int8).flatten()[:num_blocks].clone()
+    scale = (
+        (groups * factor[:, None])
+        .round_()
+        .clamp_(-128, 127)
+        .to(torch.int8)
+        .flatten()[:num_blocks]
+        .clone()
+    )
     blocks.div_(_nonzero(largest))
     levels = torch.tensor(_LEVELS, device="cpu").to(weight.device)
     codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
@@ -140,7 +161,8 @@ def _quantize_nf4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
     """The index of the nearest level, uint8; of two that are equally near, the lower.
 
-    Only the two levels around a value are compared with it. torchao compares all sixteen, with the same result.
+    Only the two levels around a value are compared with it. torchao compares all sixteen, with the
+    same result.
     """
     low = torch.bucketize(values, levels[1:-1], out_int32=True)
     nearer_high = levels[low + 1].sub_(values).abs_() < levels[low].sub_(values).abs_()
@@ -170,11 +192,14 @@ def _parts(out: Tensor) -> Iterator[slice]:
 
 
 def rotation_signs(size: int) -> Tensor:
-    """ConvRot's regular Hadamard matrix, int8 [size, size] on the CPU; `size` is a power of 4. Over its root it is symmetric and orthogonal.
+    """ConvRot's regular Hadamard matrix, int8 [size, size] on the CPU; `size` is a power of 4. Over
+    its root it is symmetric and orthogonal.
 
     Source: ConvRot, arXiv:2512.03673.
     """
-    quarter = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.int8, device="cpu")
+    quarter = torch.tensor(
+        [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.int8, device="cpu"
+    )
     signs = quarter
     while len(signs) < size:
         signs = torch.kron(signs, quarter)
@@ -182,9 +207,11 @@ def rotation_signs(size: int) -> Tensor:
 
 
 def rotated(x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """The columns of x [.., in], turned as the matrix of these values is: a product with its codes is then one with the matrix.
+    """The columns of x [.., in], turned as the matrix of these values is: a product with its codes
+    is then one with the matrix.
 
-    The rotation is its own inverse, so it also turns the gradient of such a product back. Without a rotation x is returned as it is.
+    The rotation is its own inverse, so it also turns the gradient of such a product back. Without a
+    rotation x is returned as it is.
     """
     if (signs := values.get("weight_rotation")) is None:
         return x
@@ -196,11 +223,17 @@ def rotated(x: Tensor, values: Mapping[str, Tensor]) -> Tensor:
 def _rotated_int8(group: int) -> Layout:
     def about(num_out: int, num_in: int) -> About:
         # A parameter, because a constant would be copied to the device for every product.
-        return {**_about_rows(torch.int8)(num_out, num_in), "weight_rotation": ((group, group), torch.int8)}
+        return {
+            **_about_rows(torch.int8)(num_out, num_in),
+            "weight_rotation": ((group, group), torch.int8),
+        }
 
     def quantize(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
         signs = rotation_signs(group).to(weight.device)
-        return {**_quantize_int8(rotated(weight, {"weight_rotation": signs}), gather), "weight_rotation": signs}
+        return {
+            **_quantize_int8(rotated(weight, {"weight_rotation": signs}), gather),
+            "weight_rotation": signs,
+        }
 
     return Layout(
         about,
@@ -216,7 +249,8 @@ def _dequantize_rotated(values: Mapping[str, Tensor], out: Tensor) -> None:
     signs, wide = values["weight_rotation"].float(), torch.promote_types(out.dtype, torch.float32)
     scale = values["weight_scale"] * len(signs) ** -0.5
     for rows in _parts(out):
-        # Sums of codes are integers below 2**24, which fp32 has exactly in any order: each value is rounded once, the same on every device.
+        # Sums of codes are integers below 2**24, which fp32 has exactly in any order: each value is
+        # rounded once, the same on every device.
         sums = values["weight"][rows].float().view(-1, len(signs)) @ signs
         out[rows].copy_(sums.view(-1, out.shape[1]).to(wide).mul_(scale[rows]))
 
@@ -224,15 +258,20 @@ def _dequantize_rotated(values: Mapping[str, Tensor], out: Tensor) -> None:
 def _about_blocks(
     size: int, codes: torch.dtype, codes_in_byte: int, **scales: torch.dtype
 ) -> Callable[[int, int], About]:
-    """Codes of a matrix, and for each row a scale for each block of columns, or one (`weight_scale_2`)."""
+    """Codes of a matrix, and for each row a scale for each block of columns, or one
+    (`weight_scale_2`)."""
     return lambda num_out, num_in: {
         "weight": ((num_out, num_in // codes_in_byte), codes),
-        **{name: ((num_out, 1 if name.endswith("_2") else num_in // size), dtype) for name, dtype in scales.items()},
+        **{
+            name: ((num_out, 1 if name.endswith("_2") else num_in // size), dtype)
+            for name, dtype in scales.items()
+        },
     }
 
 
 def _scale_blocks(matrix: Tensor, scale: Tensor) -> None:
-    """Multiply blocks of the rows of a matrix in place with their scales [rows, blocks], in fp32 or wider."""
+    """Multiply blocks of the rows of a matrix in place with their scales [rows, blocks], in fp32 or
+    wider."""
     rows, blocks = scale.shape
     matrix.view(rows, blocks, matrix.shape[1] // blocks).mul_(scale[..., None])
 
@@ -246,7 +285,9 @@ _E2M1_LARGEST = 6.0
 def _quantize_mxfp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     blocks = weight.view(len(weight), weight.shape[1] // MXFP8_BLOCK, MXFP8_BLOCK)
     # The smallest powers of two with which no code is beyond the largest.
-    exponents = torch.frexp(divided(blocks.abs().amax(2), torch.finfo(_FP8).max))[1].clamp_(min=-126)
+    exponents = torch.frexp(divided(blocks.abs().amax(2), torch.finfo(_FP8).max))[1].clamp_(
+        min=-126
+    )
     codes = torch.ldexp(blocks, -exponents[..., None]).view_as(weight).to(_FP8)
     return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
 
@@ -263,8 +304,14 @@ def _quantize_nvfp4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     scale = (divided(blocks.abs().amax(2), _E2M1_LARGEST) / total).to(_FP8)
     blocks.div_(_nonzero(scale.float() * total)[..., None])
     midpoints = torch.tensor(_E2M1_MIDPOINTS, device="cpu").to(weight.device)
-    codes = torch.bucketize(weight.abs(), midpoints).to(torch.uint8) | (weight < 0).to(torch.uint8) << 3
-    return {"weight": codes[:, ::2] << 4 | codes[:, 1::2], "weight_scale": scale, "weight_scale_2": total}
+    codes = (
+        torch.bucketize(weight.abs(), midpoints).to(torch.uint8) | (weight < 0).to(torch.uint8) << 3
+    )
+    return {
+        "weight": codes[:, ::2] << 4 | codes[:, 1::2],
+        "weight_scale": scale,
+        "weight_scale_2": total,
+    }
 
 
 def _dequantize_nvfp4(values: Mapping[str, Tensor], out: Tensor) -> None:
@@ -273,7 +320,10 @@ def _dequantize_nvfp4(values: Mapping[str, Tensor], out: Tensor) -> None:
         for first, code in enumerate((codes >> 4, codes & 15)):
             # Sign, exponent and fraction at their places in e4m3 are the number over 2**6.
             out[rows, first::2].copy_(((code & 8) << 4 | (code & 7) << 2).view(_FP8))
-        _scale_blocks(out[rows], values["weight_scale"][rows].float() * (values["weight_scale_2"][rows] * 2**6))
+        _scale_blocks(
+            out[rows],
+            values["weight_scale"][rows].float() * (values["weight_scale_2"][rows] * 2**6),
+        )
 
 
 LAYOUTS = {
@@ -289,7 +339,8 @@ LAYOUTS = {
 """What `base.quantize` makes."""
 
 ROTATED_INT8 = {4**power: f"int8_rotated_{4**power}" for power in range(1, 7)}
-"""Names of the formats of int8 with a rotation, by the number of columns that are turned together."""
+"""Names of the formats of int8 with a rotation, by the number of columns that are turned
+together."""
 
 STORED_LAYOUTS = {
     **{name: _rotated_int8(group) for group, name in ROTATED_INT8.items()},

@@ -1,8 +1,10 @@
-"""Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product, or multiplied as they are stored (`base.compute`).
+"""Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product, or multiplied as
+they are stored (`base.compute`).
 
-torchao's tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be views into one
-buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense model. Here weight and
-scales are plain parameters, and nothing is kept.
+torchao's tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros`
+are missing) nor be views into one buffer, which block swap needs. Their own forward also has
+autograd keep each dequantized weight: 1.5 times the dense model. Here weight and scales are plain
+parameters, and nothing is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,23 +25,28 @@ from ditkit_core.nn.quantized_layouts import of_all_rows, quantized_layout, rota
 
 
 class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
-    """A frozen Linear layer with a quantized weight: `weight` contains the codes, other parameters their scales.
+    """A frozen Linear layer with a quantized weight: `weight` contains the codes, other parameters
+    their scales.
 
     Built under `torch.device("meta")`, its parameters have their final dtypes and no memory.
 
     Attributes:
-        in_8_bits: Whether products with it and with its transpose are of 8-bit codes; only where `computes_in_8_bits`.
+        in_8_bits: Whether products with it and with its transpose are of 8-bit codes; only where
+            `computes_in_8_bits`.
     """
 
     def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
-        """Build a layer without values; `kind` is a format of `quantized_layouts.py`. A bias is not quantized."""
+        """Build a layer without values; `kind` is a format of `quantized_layouts.py`. A bias is not
+        quantized."""
         # Not nn.Linear's: it would allocate and initialise a dense weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
         self.in_8_bits = False
         for name, (shape, dtype) in quantized_layout(kind).about(num_out, num_in).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
-        self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None
+        )
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [out, in] in fp32, which is overwritten, on its own device."""
@@ -47,14 +54,18 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set the parameters' values, without a copy."""
-        for name, (shape, dtype) in quantized_layout(self.kind).about(self.out_features, self.in_features).items():
+        for name, (shape, dtype) in (
+            quantized_layout(self.kind).about(self.out_features, self.in_features).items()
+        ):
             assert values[name].shape == shape and values[name].dtype == dtype, name
             self._parameters[name] = nn.Parameter(values[name], requires_grad=False)
 
     def values(self) -> dict[str, Tensor]:
         """Codes and scales by name."""
         return {
-            name: parameter for name, parameter in self._parameters.items() if parameter is not None and name != "bias"
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if parameter is not None and name != "bias"
         }
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -63,7 +74,8 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     @property
     def W_q(self) -> Tensor:
-        """The codes. peft's DoRA calls `dequantize` for the weight of a layer that has an attribute of this name."""
+        """The codes. peft's DoRA calls `dequantize` for the weight of a layer that has an attribute
+        of this name."""
         return self.weight
 
     @property
@@ -71,13 +83,19 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         """Whether its format and its size allow products of 8-bit codes."""
         sizes = self.in_features, self.out_features
         # Tensor cores take multiples of 16, and a sum of 2**17 products of int8 codes fits int32.
-        return bool(quantized_layout(self.kind).product) and all(size % 16 == 0 and size <= 2**17 for size in sizes)
+        return bool(quantized_layout(self.kind).product) and all(
+            size % 16 == 0 and size <= 2**17 for size in sizes
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         values = self.values()
         stored = _Stored(
-            self.kind, (self.out_features, self.in_features), tuple(values), kernels_in_force(x), self.in_8_bits
+            self.kind,
+            (self.out_features, self.in_features),
+            tuple(values),
+            kernels_in_force(x),
+            self.in_8_bits,
         )
         if torch.is_grad_enabled() and x.requires_grad:
             product: Tensor = _Product.apply(x, self.bias, stored, *values.values())
@@ -103,14 +121,18 @@ class _Stored(NamedTuple):
         """x Wᵀ + b."""
         if self.in_8_bits:
             values = self._values(tensors)
-            return product(rotated(x, values), bias, values["weight"], values["weight_scale"], fused=self.fused)
+            return product(
+                rotated(x, values), bias, values["weight"], values["weight_scale"], fused=self.fused
+            )
         return F.linear(x, self._matrix(tensors, x.dtype), bias)
 
     def transposed(self, gradient: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """gradient · W."""
         if self.in_8_bits:
             values = self._values(tensors)
-            turned = transposed_product(gradient, values["weight"], values["weight_scale"], fused=self.fused)
+            turned = transposed_product(
+                gradient, values["weight"], values["weight_scale"], fused=self.fused
+            )
             return rotated(turned, values)
         return gradient @ self._matrix(tensors, gradient.dtype)
 
@@ -124,13 +146,16 @@ class _Stored(NamedTuple):
 class _Product(torch.autograd.Function):
     """x Wᵀ + b with a W that is read here, and again in the backward.
 
-    The node refers to the parameters itself; they are not saved tensors. They are frozen, so no version has to be checked. Block swap
-    empties and fills their storage between the two passes, and the backward reads what is there then. And a checkpoint that recomputes up
-    to the last saved tensor stops before this product if nothing is saved after it.
+    The node refers to the parameters itself; they are not saved tensors. They are frozen, so no
+    version has to be checked. Block swap empties and fills their storage between the two passes,
+    and the backward reads what is there then. And a checkpoint that recomputes up to the last saved
+    tensor stops before this product if nothing is saved after it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, stored: _Stored, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, stored: _Stored, *tensors: Tensor
+    ) -> Tensor:
         ctx.stored, ctx.tensors = stored, tensors
         return stored.product(x, bias, tensors)
 
@@ -144,7 +169,11 @@ _KERNELS = {"int8": kernels.dequantize_rows, "nf4": kernels.dequantize_nf4}
 
 
 def _dequantized(
-    kind: str, values: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, fused: bool = False
+    kind: str,
+    values: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    fused: bool = False,
 ) -> Tensor:
     if fused and kind in _KERNELS and dtype.itemsize <= 4:
         matrix: Tensor = _KERNELS[kind](*values.values(), dtype)
@@ -157,7 +186,11 @@ def _dequantized(
 
 def dense_weight(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [out, in] of a frozen layer's product, quantized or not."""
-    return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach().to(dtype)
+    return (
+        layer.dequantize(dtype)
+        if isinstance(layer, QuantizedLinear)
+        else layer.weight.detach().to(dtype)
+    )
 
 
 def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLinear]:
@@ -166,13 +199,17 @@ def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLine
 
 
 def products_in_dtype(model: nn.Module | StagedModel) -> AbstractContextManager[None]:
-    """Inside the block, quantized weights are dequantized for their products, whatever `base.compute` says."""
+    """Inside the block, quantized weights are dequantized for their products, whatever
+    `base.compute` says."""
     layers = (layer for layer in quantized_weights(model).values() if layer.in_8_bits)
     return switched(layers, "in_8_bits", False)
 
 
-def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:
-    """A model's parameters as in files: a quantized weight is a tensor on `meta` with the dense shape, and has no scales.
+def without_scales(
+    state: Mapping[str, Tensor], model: nn.Module | StagedModel
+) -> dict[str, Tensor]:
+    """A model's parameters as in files: a quantized weight is a tensor on `meta` with the dense
+    shape, and has no scales.
 
     `state` has the parameters and buffers by their names in files.
     """
@@ -184,13 +221,15 @@ def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) 
         if leaf != "weight"
     }
     shapes = {
-        name: torch.empty(layer.out_features, layer.in_features, device="meta") for name, layer in quantized.items()
+        name: torch.empty(layer.out_features, layer.in_features, device="meta")
+        for name, layer in quantized.items()
     }
     return {name: shapes.get(name, tensor) for name, tensor in state.items() if name not in scales}
 
 
 # Needed before a layer is loaded: parameters are allocated once, in the dtype that they keep.
 def final_dtype(module: nn.Module, leaf: str, default: torch.dtype) -> torch.dtype:
-    """The dtype of a module's parameter once it is loaded: codes and scales have their own, all others the default."""
+    """The dtype of a module's parameter once it is loaded: codes and scales have their own, all
+    others the default."""
     parameter = module.values().get(leaf) if isinstance(module, QuantizedLinear) else None
     return default if parameter is None else parameter.dtype

@@ -1,7 +1,8 @@
 """Positions and timesteps as angles, in fp64, and the rotation by them.
 
-`embed` computes the tables, and they travel in the carry: a buffer would be rounded by a `.to(dtype)`, and an attribute would stay on
-another device. fp64 matters for the angles only; next to bf16 q and k, a rotation in fp32 loses nothing.
+`embed` computes the tables, and they travel in the carry: a buffer would be rounded by a
+`.to(dtype)`, and an attribute would stay on another device. fp64 matters for the angles only; next
+to bf16 q and k, a rotation in fp32 loses nothing.
 """
 
 import math
@@ -13,8 +14,11 @@ from torch import Tensor
 _MAX_PERIOD = 10_000.0
 
 
-def axis_angles(positions: Num[Tensor, "*axis"], pairs: int, theta: float) -> Float[Tensor, "*axis pairs"]:
-    """Angles of positions along one axis: position · theta^(-i / pairs) for each rotated pair i of the axis.
+def axis_angles(
+    positions: Num[Tensor, "*axis"], pairs: int, theta: float
+) -> Float[Tensor, "*axis pairs"]:
+    """Angles of positions along one axis: position · theta^(-i / pairs) for each rotated pair i of
+    the axis.
 
     Args:
         positions: Positions in tokens or frames.
@@ -24,24 +28,28 @@ def axis_angles(positions: Num[Tensor, "*axis"], pairs: int, theta: float) -> Fl
     Returns:
         fp64 angles, in radians.
     """
-    frequencies = theta ** -(torch.arange(pairs, dtype=torch.float64, device=positions.device) / pairs)
+    frequencies = theta ** -(
+        torch.arange(pairs, dtype=torch.float64, device=positions.device) / pairs
+    )
     return positions.double()[..., None] * frequencies
 
 
 def timestep_features(
     timestep: Float[Tensor, "*batch"], dim: int, dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "*batch dim"]:
-    """Sinusoidal features of t = 1000 · σ: cosines, then sines, in `dtype`, or in fp32 if that is wider.
+    """Sinusoidal features of t = 1000 · σ: cosines, then sines, in `dtype`, or in fp32 if that is
+    wider.
 
-    fp32 costs an error of at most 7.6e-5; a timestep that is rounded to bf16 costs 1.7, and no later precision restores
-    it.
+    fp32 costs an error of at most 7.6e-5; a timestep that is rounded to bf16 costs 1.7, and no
+    later precision restores it.
 
     Args:
         timestep: t, 0 to 1000; rounded to `dtype` first.
         dim: Number of features; even.
         dtype: The dtype of `Precision.timestep`.
 
-    Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py; `timestep_embedding` in
+    Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py;
+        `timestep_embedding` in
     black-forest-labs/flux2, src/flux2/model.py.
     """
     if dtype == torch.float64:
@@ -56,7 +64,8 @@ def timestep_features(
 def rotary_table(
     angles: Float[Tensor, "tables tokens 1 pairs"], dtype: torch.dtype
 ) -> Float[Tensor, "tables tokens 1 pairs 2"]:
-    """Cosine and sine of each angle, side by side, which `torch.view_as_complex` reads as a rotation without a copy."""
+    """Cosine and sine of each angle, side by side, which `torch.view_as_complex` reads as a
+    rotation without a copy."""
     return torch.stack((angles.cos().to(dtype), angles.sin().to(dtype)), -1)
 
 
@@ -65,7 +74,8 @@ def rotate(
     cos: Float[Tensor, "tables tokens 1 pairs"],
     sin: Float[Tensor, "tables tokens 1 pairs"],
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """Rotate adjacent pairs of features, in the wider dtype of `x` (queries or keys) and the tables.
+    """Rotate adjacent pairs of features, in the wider dtype of `x` (queries or keys) and the
+    tables.
 
     `tables` is 1 if all samples have one layout, else the number of samples.
     """

@@ -1,4 +1,5 @@
-"""Linear layers whose weight is made at each use, so that a model of any size runs with one matrix in memory at a time.
+"""Linear layers whose weight is made at each use, so that a model of any size runs with one matrix
+in memory at a time.
 
 They are for inference without haste: another program's copy of a base, and comparisons on the host.
 """
@@ -28,17 +29,21 @@ class WeightAtUse:
         if self.is_made:
             return self.make_weight()
         layer: Any = self
-        return torch.zeros((), dtype=self.dtype_at_use).expand(layer.out_features, layer.in_features)
+        return torch.zeros((), dtype=self.dtype_at_use).expand(
+            layer.out_features, layer.in_features
+        )
 
 
 def make_at_use(layer: nn.Linear, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
-    """Make a layer's weight at each use. A parameter on `meta` stays in its place, and only its shape counts.
+    """Make a layer's weight at each use. A parameter on `meta` stays in its place, and only its
+    shape counts.
 
     Args:
         dtype: The weight's dtype.
         make: Makes the weight.
     """
-    # A property of the class, because an attribute of the layer would be a tensor that stays in memory.
+    # A property of the class, because an attribute of the layer would be a tensor that stays in
+    # memory.
     kind: Any = type(layer)
     layer.__class__ = _class_of(kind)
     layer.__dict__.update(make_weight=make, dtype_at_use=dtype)
@@ -55,5 +60,6 @@ def weights_at_use(model: nn.Module | StagedModel) -> dict[str, WeightAtUse]:
 
 
 def without_values(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block these weights are zeros without memory: programs that add adapters look at shape, dtype and device alone."""
+    """Inside the block these weights are zeros without memory: programs that add adapters look at
+    shape, dtype and device alone."""
     return switched(weights_at_use(model).values(), "is_made", False)

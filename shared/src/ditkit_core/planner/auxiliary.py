@@ -1,6 +1,8 @@
-"""Memory of encoding and sampling: each encoder alone, and sampling in addition to the memory of training.
+"""Memory of encoding and sampling: each encoder alone, and sampling in addition to the memory of
+training.
 
-Fake tensors run through the functions that the encoders and the sampler call themselves, so that a plan cannot diverge from them.
+Fake tensors run through the functions that the encoders and the sampler call themselves, so that a
+plan cannot diverge from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +49,8 @@ class AuxiliaryRow:
     weights: int
     """Bytes of its own weights."""
     in_use: int
-    """Bytes that training occupies on the device meanwhile, `Room.in_use`, and the bytes of the adapters of [sample]."""
+    """Bytes that training occupies on the device meanwhile, `Room.in_use`, and the bytes of the
+    adapters of [sample]."""
     peak: int
     """Bytes in total."""
     available: int | None
@@ -74,7 +77,8 @@ class Room(NamedTuple):
     kind: str = "cuda"
     """`cuda` or `cpu`."""
     in_use: int = 0
-    """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy for previews."""
+    """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy
+    for previews."""
 
     def fits(self, peak: int) -> bool:
         """Whether there is room; True if the memory is unknown."""
@@ -85,7 +89,12 @@ class Room(NamedTuple):
         peak = self.in_use + needed
         missing = "" if self.fits(peak) else remedy()
         return AuxiliaryRow(
-            device=self.device, in_use=self.in_use, peak=peak, available=self.available, remedy=missing, **about
+            device=self.device,
+            in_use=self.in_use,
+            peak=peak,
+            available=self.available,
+            remedy=missing,
+            **about,
         )
 
 
@@ -97,7 +106,8 @@ def measure_model(
     mode: Literal["whole", "layer by layer", "in tiles"] = "whole",
     kind: str = "cuda",
 ) -> MeasuredModel:
-    """Measure an auxiliary model on fake tensors: as a whole, layer by layer, or on the largest tile of an input of this size, if it supports that."""
+    """Measure an auxiliary model on fake tensors: as a whole, layer by layer, or on the largest
+    tile of an input of this size, if it supports that."""
     module = model.build(dtype)
     with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
@@ -114,7 +124,8 @@ def measure_model(
 
 
 def _passing(module: nn.Module, tracker: MemoryTracker) -> LayerContext:
-    """Buffers for streamed layers, as `LayerStreamer` keeps them: one tensor per name and shape, reused by the next layer."""
+    """Buffers for streamed layers, as `LayerStreamer` keeps them: one tensor per name and shape,
+    reused by the next layer."""
     kept: dict[tuple[str, torch.Size], nn.Parameter] = {}
 
     @contextmanager
@@ -137,7 +148,8 @@ def _passing(module: nn.Module, tracker: MemoryTracker) -> LayerContext:
 
 
 def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
-    """Peak bytes of one call of a job's transformer without gradients, above its weights and including inputs; references are images to edit (height, width).
+    """Peak bytes of one call of a job's transformer without gradients, above its weights and
+    including inputs; references are images to edit (height, width).
 
     One block of each kind is run, because without gradients only a block's output stays alive.
     """
@@ -151,15 +163,18 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
             for stage in model.stages():
                 materialise(stage.eval(), names[id(stage)], spec, dtype=dtype, device=_DEVICE)
         weights = tracker.total(_DEVICE)
-        item = {name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()}
+        item = {
+            name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()
+        }
         sigma = torch.empty(1, device=_DEVICE)
         model(spec.training.make_inputs([item["latents"].float()], sigma, [item], 1.0))
     return tracker.peak[_DEVICE] - weights
 
 
 def held_while_sampling(purposes: Mapping[str, int], *, averages: bool = False) -> int:
-    """Bytes in use on a device, of these by purpose, while samples are generated between two steps: no gradients and no activations. `averages`: whether the
-    optimizer averages the weights itself."""
+    """Bytes in use on a device, of these by purpose, while samples are generated between two steps:
+    no gradients and no activations. `averages`: whether the optimizer averages the weights itself.
+    """
     held = sum(purposes.get(name, 0) for name in ("weights", "adapters", "optimizer", "average"))
     # Samples are generated with averaged weights, and a copy of the trained ones is kept meanwhile.
     return held + (purposes.get("adapters", 0) if averages or purposes.get("average") else 0)
@@ -178,10 +193,12 @@ class AuxiliaryPlanner:
     encoding: VaeMode = WHOLE
     """How the VAE encodes: `encode.vae_dtype` and `encode.vae_tiling`."""
     decodings: Sequence[VaeMode] = (WHOLE,)
-    """The ways to decode a sample, the most exact first: a GPU takes the first that it has room for."""
+    """The ways to decode a sample, the most exact first: a GPU takes the first that it has room
+    for."""
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
-        """The encoders, which run one at a time with nothing else on their device, for the sizes of all clips and references that are encoded."""
+        """The encoders, which run one at a time with nothing else on their device, for the sizes of
+        all clips and references that are encoded."""
         rows, encoding = list[AuxiliaryRow](), self.encoding
         for model in self.models if sizes else ():
             if model.stage == "encode" and model.tiles:
@@ -205,8 +222,10 @@ class AuxiliaryPlanner:
         Args:
             sizes: Sizes of the samples; empty for none.
             denoising: `denoising_bytes` of the largest sample.
-            num_samples: Samples generated in a row; from the second on, the decoder stays loaded while the model runs.
-            added: Bytes of the adapters of [sample] on each device; empty for none. They stay there while a sample is decoded.
+            num_samples: Samples generated in a row; from the second on, the decoder stays loaded
+                while the model runs.
+            added: Bytes of the adapters of [sample] on each device; empty for none. They stay there
+                while a sample is decoded.
         """
         rows: list[AuxiliaryRow] = []
         rooms = [
@@ -219,14 +238,25 @@ class AuxiliaryPlanner:
             decoder = self._decoder_row(model, sizes, rooms[0])
             for index, room in enumerate(rooms):
                 kept = decoder.weights if num_samples > 1 and not index else 0
-                about = {"stage": "sample", "name": "denoising", "size": decoder.size, "mode": "whole", "weights": kept}
+                about = {
+                    "stage": "sample",
+                    "name": "denoising",
+                    "size": decoder.size,
+                    "mode": "whole",
+                    "weights": kept,
+                }
                 rows.append(room.row(kept + denoising, lambda: _SMALLER, **about))
             rows.append(decoder)
         return rows
 
-    def _decoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
-        """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that fits."""
-        decodings = [candidate for candidate in self.decodings if model.tiles or not candidate.tiled] or [WHOLE]
+    def _decoder_row(
+        self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room
+    ) -> AuxiliaryRow:
+        """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that
+        fits."""
+        decodings = [
+            candidate for candidate in self.decodings if model.tiles or not candidate.tiled
+        ] or [WHOLE]
         for decoding in decodings if room.kind == "cuda" else decodings[:1]:
             row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
             if row.fits is not False:
@@ -245,10 +275,15 @@ class AuxiliaryPlanner:
         doing(f"planning the {model.name}")
         streams = self.streaming == "always"
         if self.streaming == "auto" and model.run_streamed and room.available is not None:
-            # A state dict counts a shared weight twice, as the encoder does when it decides whether to stream.
-            needed = sum(tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values())
+            # A state dict counts a shared weight twice, as the encoder does when it decides whether
+            # to stream.
+            needed = sum(
+                tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values()
+            )
             streams = too_large(needed, room.available)
-        mode: Literal["whole", "layer by layer", "in tiles"] = "in tiles" if tiled and model.tiles else "whole"
+        mode: Literal["whole", "layer by layer", "in tiles"] = (
+            "in tiles" if tiled and model.tiles else "whole"
+        )
         if model.run_streamed and streams:
             mode = "layer by layer"
         # Either the largest image or the largest clip needs most, so both are measured.
@@ -270,8 +305,11 @@ class AuxiliaryPlanner:
         )
 
 
-def _remedy(model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]) -> str:
-    """The setting that lets a stage fit, with the memory needed then; if it is not enough, also what to do after it."""
+def _remedy(
+    model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]
+) -> str:
+    """The setting that lets a stage fit, with the memory needed then; if it is not enough, also
+    what to do after it."""
     if model.stage == "sample":  # it has tried every way
         return _SMALLER
     last = 'encode.device = "cpu"'

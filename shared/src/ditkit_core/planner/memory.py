@@ -1,4 +1,5 @@
-"""A step's memory on each device, composed from the costs of its stages. It takes milliseconds, so a search can try thousands."""
+"""A step's memory on each device, composed from the costs of its stages. It takes milliseconds, so
+a search can try thousands."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,9 +11,10 @@ from ditkit_core.planner.memory_tracker import KernelCounts, flops_in
 from ditkit_core.planner.workload import PLAIN, Round, Workload
 
 CUBLAS_WORKSPACE = 64 * 2**20
-"""PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
-autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set.
-A plan uses twice the larger for every GPU; assumed, not measured."""
+"""PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that
+launches products: the program's and autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1
+MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set. A plan uses twice the
+larger for every GPU; assumed, not measured."""
 
 
 class ParameterRows(NamedTuple):
@@ -25,7 +27,8 @@ class ParameterRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Bytes (and arithmetic) of one stage for one micro-batch: the embedding, a block, or the head with the loss."""
+    """Bytes (and arithmetic) of one stage for one micro-batch: the embedding, a block, or the head
+    with the loss."""
 
     weights: int = 0
     """Frozen base, with scales of quantization."""
@@ -38,13 +41,16 @@ class StageCost:
     """Those sums alone."""
     average: int = 0
     update_extra: int = 0
-    """Peak of clipping and the optimizer's step above the memory before them, as if the stage were the whole model."""
+    """Peak of clipping and the optimizer's step above the memory before them, as if the stage were
+    the whole model."""
     kept: int = 0
     """Bytes that its forward keeps for the backward, with the carry for the next stage."""
     released: int = 0
-    """Bytes of activations that its backward frees, not reduced by the gradients that it creates."""
+    """Bytes of activations that its backward frees, not reduced by the gradients that it
+    creates."""
     freed_at_cut: int = 0
-    """Bytes of `kept` that are freed at once if the next stage is on another device: its output, unless it saved it for its backward."""
+    """Bytes of `kept` that are freed at once if the next stage is on another device: its output,
+    unless it saved it for its backward."""
     on_host: int = 0
     """Bytes that its forward offloads to the host until its backward has fetched them."""
     forward_extra: int = 0
@@ -66,9 +72,11 @@ class StageCost:
     rows: tuple["ParameterRows", ...] = ()
     """Its parameters; empty if unknown."""
     gathered: int = 0
-    """Of ranks that divide the weights: bytes of the whole ones, which a rank has while the stage runs."""
+    """Of ranks that divide the weights: bytes of the whole ones, which a rank has while the stage
+    runs."""
     reduced: int = 0
-    """Of ranks that divide the weights: bytes of the whole gradients while they are added up over ranks."""
+    """Of ranks that divide the weights: bytes of the whole gradients while they are added up over
+    ranks."""
     whole_gradients: int = 0
     """The same before that: in the dtype of gradients, of all ranks' rows."""
 
@@ -94,20 +102,25 @@ class Profile:
     head: StageCost
     """The loss included; its kept bytes are the first gradient."""
     crossing: tuple[int, ...]
-    """Bytes of the carry that enters each block, then the head: a split there sends them, and the next device allocates them."""
+    """Bytes of the carry that enters each block, then the head: a split there sends them, and the
+    next device allocates them."""
     crossing_back: tuple[int, ...]
     """Bytes of gradients that a split there sends back."""
     inputs: int = 0
-    """Bytes of what a micro-batch reads: its items, noise and targets. Each kind of micro-batch that is replayed has them once more."""
+    """Bytes of what a micro-batch reads: its items, noise and targets. Each kind of micro-batch
+    that is replayed has them once more."""
     targets: int = 0
-    """Bytes of the loss's targets: included in the embedding's figures, and on the head's device from before the forward."""
+    """Bytes of the loss's targets: included in the embedding's figures, and on the head's device
+    from before the forward."""
     trains_all: bool = False
-    """Whether all parameters are trained: the host then also has the optimizer state and average of streamed blocks."""
+    """Whether all parameters are trained: the host then also has the optimizer state and average of
+    streamed blocks."""
     update_adds_up: bool = False
-    """Whether the optimizer works on all parameters of a device at once, so that its temporary memory adds up over stages; else only
-    the largest stage counts."""
+    """Whether the optimizer works on all parameters of a device at once, so that its temporary
+    memory adds up over stages; else only the largest stage counts."""
     updates_in_backward: bool = False
-    """Whether `kernels_backward` has the optimizer's step too: of several micro-batches the last one's backward alone has it."""
+    """Whether `kernels_backward` has the optimizer's step too: of several micro-batches the last
+    one's backward alone has it."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks."""
 
@@ -118,16 +131,21 @@ class Profile:
 
 
 def mixed(of_blocks: Sequence[Profile]) -> Profile:
-    """The profile of a model whose blocks run under different policies, from the profile of the whole model under the policy of each block.
+    """The profile of a model whose blocks run under different policies, from the profile of the
+    whole model under the policy of each block.
 
-    A stage's memory hardly depends on the policies of other blocks. Three things do, and are corrected here. If a block does not save its output
-    (`freed_at_cut`), the backward of the next block frees it. Offloaded activations leave the device while the next block runs, and return during its
-    backward. A tensor that all blocks receive (a time embedding) stays alive while any of them saves it.
+    A stage's memory hardly depends on the policies of other blocks. Three things do, and are
+    corrected here. If a block does not save its output (`freed_at_cut`), the backward of the next
+    block frees it. Offloaded activations leave the device while the next block runs, and return
+    during its backward. A tensor that all blocks receive (a time embedding) stays alive while any
+    of them saves it.
     """
     used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
     if len(used) == 1:
         return last
-    assert all(profile.crossing == last.crossing for profile in used), "the carry does not depend on policies"
+    assert all(profile.crossing == last.crossing for profile in used), (
+        "the carry does not depend on policies"
+    )
     blocks = [of_blocks[0].blocks[0]]
     for i, (before, here) in enumerate(pairwise(of_blocks)):
         block = behind(here.blocks[i + 1], here.blocks[i].on_host - before.blocks[i].on_host)
@@ -146,8 +164,8 @@ def mixed(of_blocks: Sequence[Profile]) -> Profile:
 
 
 def behind(block: StageCost, not_sent: int) -> StageCost:
-    """A block whose predecessor offloads `not_sent` bytes less than in the profile: they do not leave the device while the block runs,
-    and need not return during its backward."""
+    """A block whose predecessor offloads `not_sent` bytes less than in the profile: they do not
+    leave the device while the block runs, and need not return during its backward."""
     return replace(
         block,
         kept=block.kept + not_sent,
@@ -158,15 +176,23 @@ def behind(block: StageCost, not_sent: int) -> StageCost:
 
 
 def _least(variants: Sequence[StageCost], block: StageCost) -> int:
-    """Bytes that a block frees at a split, if it does not save its output, without tensors that blocks of another policy save."""
+    """Bytes that a block frees at a split, if it does not save its output, without tensors that
+    blocks of another policy save."""
     freed = [variant.freed_at_cut for variant in variants if variant.freed_at_cut]
     return min(freed, default=0) if block.freed_at_cut else 0
 
 
 def _most(variants: Sequence[StageCost]) -> StageCost:
-    """The embedding or the head, which have no policy: the largest figures, because only some blocks may save tensors shared with it."""
-    figures = [field.name for field in fields(StageCost) if isinstance(getattr(variants[0], field.name), int)]
-    highest: dict[str, Any] = {name: max(getattr(stage, name) for stage in variants) for name in figures}
+    """The embedding or the head, which have no policy: the largest figures, because only some
+    blocks may save tensors shared with it."""
+    figures = [
+        field.name
+        for field in fields(StageCost)
+        if isinstance(getattr(variants[0], field.name), int)
+    ]
+    highest: dict[str, Any] = {
+        name: max(getattr(stage, name) for stage in variants) for name in figures
+    }
     return replace(variants[0], **highest)
 
 
@@ -202,7 +228,9 @@ class Partition:
     @property
     def bounds(self) -> tuple[int, ...]:
         """The first block of each device, then the number of blocks."""
-        split_points = (i for i in range(1, len(self.devices)) if self.devices[i] != self.devices[i - 1])
+        split_points = (
+            i for i in range(1, len(self.devices)) if self.devices[i] != self.devices[i - 1]
+        )
         return 0, *split_points, len(self.devices)
 
     @property
@@ -217,7 +245,8 @@ class DevicePlan:
 
     budget: Budget
     purposes: Mapping[str, int]
-    """Bytes by purpose: weights, adapters, gradients, optimizer, average, activations, workspace."""
+    """Bytes by purpose: weights, adapters, gradients, optimizer, average, activations,
+    workspace."""
     crossing: int
     """Bytes of the carry that is sent to this device in each forward; 0 on the first."""
     host: int = 0
@@ -246,18 +275,27 @@ class DevicePlan:
         return max(0, -self.free)
 
 
-def work_as_run(profile: Profile, division: Partition, rates: Sequence[Rates], work: Workload) -> Workload:
-    """The work as it turns out on these devices, as `DeviceSpan.as_replayed` has it; without rates they are no GPUs."""
+def work_as_run(
+    profile: Profile, division: Partition, rates: Sequence[Rates], work: Workload
+) -> Workload:
+    """The work as it turns out on these devices, as `DeviceSpan.as_replayed` has it; without rates
+    they are no GPUs."""
     start, end = division.bounds[:2]
-    return DeviceSpan(profile, start, end, division.streamed).as_replayed(work, rates[0] if rates else None)
+    return DeviceSpan(profile, start, end, division.streamed).as_replayed(
+        work, rates[0] if rates else None
+    )
 
 
 def compose(
     profile: Profile, division: Partition, budgets: Sequence[Budget], work: Workload = PLAIN
 ) -> tuple[DevicePlan, ...]:
-    """The peak of each device over a whole step; there are as many budgets as the division has devices."""
+    """The peak of each device over a whole step; there are as many budgets as the division has
+    devices."""
     assert len(division.bounds) == len(budgets) + 1, (division.bounds, len(budgets))
-    spans = [DeviceSpan(profile, blocks.start, blocks.stop, division.streamed) for blocks in division.blocks]
+    spans = [
+        DeviceSpan(profile, blocks.start, blocks.stop, division.streamed)
+        for blocks in division.blocks
+    ]
     return tuple(span.plan(budget, work) for span, budget in zip(spans, budgets, strict=True))
 
 
@@ -274,35 +312,51 @@ class DeviceSpan:
     """The stages of one device, in a row. Its memory depends on no other device."""
 
     def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
-        """Look up the stages of the blocks from `start` to before `end`; the embedding is with block 0, the head with the last block. The weights of
-        `streamed` blocks stay on the host."""
+        """Look up the stages of the blocks from `start` to before `end`; the embedding is with
+        block 0, the head with the last block. The weights of `streamed` blocks stay on the host."""
         last = len(profile.blocks) + 1
         held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
         self.profile, self.held = profile, held
         named = {0: profile.embed, last: profile.head}
-        self.stages = [named[stage] if stage in named else profile.blocks[stage - 1] for stage in held]
-        if held.start > 1:  # the previous block is on another device, so its offloaded bytes do not leave this one
+        self.stages = [
+            named[stage] if stage in named else profile.blocks[stage - 1] for stage in held
+        ]
+        if (
+            held.start > 1
+        ):  # the previous block is on another device, so its offloaded bytes do not leave this one
             self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
         self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
         self.receives_back = profile.crossing_back[held.stop - 1] if held.stop <= last else 0
-        # Positive on the head's device, negative on the embedding's; they cancel if both are on one device.
+        # Positive on the head's device, negative on the embedding's; they cancel if both are on one
+        # device.
         self.targets = profile.targets * ((held.stop > last) - (held.start == 0))
         self.freed = self.stages[-1].freed_at_cut if held.stop <= last else 0
-        self.passing = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 in streamed]
-        self.resident = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 not in streamed]
-        # Ranks that divide the weights gather two blocks at a time, one runs and the next arrives, and all else for the whole micro-batch.
+        self.passing = [
+            cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 in streamed
+        ]
+        self.resident = [
+            cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 not in streamed
+        ]
+        # Ranks that divide the weights gather two blocks at a time, one runs and the next arrives,
+        # and all else for the whole micro-batch.
         ends = [profile.embed.gathered * (0 in held), profile.head.gathered * (last in held)]
-        self.gathered = sum(ends) + _pair([profile.blocks[stage - 1].gathered for stage in held if 0 < stage < last])
-        self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
+        self.gathered = sum(ends) + _pair(
+            [profile.blocks[stage - 1].gathered for stage in held if 0 < stage < last]
+        )
+        self.last_passing = max(
+            (stage - held.start for stage in held if stage - 1 in streamed), default=0
+        )
 
     def plan(self, budget: Budget, work: Workload = PLAIN) -> DevicePlan:
         """The peak, by purpose."""
         static, work = self.static(), self.as_replayed(work, budget.rates)
         moments: list[PeakMoment] = []
-        # From the second micro-batch on, gradients of earlier ones are there, so its peaks are others.
+        # From the second micro-batch on, gradients of earlier ones are there, so its peaks are
+        # others.
         for micro_batch in work.rounds(trains_all=self.profile.trains_all):
             moments += self.moments(micro_batch, waiting=max(0, work.waiting - micro_batch.again))
-        # Graphs keep the memory of their activations, so all else of a step needs memory next to it; and each kind of them has its inputs.
+        # Graphs keep the memory of their activations, so all else of a step needs memory next to
+        # it; and each kind of them has its inputs.
         pool = max(moment.activations for moment in moments) if work.has_cuda_graphs else 0
         inputs = work.kinds * self.profile.inputs if work.has_cuda_graphs else 0
         all_gradients = sum(cost.gradients for cost in self.stages)
@@ -332,20 +386,33 @@ class DeviceSpan:
         )
 
     def as_replayed(self, work: Workload, rates: Rates | None) -> Workload:
-        """The work with `cuda_graphs` as it turns out here: `on` if its micro-batches are replayed, `off` if not. A CPU, without rates, replays nothing.
+        """The work with `cuda_graphs` as it turns out here: `on` if its micro-batches are replayed,
+        `off` if not. A CPU, without rates, replays nothing.
 
-        `training/replay.py` decides by the same: a device that shares the model, or a host that has a part of it, runs eagerly, and `auto` replays where
-        the host takes longer than the GPU. Of that the plan has an estimate, for a slow host.
+        `training/replay.py` decides by the same: a device that shares the model, or a host that has
+        a part of it, runs eagerly, and `auto` replays where the host takes longer than the GPU. Of
+        that the plan has an estimate, for a slow host.
         """
         if work.cuda_graphs == "off":
             return work
         is_alone = len(self.held) == len(self.profile.blocks) + 2
-        if rates is None or not is_alone or self.passing or any(stage.on_host for stage in self.stages):
+        if (
+            rates is None
+            or not is_alone
+            or self.passing
+            or any(stage.on_host for stage in self.stages)
+        ):
             return replace(work, cuda_graphs="off")
         if work.cuda_graphs == "on":
             return work
-        every = [counts for stage in self.stages for counts in (stage.kernels_forward, stage.kernels_backward)]
-        return replace(work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off")
+        every = [
+            counts
+            for stage in self.stages
+            for counts in (stage.kernels_forward, stage.kernels_backward)
+        ]
+        return replace(
+            work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off"
+        )
 
     def static(self) -> dict[str, int]:
         """Static memory: bytes by purpose that are in use during the whole step."""
@@ -364,10 +431,11 @@ class DeviceSpan:
         return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
     def moments(self, of: Round, *, waiting: int) -> list[PeakMoment]:
-        """The peak of each stage in a micro-batch: first the forwards in order, then the backwards in theirs, while `waiting` micro-batches have run forwards
-        and not backwards.
+        """The peak of each stage in a micro-batch: first the forwards in order, then the backwards
+        in theirs, while `waiting` micro-batches have run forwards and not backwards.
 
-        Optimizer state is streamed with trained weights for their backward; the last block's state arrives at the end of the forward.
+        Optimizer state is streamed with trained weights for their backward; the last block's state
+        arrives at the end of the forward.
         """
         again = of.again
         if self.gathered and again:
@@ -398,7 +466,9 @@ class DeviceSpan:
 def _gradients_left(cost: StageCost, of: Round) -> int:
     """Bytes by which a stage's backward changes its gradients."""
     if not cost.whole_gradients:
-        return 0 if of.again else cost.gradients  # a later micro-batch adds to the gradients of the first in place
+        return (
+            0 if of.again else cost.gradients
+        )  # a later micro-batch adds to the gradients of the first in place
     if of.unsharded:
         return 0 if of.again else cost.whole_gradients
     # Added up over ranks, and a rank keeps its part.
@@ -411,7 +481,12 @@ def _pair(sizes: Sequence[int]) -> int:
 
 
 def on_host(profile: Profile, streamed: Collection[int]) -> int:
-    """Bytes of streamed blocks on the host: their frozen weights; in a full fine-tune also optimizer state and average."""
+    """Bytes of streamed blocks on the host: their frozen weights; in a full fine-tune also
+    optimizer state and average."""
     blocks = [profile.blocks[index] for index in streamed]
-    kept = sum(block.adapters + block.optimizer + block.average for block in blocks) if profile.trains_all else 0
+    kept = (
+        sum(block.adapters + block.optimizer + block.average for block in blocks)
+        if profile.trains_all
+        else 0
+    )
     return sum(block.weights for block in blocks) + kept

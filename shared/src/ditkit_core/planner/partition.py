@@ -1,8 +1,10 @@
-"""Split points of a model: chosen so that the device that is fullest during a training step, for its size, is as empty as possible.
+"""Split points of a model: chosen so that the device that is fullest during a training step, for
+its size, is as empty as possible.
 
-`placement_of` decides for the devices of this machine, and `plan.py: plan_step` for any. Both call `solve` with the same profiles, so
-that a run does what its plan says. The memory of a device depends only on its own blocks, so dynamic programming finds the best of all
-splits. Every device gets at least one block; omit a device to leave it unused.
+`placement_of` decides for the devices of this machine, and `plan.py: plan_step` for any. Both call
+`solve` with the same profiles, so that a run does what its plan says. The memory of a device
+depends only on its own blocks, so dynamic programming finds the best of all splits. Every device
+gets at least one block; omit a device to leave it unused.
 """
 
 import time
@@ -28,7 +30,15 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
-from ditkit_core.planner.memory import Budget, DeviceSpan, Partition, Profile, StageCost, mixed, on_host
+from ditkit_core.planner.memory import (
+    Budget,
+    DeviceSpan,
+    Partition,
+    Profile,
+    StageCost,
+    mixed,
+    on_host,
+)
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.workload import PLAIN, Workload
@@ -44,8 +54,9 @@ def choose_split_points(
     swap_blocks: Sequence[int] = (),
     work: Workload = PLAIN,
 ) -> tuple[int, ...]:
-    """The blocks before which the next device begins. Each device has at least one block with parameters, and as many as it streams. The costs of the stages
-    are one profile, or one for each device; `weights_profile` leaves out activations."""
+    """The blocks before which the next device begins. Each device has at least one block with
+    parameters, and as many as it streams. The costs of the stages are one profile, or one for each
+    device; `weights_profile` leaves out activations."""
     profiles = [profile] * len(budgets) if isinstance(profile, Profile) else list(profile)
     blocks = profiles[0].blocks
     has_weights = [block.weights + block.adapters > 0 for block in blocks]
@@ -53,14 +64,16 @@ def choose_split_points(
     starts = [i for i, has in enumerate(has_weights) if has]
     if len(budgets) > len(starts):
         raise UserError(
-            f"train.devices names {len(budgets)} devices and the model has {len(starts)} blocks; name fewer"
+            f"train.devices names {len(budgets)} devices and the model has {len(starts)} blocks; "
+            f"name fewer"
         )
     counts = per_device(swap_blocks, len(budgets), "train.swap_blocks")
     if min(counts) < 0:
         raise UserError(f"train.swap_blocks = {list(swap_blocks)} must be numbers of at least 0")
     if any(counts) and sum(max(1, count) for count in counts) > len(starts):
         raise UserError(
-            f"train.swap_blocks = {list(swap_blocks)} of {len(budgets)} devices, and the model has {len(starts)} blocks; lower it"
+            f"train.swap_blocks = {list(swap_blocks)} of {len(budgets)} devices, and the model has "
+            f"{len(starts)} blocks; lower it"
         )
 
     # The cache below is keyed by the profile's index: hashing a profile itself is slow.
@@ -84,16 +97,22 @@ def choose_split_points(
 
 
 def least_full(
-    num_blocks: int, num_devices: int, starts: Sequence[int], fullness: Callable[[int, int, int], float | None]
+    num_blocks: int,
+    num_devices: int,
+    starts: Sequence[int],
+    fullness: Callable[[int, int, int], float | None],
 ) -> tuple[int, ...] | None:
-    """Split points with which the fullest device is as empty as possible; of equals the earliest. None if no split is possible.
+    """Split points with which the fullest device is as empty as possible; of equals the earliest.
+    None if no split is possible.
 
-    Dynamic programming covers every split, so no other is better. `starts` are blocks that can be the first of a device. `fullness` is of (device, start,
-    end): how full the device is with the blocks from start to before end; None if it cannot have them.
+    Dynamic programming covers every split, so no other is better. `starts` are blocks that can be
+    the first of a device. `fullness` is of (device, start, end): how full the device is with the
+    blocks from start to before end; None if it cannot have them.
     """
     # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
-    # Only the last device has to reach the end; all others may stop before any block that can begin a device.
+    # Only the last device has to reach the end; all others may stop before any block that can begin
+    # a device.
     for device in range(num_devices):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in [num_blocks] if device == num_devices - 1 else starts:
@@ -121,12 +140,16 @@ def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:
     return tuple(replace(gpu.budget, name=f"{index}: {gpu.name}") for index, gpu in enumerate(gpus))
 
 
-def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
-    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`; for the host its free memory."""
+def budgets_here(
+    devices: Sequence[torch.device], reserve_gib: Sequence[float]
+) -> tuple[Budget, ...]:
+    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`;
+    for the host its free memory."""
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
         raise UserError(
-            f"train.devices = {[str(device) for device in devices]}: GPUs and the host cannot be compared; set "
+            f"train.devices = {[str(device) for device in devices]}: GPUs and the host cannot be "
+            f"compared; set "
             "train.split_points, the blocks before which the next device begins"
         )
     if kinds == {"cpu"}:
@@ -136,15 +159,18 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
 
 
 def host_limit(host: str, *, here: bool) -> int | None:
-    """Bytes that streamed weights may use on the host, as `--host` says; without it the free memory of this machine, or None, no limit, for a plan for others."""
+    """Bytes that streamed weights may use on the host, as `--host` says; without it the free memory
+    of this machine, or None, no limit, for a plan for others."""
     if host:
         return parse_size(host, "--host")
     return max(0, free_memory_bytes(torch.device("cpu")) - MARGIN_BYTES) if here else None
 
 
-def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
-    """A profile of the weights alone, with AdamW's state for the trained ones, and their average if there is one. The model has its adapters, and may be on
-    `meta`."""
+def weights_profile(
+    model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False
+) -> Profile:
+    """A profile of the weights alone, with AdamW's state for the trained ones, and their average if
+    there is one. The model has its adapters, and may be on `meta`."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def cost(stage: nn.Module) -> StageCost:
@@ -162,7 +188,11 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
                 else:
                     weights += parameter.numel() * dtype.itemsize
         return StageCost(
-            weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained, average=trained * averaged
+            weights=weights,
+            adapters=trained,
+            gradients=trained,
+            optimizer=2 * trained,
+            average=trained * averaged,
         )
 
     blocks = tuple(map(cost, model.blocks()))
@@ -209,7 +239,11 @@ class Solution:
 
 
 def solve(
-    job: StepJob, model: StagedModel, targets: Targets, work: Workload, profile_of: Callable[[Policy], Profile]
+    job: StepJob,
+    model: StagedModel,
+    targets: Targets,
+    work: Workload,
+    profile_of: Callable[[Policy], Profile],
 ) -> Solution:
     """Split a model across devices and choose each block's policy; a run and its plan use the same.
 
@@ -246,9 +280,14 @@ def solve(
         )
         choice = choose(task)
         placement = replace(placement, checkpointing=choice.schedule)
-        return Solution(placement=placement, profile=under(choice.policies), chosen=choice.described())
-    # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
-    alone = [schedule.alone_on(device) if schedule.devices else schedule for device in targets.devices]
+        return Solution(
+            placement=placement, profile=under(choice.policies), chosen=choice.described()
+        )
+    # A policy can be set per device, whose blocks are not known yet. Each device is judged as if
+    # all blocks had its policy.
+    alone = [
+        schedule.alone_on(device) if schedule.devices else schedule for device in targets.devices
+    ]
     count = len(model.blocks())
     placement = placed(lambda: [under(of_device.policies([None] * count)) for of_device in alone])
     policies = schedule.policies(placement.blocks)
@@ -257,17 +296,29 @@ def solve(
 
 
 def _split(
-    model: StagedModel, job: StepJob, targets: Targets, profiles: Callable[[], Sequence[Profile]] | None = None
+    model: StagedModel,
+    job: StepJob,
+    targets: Targets,
+    profiles: Callable[[], Sequence[Profile]] | None = None,
 ) -> Placement:
-    """Split as configured, else by these profiles, which take seconds and are made only if they decide; without them by weights."""
+    """Split as configured, else by these profiles, which take seconds and are made only if they
+    decide; without them by weights."""
     execution, split_points = job.execution, job.execution.split_points
     if len(targets.devices) > 1 and not split_points:
         averaged = bool(job.ema.decay)
-        costs = profiles() if profiles else weights_profile(model, job.spec, job.precision, averaged=averaged)
-        split_points = choose_split_points(costs, targets.budgets, swap_blocks=execution.swap_blocks, work=job.work)
+        costs = (
+            profiles()
+            if profiles
+            else weights_profile(model, job.spec, job.precision, averaged=averaged)
+        )
+        split_points = choose_split_points(
+            costs, targets.budgets, swap_blocks=execution.swap_blocks, work=job.work
+        )
     placement = place_blocks(model, targets.devices, split_points)
     has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
-    return replace(placement, streamed=choose_streamed(placement, execution.swap_blocks, has_weights))
+    return replace(
+        placement, streamed=choose_streamed(placement, execution.swap_blocks, has_weights)
+    )
 
 
 def _partition_of(placement: Placement) -> Partition:
@@ -290,9 +341,14 @@ def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
 
 
 def is_compared(execution: Execution) -> bool:
-    """Whether a training step is split by its memory on each device: only GPUs have memory of their own to compare."""
+    """Whether a training step is split by its memory on each device: only GPUs have memory of their
+    own to compare."""
     devices = execution.torch_devices
-    return len(devices) > 1 and not execution.split_points and all(device.type == "cuda" for device in devices)
+    return (
+        len(devices) > 1
+        and not execution.split_points
+        and all(device.type == "cuda" for device in devices)
+    )
 
 
 def needs_profile(execution: Execution) -> bool:
@@ -301,14 +357,19 @@ def needs_profile(execution: Execution) -> bool:
 
 
 def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
-    """Which device of this machine runs and holds which block, which blocks are streamed, and the policy of each.
+    """Which device of this machine runs and holds which block, which blocks are streamed, and the
+    policy of each.
 
-    Training on several GPUs is split by the memory of a whole step on each, activations included, as in its plan. Inference is split by weights. The model
-    has its adapters, and may be on `meta`; the job's batch may be empty unless `needs_profile`.
+    Training on several GPUs is split by the memory of a whole step on each, activations included,
+    as in its plan. Inference is split by weights. The model has its adapters, and may be on `meta`;
+    the job's batch may be empty unless `needs_profile`.
     """
     execution = job.execution
     devices, planned = execution.torch_devices, training and needs_profile(execution)
-    several, on_gpus = len(devices) > 1 and not execution.split_points, planned and devices[0].type == "cuda"
+    several, on_gpus = (
+        len(devices) > 1 and not execution.split_points,
+        planned and devices[0].type == "cuda",
+    )
     targets = Targets(
         kind=devices[0].type,
         devices=devices,
@@ -317,11 +378,16 @@ def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> 
         host=host_limit("", here=True) if on_gpus else None,  # a CPU is the host itself
     )
     if not planned:
-        return replace(_split(model, job, targets), checkpointing=execution.schedule if training else None)
+        return replace(
+            _split(model, job, targets), checkpointing=execution.schedule if training else None
+        )
     start = time.monotonic()
     solution = solve(job, model, targets, job.work, profiles_of(job))
     if solution.chosen:
         say(solution.chosen)
     if is_compared(execution):
-        say(f"split points chosen by the memory of a step on each device, planned in {time.monotonic() - start:.0f} s")
+        say(
+            f"split points chosen by the memory of a step on each device, planned in "
+            f"{time.monotonic() - start:.0f} s"
+        )
     return solution.placement

@@ -1,7 +1,8 @@
-"""Memory and time of one training step on given devices, before anything is loaded: your own loop's, or a run's.
+"""Memory and time of one training step on given devices, before anything is loaded: your own
+loop's, or a run's.
 
-step = plan(WAN, WAN.architecture.presets["ti2v-5b"], Execution(checkpointing="attn_only"), batch, "rtx4090")
-step.fits, step.devices[0].peak, step.seconds, step.placement
+step = plan(WAN, WAN.architecture.presets["ti2v-5b"], Execution(checkpointing="attn_only"), batch,
+"rtx4090") step.fits, step.devices[0].peak, step.seconds, step.placement
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,15 @@ from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.kernel_time import rate_of_codes
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
-from ditkit_core.planner.partition import Solution, Targets, budgets_here, budgets_of, host_limit, profiles_of, solve
+from ditkit_core.planner.partition import (
+    Solution,
+    Targets,
+    budgets_here,
+    budgets_of,
+    host_limit,
+    profiles_of,
+    solve,
+)
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
@@ -31,7 +40,8 @@ from ditkit_core.planner.workload import Workload
 from ditkit_core.training.optim.optimizers import OptimConfig
 
 WORTH_CODES = 1.05
-"""How many times as fast a step has to be with products in 8 bits, so that a plan does not advise against them."""
+"""How many times as fast a step has to be with products in 8 bits, so that a plan does not advise
+against them."""
 _LORA, _ADAMW = AdapterConfig(), OptimConfig()
 
 
@@ -81,19 +91,27 @@ class StepPlan:
     def flops(self) -> int:
         """Floating-point operations of the step, recomputes included."""
         stages = self.profile.stages
-        return self.work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
+        return self.work.micro_batches * sum(
+            stage.flops_forward + stage.flops_backward for stage in stages
+        )
 
     @cached_property
     def seconds(self) -> float | None:
-        """Estimated time of the step, without exchanges between ranks; None on a CPU, whose rates are unknown."""
+        """Estimated time of the step, without exchanges between ranks; None on a CPU, whose rates
+        are unknown."""
         gpus = self.targets.gpus
         return step_seconds(self.profile, self.partition, gpus, self.work) if gpus else None
 
     @property
     def orders(self) -> Comparison | None:
-        """Utilisation of the devices with and without `pipelined`; None where nothing can overlap, or no rate is known."""
+        """Utilisation of the devices with and without `pipelined`; None where nothing can overlap,
+        or no rate is known."""
         overlaps = self.targets.gpus and not self.job.optim.fused_backward
-        return both_orders(self.profile, self.partition, self.targets.gpus, self.work) if overlaps else None
+        return (
+            both_orders(self.profile, self.partition, self.targets.gpus, self.work)
+            if overlaps
+            else None
+        )
 
     @property
     def rates(self) -> tuple[str, ...]:
@@ -117,15 +135,19 @@ def plan(
     Args:
         spec: The family.
         arch: An architecture of it, such as `spec.architecture.presets[NAME]`.
-        execution: How the step runs. `checkpointing="budget"` is resolved, and split points are chosen where none are set.
-        batch: One micro-batch: training items, whose shapes alone count; `spec.training.empty_item` makes one.
-        gpus: The GPUs to plan for, as `rtx4090,rtx3090` or `2x24GiB`; empty for the devices of `execution` on this machine.
+        execution: How the step runs. `checkpointing="budget"` is resolved, and split points are
+            chosen where none are set.
+        batch: One micro-batch: training items, whose shapes alone count; `spec.training.empty_item`
+            makes one.
+        gpus: The GPUs to plan for, as `rtx4090,rtx3090` or `2x24GiB`; empty for the devices of
+            `execution` on this machine.
         adapter: What is trained.
         optim: The optimizer.
         micro_batches: Number accumulated in a step, at least 1.
 
     Raises:
-        UserError: If a GPU is unknown, the execution does not fit the model, or a budget is too small.
+        UserError: If a GPU is unknown, the execution does not fit the model, or a budget is too
+            small.
     """
     targets = targets_of(execution, gpus)
     job = StepJob(
@@ -142,12 +164,15 @@ def plan(
 
 
 def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) -> StepPlan:
-    """Plan a step, with all its micro-batches, on the devices of one process; with a layout, of one of the ranks that divide it."""
+    """Plan a step, with all its micro-batches, on the devices of one process; with a layout, of one
+    of the ranks that divide it."""
     profiles, work = profiles_of(job), job.work
     profile_of = profiles
     if layout is not None:
         work = work_of_rank(job.work, layout, adapts=not job.trains_all)
-        profile_of = cache(lambda policy: profile_of_rank(profiles(policy), layout, job.precision.reduction))
+        profile_of = cache(
+            lambda policy: profile_of_rank(profiles(policy), layout, job.precision.reduction)
+        )
     if targets.kind == "cuda" or len(targets.budgets) == 1:
         model = build_on_meta(job.spec, job.arch, job.precision)
     else:  # with its adapters, because the split by weights counts trained parameters
@@ -158,14 +183,19 @@ def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) 
     return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
 
 
-def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:
-    """The devices of a process, with what is free on them: `gpus` of one machine, or without any the devices that `execution` names on this machine. `host` is the memory
-    for streamed weights there: if it is empty, the free memory of this machine, or no limit with `gpus`. The ranks of a layout share the machine."""
+def targets_of(
+    execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None
+) -> Targets:
+    """The devices of a process, with what is free on them: `gpus` of one machine, or without any
+    the devices that `execution` names on this machine. `host` is the memory for streamed weights
+    there: if it is empty, the free memory of this machine, or no limit with `gpus`. The ranks of a
+    layout share the machine."""
     per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
     if not gpus and execution.torch_devices[0].type == "cpu":
         if host:
             raise UserError(
-                f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
+                f"--host {host} is memory for weights that are streamed to GPUs, and this run is "
+                f"planned for the CPU; leave it out, "
                 "or name the GPUs to plan for: --gpus 24GiB"
             )
         # The device is the host itself, so there is no other memory to limit.
@@ -173,7 +203,9 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
         budgets = budgets_here(devices, reserve)
         if per_machine > 1:  # a rank's part of the host, which all ranks of a machine share
             budgets = tuple(
-                replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
+                replace(
+                    budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine
+                )
                 for budget in budgets
             )
         return Targets(kind="cpu", devices=devices, budgets=budgets)
@@ -185,7 +217,9 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
     hardware = keeping_reserves(hardware, reserve)
     limit, budgets = host_limit(host, here=not gpus), budgets_of(hardware)
     if layout is not None:
-        budgets = tuple(replace(budget, name=f"{budget.name} of {layout.size}") for budget in budgets)
+        budgets = tuple(
+            replace(budget, name=f"{budget.name} of {layout.size}") for budget in budgets
+        )
     return Targets(
         kind="cuda",
         devices=devices,
@@ -198,14 +232,19 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
 def notes_on_codes(
     job: StepJob, costs: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
 ) -> Iterator[str]:
-    """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates."""
+    """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without
+    it, or without rates."""
     if job.execution.compute == "dtype" or not gpus:
         return
     exact = profile(job.with_execution(compute="dtype"), like=costs)
     gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
         costs, division, gpus, work
     )
-    advice = "" if gain >= WORTH_CODES else ": too little for the accuracy that it costs, so leave it out here"
+    advice = (
+        ""
+        if gain >= WORTH_CODES
+        else ": too little for the accuracy that it costs, so leave it out here"
+    )
     yield f"base.compute = {job.execution.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
 
 
@@ -214,12 +253,14 @@ def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
     for gpu in gpus if compute != "dtype" else ():
         if gpu.bf16_flops and not rate_of_codes(gpu, compute):
             raise UserError(
-                f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
+                f"base.compute = {compute}: {gpu.name} has no products of this format; leave "
+                f"base.compute out"
             )
 
 
 def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
-    """Devices for GPUs that need not exist, with the configured names, because policies can be set per device name."""
+    """Devices for GPUs that need not exist, with the configured names, because policies can be set
+    per device name."""
     names = execution.device_names
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
         names = tuple(f"cuda:{index}" for index in range(count))

@@ -25,7 +25,8 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """A training step: the model, one micro-batch, what is trained, and how it runs. A profile is made of it, and a placement."""
+    """A training step: the model, one micro-batch, what is trained, and how it runs. A profile is
+    made of it, and a placement."""
 
     spec: ModelSpec
     arch: Any
@@ -34,7 +35,8 @@ class StepJob:
     execution: Execution = field(default_factory=Execution)
     """How the step runs; its schedule names no devices where it is profiled."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Formats in which frozen matrices stay as their file has them, by layer, where `execution.quantize` is `none`."""
+    """Formats in which frozen matrices stay as their file has them, by layer, where
+    `execution.quantize` is `none`."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
@@ -46,9 +48,11 @@ class StepJob:
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
     extra_forwards: float = 0.0
-    """Mean number of further forwards in a step, which keep nothing: `prior.match_base`, 1 with `flow.target_guidance`, 3 with `flow.slider_positive`."""
+    """Mean number of further forwards in a step, which keep nothing: `prior.match_base`, 1 with
+    `flow.target_guidance`, 3 with `flow.slider_positive`."""
     kinds: int = 1
-    """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed as a CUDA graph."""
+    """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed
+    as a CUDA graph."""
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
     kind: str = "cuda"
@@ -66,7 +70,8 @@ class StepJob:
 
     @property
     def kernels(self) -> str:
-        """Whose memory the step has: `torch` or `triton`. `auto` is `torch`: `with_planned_kernels` resolves it."""
+        """Whose memory the step has: `torch` or `triton`. `auto` is `torch`: `with_planned_kernels`
+        resolves it."""
         return "torch" if self.execution.kernels == "auto" else self.execution.kernels
 
     @property
@@ -108,8 +113,9 @@ class StepJob:
 
 
 def with_planned_kernels(execution: Execution, kind: str, gpus: Sequence[GPU] = ()) -> Execution:
-    """The execution with what `kernels = auto` would be on devices of this kind, where Triton is installed and its kernels pass their check; where the GPUs
-    are not known, as on recent ones. A run on its own devices has resolved the setting before."""
+    """The execution with what `kernels = auto` would be on devices of this kind, where Triton is
+    installed and its kernels pass their check; where the GPUs are not known, as on recent ones. A
+    run on its own devices has resolved the setting before."""
     if execution.kernels != "auto":
         return execution
     # Triton supports no GPU that is older than those that compute in bf16.

@@ -1,7 +1,8 @@
-"""Memory and arithmetic of each stage in a training step, measured on fake tensors at full width with a few blocks of each kind.
+"""Memory and arithmetic of each stage in a training step, measured on fake tensors at full width
+with a few blocks of each kind.
 
-A step's memory is affine in the number of blocks, so two or three of each kind represent all of them. It takes seconds and no weights for
-a model of any size.
+A step's memory is affine in the number of blocks, so two or three of each kind represent all of
+them. It takes seconds and no weights for a model of any size.
 """
 
 import traceback
@@ -40,13 +41,15 @@ from ditkit_core.training.train_step import StepContext, accumulate_gradients, u
 def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = None) -> Profile:
     """Run the step of a reduced model on fake tensors, and measure the memory of each stage.
 
-    The step runs twice: with all stages on one device, and with each on its own, which shows what a split there costs and frees. If blocks have different
-    policies, there is a step for each policy, in which all blocks have it. Policies name no devices.
+    The step runs twice: with all stages on one device, and with each on its own, which shows what a
+    split there costs and frees. If blocks have different policies, there is a step for each policy,
+    in which all blocks have it. Policies name no devices.
 
     Args:
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
-        like: A profile of the same step, optimizer included, under another policy, or with another format of the frozen weights. What depends on neither is
-            taken from it, so that updates, and the backward with each stage on its own, need not be run again.
+        like: A profile of the same step, optimizer included, under another policy, or with another
+            format of the frozen weights. What depends on neither is taken from it, so that updates,
+            and the backward with each stage on its own, need not be run again.
     """
     schedule = job.schedule
     if job.kind == "cpu":
@@ -55,21 +58,31 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
         profiles: dict[Policy, Profile] = {}
         for policy in schedule.distinct:
             alone = job.with_execution(checkpointing=ACSchedule.everywhere(policy))
-            profiles[policy] = profile(alone, of_each=of_each, like=next(iter(profiles.values()), like))
+            profiles[policy] = profile(
+                alone, of_each=of_each, like=next(iter(profiles.values()), like)
+            )
         num_blocks = len(next(iter(profiles.values())).blocks)
         return mixed([profiles[policy] for policy in schedule.policies([None] * num_blocks)])
     model = reduced_model(job, of_each=of_each)
     job = job.with_execution(checkpointing=schedule)
     # An optimizer in the backward takes part in its peaks.
-    together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
+    together = measure(
+        job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward
+    )
     # Each stage on a device of its own; one without parameters runs on the device of its input.
     has_parameters = [next(stage.parameters(), None) is not None for stage in model.stages()]
     devices = list(accumulate(has_parameters[1:], initial=0))
     # The cost of a split does not depend on other micro-batches, so one is enough.
-    apart = measure(replace(job, micro_batches=1), model, devices, updates=like is None, backward=like is None)
+    apart = measure(
+        replace(job, micro_batches=1), model, devices, updates=like is None, backward=like is None
+    )
     return replace(
         _profile(model, together, apart, like),
-        inputs=sum(x.nbytes for item in job.batch for x in (*item.values(), item["latents"], item["latents"])),
+        inputs=sum(
+            x.nbytes
+            for item in job.batch
+            for x in (*item.values(), item["latents"], item["latents"])
+        ),
         trains_all=job.adapter.method == "full",
         updates_in_backward=job.optim.fused_backward and job.micro_batches == 1,
     )
@@ -77,7 +90,8 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
 
 @dataclass
 class StageMoment:
-    """Bytes by device that were alive when a stage began, and their peak until the next boundary."""
+    """Bytes by device that were alive when a stage began, and their peak until the next
+    boundary."""
 
     activations: Counter[int]
     total: Counter[int]
@@ -118,12 +132,19 @@ class MeasuredStep:
 
 
 def measure(
-    job: StepJob, model: ReducedModel, stage_devices: Sequence[int], *, updates: bool = True, backward: bool = True
+    job: StepJob,
+    model: ReducedModel,
+    stage_devices: Sequence[int],
+    *,
+    updates: bool = True,
+    backward: bool = True,
 ) -> MeasuredStep:
-    """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
+    """Run the second step of a training on fake tensors, for a first and a later micro-batch, and
+    record every boundary.
 
-    The model is on `meta`; its parameters get new, fake memory on the device of their stage, and keep it. Without `updates`, peaks lack the optimizer's
-    state; without `backward`, only the boundaries of the first forward are recorded.
+    The model is on `meta`; its parameters get new, fake memory on the device of their stage, and
+    keep it. Without `updates`, peaks lack the optimizer's state; without `backward`, only the
+    boundaries of the first forward are recorded.
     """
     with fake_tensors(job.kind) as meter:
         measuring = _Measuring(job, model, meter, stage_devices)
@@ -134,21 +155,29 @@ def measure(
             if not mixes_devices(error):
                 raise
             raise UserError(
-                f"{_line_of_model(error)}: a tensor is on the host; `torch.tensor([...], device=...)` copies one in "
-                "each forward, which cannot be replayed: make it with torch.full, arange or linspace, with device="
+                f"{_line_of_model(error)}: a tensor is on the host; `torch.tensor([...], "
+                f"device=...)` copies one in "
+                "each forward, which cannot be replayed: make it with torch.full, arange or "
+                "linspace, with device="
             ) from error
         return measuring.measured
 
 
 def mixes_devices(error: BaseException | None) -> bool:
-    """Whether an operation was given tensors of several devices, in the words of torch and of its fake tensors."""
+    """Whether an operation was given tensors of several devices, in the words of torch and of its
+    fake tensors."""
     words = ("on the same device", "two different devices")
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in words)
 
 
 def _line_of_model(error: RuntimeError) -> str:
-    """File and line of the operation that failed: the last ones outside of torch and of what counts operations."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__torch_dispatch__"]
+    """File and line of the operation that failed: the last ones outside of torch and of what counts
+    operations."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.name != "__torch_dispatch__"
+    ]
     libraries = str(Path(torch.__file__).parent)
     frame = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]
     return f"{frame.filename}:{frame.lineno}"
@@ -163,7 +192,8 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class _Watched(BlockEngine):
-    """The engine for the chosen blocks, which reports where each stage begins, in forward and backward."""
+    """The engine for the chosen blocks, which reports where each stage begins, in forward and
+    backward."""
 
     model: ReducedModel
     entered: Callable[[int], None]
@@ -194,10 +224,14 @@ class _Watched(BlockEngine):
 class _Measuring:
     """The state of one measured step."""
 
-    def __init__(self, job: StepJob, model: ReducedModel, meter: Meter, stage_devices: Sequence[int]):
+    def __init__(
+        self, job: StepJob, model: ReducedModel, meter: Meter, stage_devices: Sequence[int]
+    ):
         self.job, self.model, self.meter = job, model, meter
         self.devices = [torch.device("cpu", 1 + index) for index in range(max(stage_devices) + 1)]
-        self.ranks = RecordedRanks(0, job.execution.ranks.context, context=job.execution.ranks.context)
+        self.ranks = RecordedRanks(
+            0, job.execution.ranks.context, context=job.execution.ranks.context
+        )
         self.measured = MeasuredStep(stage_devices)
         self.open: StageMoment | None = None
         self.in_backward: OptimizerInBackward | None = None
@@ -209,37 +243,58 @@ class _Measuring:
         with meter.purpose("weights"):
             where = [self.devices[index] for index in measured.stage_devices]
             for stage, device in zip(stages, where, strict=True):
-                materialise(stage, names[id(stage)], job.spec, dtype=job.precision.matmul, device=device)
+                materialise(
+                    stage, names[id(stage)], job.spec, dtype=job.precision.matmul, device=device
+                )
             batch = [
-                {name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in item.items()}
+                {
+                    name: torch.empty(x.shape, dtype=x.dtype, device="cpu")
+                    for name, x in item.items()
+                }
                 for item in job.batch
             ]
         parameters = self.model.trainable()
         meter.track(list(parameters.values()), "adapters")
         with meter.purpose("average"):
-            # Only some of a model's stages are run; TrainState looks at the embedding and the blocks alone.
+            # Only some of a model's stages are run; TrainState looks at the embedding and the
+            # blocks alone.
             staged: Any = self.model
-            self.trained = trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
+            self.trained = trained = TrainState(
+                staged, parameters, job.optim, job.ema, kernels=job.kernels
+            )
         self.gradients = trained.optimizer.parameters.values()
         stage_of = stages_of(self.model.full_model, trained.optimizer.parameters)
-        self.clipping = Clipping(max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of)
+        self.clipping = Clipping(
+            max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of
+        )
         if updates:
-            # The second step is measured, because the optimizer's state only exists after its first update.
+            # The second step is measured, because the optimizer's state only exists after its first
+            # update.
             with meter.purpose("optimizer"):
                 for parameter in self.gradients:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
                 self._update()
                 trained.optimizer.zero_grad()
                 # Sums of gradients are the optimizer's where it applies them in the last backward.
-                summed = trained.optimizer.parameters if job.optim.fused_backward and job.micro_batches > 1 else {}
+                summed = (
+                    trained.optimizer.parameters
+                    if job.optim.fused_backward and job.micro_batches > 1
+                    else {}
+                )
                 for name, parameter in summed.items():
                     trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
         measured.static = [self._static(stage) for stage in stages]
         if job.optim.fused_backward:
-            options: Any = {"readable": False, "clipping": self.clipping, "micro_batches": min(2, job.micro_batches)}
+            options: Any = {
+                "readable": False,
+                "clipping": self.clipping,
+                "micro_batches": min(2, job.micro_batches),
+            }
             self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **options)
         with self.in_backward or nullcontext():
-            measured.end = self._micro_batch(batch, measured.forward, measured.backward, only_forward=not backward)
+            measured.end = self._micro_batch(
+                batch, measured.forward, measured.backward, only_forward=not backward
+            )
             if job.micro_batches > 1:
                 self._micro_batch(batch, [], measured.again)
         if updates:
@@ -250,7 +305,11 @@ class _Measuring:
             self._boundary()
 
     def _micro_batch(
-        self, batch: list[Any], forward: list[StageMoment], backward: dict[int, StageMoment], only_forward: bool = False
+        self,
+        batch: list[Any],
+        forward: list[StageMoment],
+        backward: dict[int, StageMoment],
+        only_forward: bool = False,
     ) -> StageMoment:
         """Run a forward and a backward, and record their boundaries. Returns the last one."""
         job, calls = self.job, AttentionCalls()
@@ -261,7 +320,11 @@ class _Measuring:
             if only_forward and stage == len(self.model.stages()):
                 raise _ForwardDone
 
-        streams = job.spec.architecture.token_streams(job.arch) if job.execution.ranks.context > 1 else None
+        streams = (
+            job.spec.architecture.token_streams(job.arch)
+            if job.execution.ranks.context > 1
+            else None
+        )
         engine = _Watched(
             policy=job.schedule,
             kernels=job.kernels,
@@ -276,7 +339,9 @@ class _Measuring:
         self.meter.is_updating = job.optim.fused_backward
         batches = [Batch(ids=[str(i) for i in range(len(batch))], items=batch)]
         updates = self.in_backward
-        begin = (lambda losses: None) if updates is None else (lambda losses: updates.begin_backward())
+        begin = (
+            (lambda losses: None) if updates is None else (lambda losses: updates.begin_backward())
+        )
         with counted_calls(calls):
             model = Model(self.model.full_model, engine, job.spec)
             context = StepContext(step=1, seed=0, flow=job.flow)
@@ -285,9 +350,12 @@ class _Measuring:
         return self._boundary()
 
     def _update(self) -> None:
-        # On GPUs torch's optimizers default to foreach, which works on all parameters at once; fake devices are CPUs.
+        # On GPUs torch's optimizers default to foreach, which works on all parameters at once; fake
+        # devices are CPUs.
         if self.job.kind == "cuda":
-            for group in (group for part in self.trained.optimizer.parts for group in part.param_groups):
+            for group in (
+                group for part in self.trained.optimizer.parts for group in part.param_groups
+            ):
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
         self.meter.is_updating = True
@@ -302,14 +370,18 @@ class _Measuring:
             if parameter.grad is not None:
                 meter.track(parameter.grad, "gradients")
         if self.open is not None:
-            self.open.peak = Counter({i: meter.peak[device] for i, device in enumerate(self.devices)})
+            self.open.peak = Counter(
+                {i: meter.peak[device] for i, device in enumerate(self.devices)}
+            )
             self.open.kernels = meter.kernels
             self.open.sent, self.ranks.bytes_sent = self.ranks.bytes_sent, 0
             self.measured.peaks |= self.open.peak
         meter.restart_peak()
         meter.kernels = Counter()
         self.open = StageMoment(
-            activations=Counter({i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}),
+            activations=Counter(
+                {i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}
+            ),
             total=Counter({i: meter.total(device) for i, device in enumerate(self.devices)}),
             on_host=meter.live.get(_HOST, Counter())["activations"],
         )
@@ -321,7 +393,9 @@ class _Measuring:
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         parameter_ids = {id(parameter) for parameter in stage.parameters()}
         named = {name: p for name, p in trained.parameters.items() if id(p) in parameter_ids}
-        states = [(trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in named]
+        states = [
+            (trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in named
+        ]
         gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
         return StageCost(
             weights=size(frozen),
@@ -329,15 +403,22 @@ class _Measuring:
             gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
             sums=size([trained.optimizer.sum_of(name) for name in named]),
-            average=size([trained.average.values[name] for name in named if name in trained.average.values]),
+            average=size(
+                [trained.average.values[name] for name in named if name in trained.average.values]
+            ),
             rows=tuple(
-                ParameterRows(len(p), p.nbytes // max(1, len(p)), p.requires_grad) for p in stage.parameters() if p.ndim
+                ParameterRows(len(p), p.nbytes // max(1, len(p)), p.requires_grad)
+                for p in stage.parameters()
+                if p.ndim
             ),
         )
 
 
-def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, like: Profile | None) -> Profile:
-    """The profile of the whole model from the stages that were run; `like` provides the values that were not measured."""
+def _profile(
+    model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, like: Profile | None
+) -> Profile:
+    """The profile of the whole model from the stages that were run; `like` provides the values that
+    were not measured."""
     costs = _stage_costs(together)
     sent, freed, sent_back = _splits(costs, apart)
     costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]
@@ -355,13 +436,16 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         head=costs[head],
         crossing=tuple(sent[stage] for stage in (*blocks, head)),
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
-        targets=apart.forward[1].activations[apart.stage_devices[head]] if apart.stage_devices[head] else 0,
+        targets=apart.forward[1].activations[apart.stage_devices[head]]
+        if apart.stage_devices[head]
+        else 0,
         attention=together.attention,
     )
     if like is None:
         assert together.update is not None
         update, together_extra = _extra(apart.update), _extra(together.update)[0]
-        # Of the operations that updated all stages, the part of each by its trained tensors; 0 where that is in the backward.
+        # Of the operations that updated all stages, the part of each by its trained tensors; 0
+        # where that is in the backward.
         trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
         launched = together.update.kernels.total()
         launches = [round(launched * number / max(1, sum(trained))) for number in trained]
@@ -373,11 +457,18 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         model_profile = replace(model_profile, update_adds_up=adds_up)
         of_stages = [extras[stage] for stage in (0, *blocks, head)]
     else:
-        model_profile = replace(model_profile, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
-        of_stages = [(cost.optimizer, cost.sums, cost.update_extra, cost.update_launches) for cost in like.stages]
+        model_profile = replace(
+            model_profile, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up
+        )
+        of_stages = [
+            (cost.optimizer, cost.sums, cost.update_extra, cost.update_launches)
+            for cost in like.stages
+        ]
     stages = [
         replace(cost, optimizer=state, sums=sums, update_extra=extra, update_launches=launched)
-        for cost, (state, sums, extra, launched) in zip(model_profile.stages, of_stages, strict=True)
+        for cost, (state, sums, extra, launched) in zip(
+            model_profile.stages, of_stages, strict=True
+        )
     ]
     return replace(model_profile, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 
@@ -394,7 +485,8 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
     head = len(forward) - 2
     order = list(backward)
     costs = []
-    # Each figure is the difference between two boundaries, so that it does not include the other stages.
+    # Each figure is the difference between two boundaries, so that it does not include the other
+    # stages.
     for stage, static in enumerate(measured.static):
         entered, following = forward[stage], forward[stage + 1] if stage < head else backward[head]
         moments = forward[stage : stage + (2 if stage == head else 1)]  # the loss is the head's
@@ -409,7 +501,10 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
         )
         if stage in backward:
             position = order.index(stage)
-            here, then = backward[stage], backward[order[position + 1]] if position + 1 < len(order) else measured.end
+            here, then = (
+                backward[stage],
+                backward[order[position + 1]] if position + 1 < len(order) else measured.end,
+            )
             added = again.get(stage, here)
             cost = replace(
                 cost,
@@ -423,8 +518,11 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
     return costs
 
 
-def _splits(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], list[int], list[int]]:
-    """Bytes by stage: sent to it, freed by its device if the next stage is on another one, and gradients sent back from it."""
+def _splits(
+    costs: Sequence[StageCost], apart: MeasuredStep
+) -> tuple[list[int], list[int], list[int]]:
+    """Bytes by stage: sent to it, freed by its device if the next stage is on another one, and
+    gradients sent back from it."""
     stage_devices, after = apart.stage_devices, apart.forward[-1]
     sent, freed, sent_back = ([0] * len(costs) for _ in range(3))
     for stage in range(1, len(costs)):
@@ -433,10 +531,13 @@ def _splits(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int],
             continue
         sent[stage] = apart.forward[stage].activations[here]
         first = stage_devices.index(before)
-        # The first block of a device does not offload for its predecessor, which is on another device.
+        # The first block of a device does not offload for its predecessor, which is on another
+        # device.
         alone = costs[first - 1].on_host if first else 0
         kept = sent[first] + alone + sum(cost.kept for cost in costs[first:stage])
         freed[stage - 1] = kept - after.activations[before]
         if stage - 1 in apart.backward:
-            sent_back[stage] = apart.backward[stage - 1].activations[before] - after.activations[before]
+            sent_back[stage] = (
+                apart.backward[stage - 1].activations[before] - after.activations[before]
+            )
     return sent, freed, sent_back

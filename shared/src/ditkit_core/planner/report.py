@@ -62,7 +62,8 @@ class PlanReport:
 
     @property
     def hours(self) -> float | None:
-        """Time of all steps, with exchanges where the link is known; None if no rate is known. Encoding, validation, samples and saves come on top."""
+        """Time of all steps, with exchanges where the link is known; None if no rate is known.
+        Encoding, validation, samples and saves come on top."""
         seconds = self.step.seconds
         if self.ranks is not None:
             seconds = self.ranks.times[0].step if len(self.ranks.times) == 1 else None
@@ -75,7 +76,8 @@ class PlanReport:
 
     @property
     def host_missing(self) -> int:
-        """Missing bytes of host memory; 0 if there is enough or it is unknown. Of several ranks each has an equal part."""
+        """Missing bytes of host memory; 0 if there is enough or it is unknown. Of several ranks
+        each has an equal part."""
         limit = self.step.targets.host
         return 0 if limit is None else max(0, self.step.host - limit)
 
@@ -115,7 +117,10 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
             }
             for plan, blocks in zip(step.devices, step.partition.blocks, strict=True)
         ],
-        "auxiliary": [{**asdict(row), "fits": row.fits, "remedy": row.remedy or None} for row in report.auxiliary],
+        "auxiliary": [
+            {**asdict(row), "fits": row.fits, "remedy": row.remedy or None}
+            for row in report.auxiliary
+        ],
         "previews": report.previews,
         "host": {
             "streamed_weights": step.streamed,
@@ -135,26 +140,41 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: Sequence[int] = ()) -> None:
-    """Print the planned memory of a run, and measured peaks of each device: bytes in tensors (for a CPU one figure, of the process), and what torch's
-    allocator took from each GPU."""
+def print_measured_plan(
+    report: PlanReport, allocated: Sequence[int], reserved: Sequence[int] = ()
+) -> None:
+    """Print the planned memory of a run, and measured peaks of each device: bytes in tensors (for a
+    CPU one figure, of the process), and what torch's allocator took from each GPU."""
     _headline(report)
     rows = _rows(report)
     peak = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
-    names = "measured peak" if report.is_cuda else "measured peak of the process", "measured peak with gaps"
-    measured = [(name, peaks) for name, peaks in zip(names, (allocated, reserved), strict=True) if peaks]
-    rows[peak:peak] = [[name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))] for name, peaks in measured]
+    names = (
+        "measured peak" if report.is_cuda else "measured peak of the process",
+        "measured peak with gaps",
+    )
+    measured = [
+        (name, peaks) for name, peaks in zip(names, (allocated, reserved), strict=True) if peaks
+    ]
+    rows[peak:peak] = [
+        [name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))]
+        for name, peaks in measured
+    ]
     _show_devices(report, rows)
 
 
 def print_plan(report: PlanReport, remedy: str = "", *, why: bool = False) -> None:
-    """Print the plan; `remedy` is a command that may find settings with which the training fits, `why` adds what it assumes."""
+    """Print the plan; `remedy` is a command that may find settings with which the training fits,
+    `why` adds what it assumes."""
     _headline(report)
     _show_devices(report, _rows(report))
     if report.auxiliary:
         say("")
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
-        Table(head=head, rows=[_auxiliary_cells(row, report.previews) for row in report.auxiliary], num_left=2).show()
+        Table(
+            head=head,
+            rows=[_auxiliary_cells(row, report.previews) for row in report.auxiliary],
+            num_left=2,
+        ).show()
         say("")
     if (ranks := report.ranks) is not None:
         head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
@@ -162,10 +182,14 @@ def print_plan(report: PlanReport, remedy: str = "", *, why: bool = False) -> No
             [name, gib(num_bytes), *(_seconds(time.exchanges[index]) for time in ranks.times)]
             for index, (name, num_bytes) in enumerate(ranks.sent.items())
         ]
-        rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
+        rows.append(
+            ["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)]
+        )
         if all(time.step is not None for time in ranks.times):
             rows.append(["step", "", *(_seconds(time.step or 0.0) for time in ranks.times)])
-            rows.append(["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)])
+            rows.append(
+                ["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)]
+            )
         Table(head=head, rows=rows, num_left=1).show()
         say("")
     *lines, last = _lines(report, why=why)
@@ -179,12 +203,18 @@ def _headline(report: PlanReport) -> None:
     base = "as it is" if work.quantize == "none" else work.quantize
     computed = "" if work.compute == "dtype" else ", multiplied as it is stored"
     say(f"{report.model}, checkpointing {report.policy}, base {base}{computed}")
-    batches = f", {work.micro_batches} micro-batches{' at once' * work.pipelined}" if work.micro_batches > 1 else ""
+    batches = (
+        f", {work.micro_batches} micro-batches{' at once' * work.pipelined}"
+        if work.micro_batches > 1
+        else ""
+    )
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
 
 
 def _show_devices(report: PlanReport, rows: Sequence[Sequence[str]]) -> None:
-    Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
+    Table(
+        head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1
+    ).show()
 
 
 def _seconds(seconds: float) -> str:
@@ -193,7 +223,13 @@ def _seconds(seconds: float) -> str:
 
 def _auxiliary_cells(row: AuxiliaryRow, previews: bool) -> list[str]:
     frames, height, width = row.size or (0, 0, 0)
-    size = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
+    size = (
+        f", {frames} frames of {height}x{width}"
+        if frames > 1
+        else f", {height}x{width}"
+        if frames
+        else ""
+    )
     mode = "" if row.mode == "whole" else f", {row.mode}"
     sizes = map(gib, (row.weights, row.in_use, row.peak))
     available = "?" if row.available is None else gib(row.available)
@@ -214,7 +250,8 @@ def _rows(report: PlanReport) -> list[list[str]]:
     plans, division = report.devices, report.step.partition
     rows = [[purpose, *(gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
     if report.step.job.trains_all:
-        # There is no adapter, and what the other row counts next to the trained weights is mostly nothing.
+        # There is no adapter, and what the other row counts next to the trained weights is mostly
+        # nothing.
         rows[1][0], rows[0][0] = "trained weights", "other weights"
         rows = rows if any(plan.purposes["weights"] for plan in plans) else rows[1:]
     totals = {
@@ -226,7 +263,12 @@ def _rows(report: PlanReport) -> list[list[str]]:
     rows += [[name, *map(gib, sizes)] for name, sizes in totals.items()]
     rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in division.blocks)])
     if division.streamed:
-        rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in division.blocks)])
+        rows.append(
+            [
+                "streamed",
+                *(str(len(division.streamed.intersection(blocks))) for blocks in division.blocks),
+            ]
+        )
     rows.append(["", *("fits" if plan.fits else f"lacks {gib(plan.missing)}" for plan in plans)])
     return rows
 
@@ -242,8 +284,12 @@ def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
         yield step.solution.chosen
     held = {"streamed weights": step.streamed, "offloaded activations": step.host - step.streamed}
     if any(held.values()):
-        available = "" if step.targets.host is None else f", of {gib(step.targets.host)} GiB available"
-        parts = ", for ".join(f"{purpose}: {gib(size)} GiB" for purpose, size in held.items() if size)
+        available = (
+            "" if step.targets.host is None else f", of {gib(step.targets.host)} GiB available"
+        )
+        parts = ", for ".join(
+            f"{purpose}: {gib(size)} GiB" for purpose, size in held.items() if size
+        )
         of_rank = f" for each rank{_of_machine(ranks, step.host)}" if ranks else ""
         yield f"host memory for {parts}, page-locked{available}{of_rank}"
     if report.verifying:
@@ -252,7 +298,9 @@ def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
     if step.seconds is not None:
         yield f"time: about {_seconds(step.seconds)} s per step{', without exchanges' if ranks else ''}"
         if report.hours:
-            duration = f"{report.hours:.1f} h" if report.hours >= 1 else f"{60 * report.hours:.0f} min"
+            duration = (
+                f"{report.hours:.1f} h" if report.hours >= 1 else f"{60 * report.hours:.0f} min"
+            )
             yield f"time: about {duration} for {report.num_steps:,} steps; encoding, validation, samples and saves come on top"
         if why:
             yield from (f"the time is an estimate: {rate}" for rate in step.rates)
@@ -264,16 +312,24 @@ def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
         yield f"{estimate}reserve and workspace are assumed; --why says from what"
     if report.is_cuda and why:
         yield (
-            "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; reserve: the CUDA context (0.6 GiB) and gaps "
+            "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; "
+            "reserve: the CUDA context (0.6 GiB) and gaps "
             "between the allocator's blocks (2 %), both assumed, and train.reserve; "
-            f"workspace: assumed for cuBLAS; {'a replayed' if report.work.has_cuda_graphs else 'an eager'} step is planned"
+            f"workspace: assumed for cuBLAS; "
+            f"{'a replayed' if report.work.has_cuda_graphs else 'an eager'} step is planned"
         )
     yield from (describe_shortfall(row, report.previews) for row in report.lacking)
     if any(row.stage == "encode" for row in report.lacking):
         yield "encode: planned for an empty cache; cached samples are not encoded again"
-    missing = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
+    missing = [
+        f"{plan.budget.name} lacks {gib(plan.missing)} GiB"
+        for plan in report.devices
+        if not plan.fits
+    ]
     missing += [f"the host lacks {gib(report.host_missing)} GiB"] if report.host_missing else []
-    missing += [f"{row.name} on {row.device} lacks {gib(row.missing)} GiB" for row in report.lacking]
+    missing += [
+        f"{row.name} on {row.device} lacks {gib(row.missing)} GiB" for row in report.lacking
+    ]
     yield f"does not fit: {', '.join(missing)}" if missing else "fits"
 
 
@@ -283,11 +339,15 @@ def _lines_of_ranks(report: PlanReport, ranks: RanksPlan) -> Iterator[str]:
     if most := max((row.weights for row in report.auxiliary if row.stage == "encode"), default=0):
         yield f"encoders run one at a time on each rank: up to {gib(most)} GiB of weights{_of_machine(ranks, most)}"
     if loading := ranks.loading:
-        needed = f"the host needs {gib(loading)} GiB for each rank, besides the rows that stay there"
+        needed = (
+            f"the host needs {gib(loading)} GiB for each rank, besides the rows that stay there"
+        )
         yield f"while the model loads, {needed}{_of_machine(ranks, loading, '; ')}"
     if saving := ranks.saving:
         yield f"while a save is written, the host has a copy of what each rank writes: {gib(saving)} GiB{_of_machine(ranks, saving)}"
 
 
 def _of_machine(ranks: RanksPlan, of_rank: int, begin: str = ", ") -> str:
-    return f"{begin}{gib(ranks.layout.nproc * of_rank)} GiB for all {ranks.layout.nproc} of a machine"
+    return (
+        f"{begin}{gib(ranks.layout.nproc * of_rank)} GiB for all {ranks.layout.nproc} of a machine"
+    )

@@ -1,16 +1,20 @@
-"""Estimates the time of a step: of its kernels or of their launches (`kernel_time.py`), plus waiting for copies, plus the order of micro-batches.
+"""Estimates the time of a step: of its kernels or of their launches (`kernel_time.py`), plus
+waiting for copies, plus the order of micro-batches.
 
-It is meant for choosing between settings, and it prints its assumptions. Times are whole nanoseconds, so that equal splits have equal
-times.
+It is meant for choosing between settings, and it prints its assumptions. Times are whole
+nanoseconds, so that equal splits have equal times.
 
-A device executes its work in the order of launches, as a stream does. A copy between two devices waits on both for all work launched before.
-The end of every piece of work therefore follows from the order of launches, which is all that the simulation needs. Where the host takes longer
-to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py: DeviceSpan`) are not launched by it.
+A device executes its work in the order of launches, as a stream does. A copy between two devices
+waits on both for all work launched before. The end of every piece of work therefore follows from
+the order of launches, which is all that the simulation needs. Where the host takes longer to launch
+a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py:
+DeviceSpan`) are not launched by it.
 
-- *Accumulated*: forward and backward of a micro-batch, then of the next one. The next forward begins on the device where the last
-  backward ends, so nothing overlaps.
-- *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each device and runs the newest node
-  first: the last micro-batch goes backwards first, on every device, and the one before it follows one device behind.
+- *Accumulated*: forward and backward of a micro-batch, then of the next one. The next forward
+  begins on the device where the last backward ends, so nothing overlaps.
+- *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each
+  device and runs the newest node first: the last micro-batch goes backwards first, on every device,
+  and the one before it follows one device behind.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,18 +23,27 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes, reach_of
+from ditkit_core.planner.kernel_time import (
+    LAUNCHED,
+    REACHED,
+    gpu_seconds,
+    host_seconds,
+    rate_of_codes,
+    reach_of,
+)
 from ditkit_core.planner.memory import DeviceSpan, Partition, Profile, StageCost
 from ditkit_core.planner.memory_tracker import KernelCounts
 from ditkit_core.planner.workload import Workload
 
 LINK_SHARE = 0.86
-"""Share of a link's published rate that copies from and to page-locked memory reach: 87 and 86 % on an H100."""
+"""Share of a link's published rate that copies from and to page-locked memory reach: 87 and 86 % on
+an H100."""
 EXPOSED = 0.05
-"""Share of streamed bytes' time that arithmetic does not hide even where it takes longer: an H100 hid 95 % of 252 ms of copies behind 846."""
+"""Share of streamed bytes' time that arithmetic does not hide even where it takes longer: an H100
+hid 95 % of 252 ms of copies behind 846."""
 BETWEEN = 2_000_000
-"""Nanoseconds of a step in which no kernel runs: inputs are copied, and its loss is read. What an H100 took for a replayed step of klein 4B, more
-than for its kernels."""
+"""Nanoseconds of a step in which no kernel runs: inputs are copied, and its loss is read. What an
+H100 took for a replayed step of klein 4B, more than for its kernels."""
 BUFFERS = 2
 """Streamed blocks on a device at a time, including the one that runs."""
 UPDATE_TRAFFIC = {
@@ -39,12 +52,13 @@ UPDATE_TRAFFIC = {
     "split": {"torch": 78, "triton": 24},
     "stochastic": {"torch": 180, "triton": 18},
 }
-"""By rounding and `train.kernels`, bytes read and written for each bf16 weight that is updated in fp32, without the bytes of weight, gradient
-and state."""
+"""By rounding and `train.kernels`, bytes read and written for each bf16 weight that is updated in
+fp32, without the bytes of weight, gradient and state."""
 
 
 class StageTime(NamedTuple):
-    """Times of one device's stages for one micro-batch: whole nanoseconds in the search, seconds in a schedule."""
+    """Times of one device's stages for one micro-batch: whole nanoseconds in the search, seconds in
+    a schedule."""
 
     forward: float
     """Waiting for streamed weights included."""
@@ -57,7 +71,8 @@ class StageTime(NamedTuple):
     update: float = 0
     """The optimizer's update, once per step."""
     launching: float = 0
-    """Of forward and backward, what the host takes to launch them: it does so for one device at a time."""
+    """Of forward and backward, what the host takes to launch them: it does so for one device at a
+    time."""
 
 
 @dataclass(frozen=True)
@@ -89,32 +104,48 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        orders = {name: {"seconds": o.seconds, "utilisation": list(o.utilisation)} for name, o in vars(self).items()}
+        orders = {
+            name: {"seconds": o.seconds, "utilisation": list(o.utilisation)}
+            for name, o in vars(self).items()
+        }
         return {"source": "estimated", "gain": self.gain, **orders}
 
     def __str__(self) -> str:
         """One line."""
-        shares = (" and ".join(f"{share:.0%}" for share in s.utilisation) for s in (self.accumulated, self.pipelined))
+        shares = (
+            " and ".join(f"{share:.0%}" for share in s.utilisation)
+            for s in (self.accumulated, self.pipelined)
+        )
         without, with_ = shares
         return (
-            f"devices compute {without} of a step, with train.pipelined {with_}, {self.gain:.2f} times as fast "
+            f"devices compute {without} of a step, with train.pipelined {with_}, {self.gain:.2f} "
+            f"times as fast "
             "(from estimated times)"
         )
 
 
 def compare_orders(stages: Sequence[StageTime], num_micro_batches: int) -> Comparison:
-    """Compare a step with pipelined micro-batches, at least 1, and without; the devices' parts in order are in seconds."""
-    return Comparison(*(simulate(stages, num_micro_batches, pipelined=pipelined) for pipelined in (False, True)))
+    """Compare a step with pipelined micro-batches, at least 1, and without; the devices' parts in
+    order are in seconds."""
+    return Comparison(
+        *(simulate(stages, num_micro_batches, pipelined=pipelined) for pipelined in (False, True))
+    )
 
 
-def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:
-    """Launch all work of a step in order; each piece begins when its device is free. With `pipelined` all forwards come first, then all backwards."""
+def simulate(
+    stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool
+) -> PipelineSchedule:
+    """Launch all work of a step in order; each piece begins when its device is free. With
+    `pipelined` all forwards come first, then all backwards."""
     # Per device, when it is free again and how long it computed.
     free, busy = [0.0] * len(stages), [0.0] * len(stages)
-    # Autograd's queues run the devices in parallel, but each device gets its work in the same order as from one backward after the
-    # other: micro-batches pass the devices in one order, and none overtakes another.
+    # Autograd's queues run the devices in parallel, but each device gets its work in the same order
+    # as from one backward after the other: micro-batches pass the devices in one order, and none
+    # overtakes another.
     order = (
-        (True,) * num_micro_batches + (False,) * num_micro_batches if pipelined else (True, False) * num_micro_batches
+        (True,) * num_micro_batches + (False,) * num_micro_batches
+        if pipelined
+        else (True, False) * num_micro_batches
     )
     for is_forward in order:
         for device in range(len(stages)) if is_forward else reversed(range(len(stages))):
@@ -128,13 +159,18 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
     return PipelineSchedule(max(free), tuple(busy))
 
 
-def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> float:
+def step_seconds(
+    profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
+) -> float:
     """Estimate the seconds of a training step on as many GPUs as the division has devices."""
     return step_time(_spans(profile, division, gpus, work), work) / 1e9
 
 
-def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> Comparison | None:
-    """Utilisation with and without pipelined micro-batches, without updates; None if nothing can overlap."""
+def both_orders(
+    profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
+) -> Comparison | None:
+    """Utilisation with and without pipelined micro-batches, without updates; None if nothing can
+    overlap."""
     if len(gpus) == 1 or work.micro_batches == 1:
         return None
     return compare_orders(_in_seconds(_spans(profile, division, gpus, work)), work.micro_batches)
@@ -144,7 +180,9 @@ def step_time(spans: Sequence[StageTime], work: Workload) -> int:
     """Nanoseconds of a step with these times per device."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
     launching = work.micro_batches * sum(span.launching for span in spans)
-    others = sum(span.update + work.extra_forwards * work.micro_batches * span.forward for span in spans)
+    others = sum(
+        span.update + work.extra_forwards * work.micro_batches * span.forward for span in spans
+    )
     return round(max(schedule.seconds * 1e9, launching)) + round(others) + BETWEEN
 
 
@@ -152,7 +190,9 @@ def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
     return [StageTime(*(nanoseconds / 1e9 for nanoseconds in span)) for span in spans]
 
 
-def _spans(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> list[StageTime]:
+def _spans(
+    profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
+) -> list[StageTime]:
     """The time of each device."""
     bounds = division.bounds
     assert len(bounds) == len(gpus) + 1, (bounds, len(gpus))
@@ -167,33 +207,52 @@ def sending(
     profile: Profile, spans: Sequence[StageTime], split_points: Sequence[int], gpus: Sequence[GPU]
 ) -> list[StageTime]:
     """The devices' times with the copies between them."""
-    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(split_points, pairwise(gpus), strict=True)]
+    sent = [
+        crossing_time(profile, cut, pair)
+        for cut, pair in zip(split_points, pairwise(gpus), strict=True)
+    ]
     pairs = zip(spans, [*sent, (0, 0)], strict=True)
     return [span._replace(send=there, send_back=back) for span, (there, back) in pairs]
 
 
-def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collection[int], work: Workload) -> StageTime:
-    """The time of a GPU for the blocks from `start` to before `end`; block 0 includes the embedding, the last block the head."""
+def span_time(
+    profile: Profile, gpu: GPU, start: int, end: int, streamed: Collection[int], work: Workload
+) -> StageTime:
+    """The time of a GPU for the blocks from `start` to before `end`; block 0 includes the
+    embedding, the last block the head."""
     span = DeviceSpan(profile, start, end, streamed)
-    stages = [(stage, index - 1 in streamed) for index, stage in zip(span.held, span.stages, strict=True)]
+    stages = [
+        (stage, index - 1 in streamed) for index, stage in zip(span.held, span.stages, strict=True)
+    ]
     work = span.as_replayed(work, gpu)
     link = gpu.host_bandwidth * LINK_SHARE
-    # Blocks of a kind have one object of counts. A search asks for a hundred thousand spans, so each is looked up by identity, once for a span.
-    every = [counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)]
+    # Blocks of a kind have one object of counts. A search asks for a hundred thousand spans, so
+    # each is looked up by identity, once for a span.
+    every = [
+        counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)
+    ]
     distinct = {id(counts): counts for counts in every}
     times = {key: _taken(counts, gpu, work) for key, counts in distinct.items()}
-    launched = {key: 0 if work.has_cuda_graphs else int(host_seconds(counts) * 1e9) for key, counts in distinct.items()}
+    launched = {
+        key: 0 if work.has_cuda_graphs else int(host_seconds(counts) * 1e9)
+        for key, counts in distinct.items()
+    }
 
     def timed(stage: StageCost, copied: int, counts: KernelCounts) -> tuple[int, int]:
-        # A block's offloaded activations use the link after its forward, and again before its backward, also one block at a time.
+        # A block's offloaded activations use the link after its forward, and again before its
+        # backward, also one block at a time.
         copying = int((copied + stage.on_host) / link * 1e9)
         return times[id(counts)] + int(EXPOSED * copying), copying
 
     forward, backward = [], []
     for stage, is_streamed in stages:
-        # In a full fine-tune, trained weights are copied in for each forward and backward. The last backward of a step also has optimizer
-        # state, and copies both back; those before it copy sums of gradients back, which those after the first had before.
-        once, again = stage.adapters + 2 * (stage.optimizer - stage.sums), 2 * (work.micro_batches - 1) * stage.sums
+        # In a full fine-tune, trained weights are copied in for each forward and backward. The last
+        # backward of a step also has optimizer state, and copies both back; those before it copy
+        # sums of gradients back, which those after the first had before.
+        once, again = (
+            stage.adapters + 2 * (stage.optimizer - stage.sums),
+            2 * (work.micro_batches - 1) * stage.sums,
+        )
         updated = stage.adapters + (once + again) // work.micro_batches
         trained = (stage.adapters, updated) if profile.trains_all else (0, 0)
         there, back = (stage.weights + num_bytes if is_streamed else 0 for num_bytes in trained)
@@ -204,16 +263,26 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
         forward=streaming_time(forward, ahead=start > 0),
         # A backward starts with the blocks that the forward ended with, which are still there.
         backward=streaming_time(backward[::-1], ahead=True),
-        update=0 if profile.updates_in_backward else _update_time([stage for stage, _ in stages], gpu, work),
+        update=0
+        if profile.updates_in_backward
+        else _update_time([stage for stage, _ in stages], gpu, work),
         launching=sum(launched[id(counts)] for counts in every),
     )
 
 
 def _update_time(stages: Sequence[StageCost], gpu: GPU, work: Workload) -> int:
-    """Nanoseconds of the optimizer's step: weights, gradients and state are read, and as much is written."""
-    kept = sum(stage.adapters + stage.gradients + stage.optimizer + stage.average for stage in stages)
-    rounded = sum(stage.adapters // 2 for stage in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
-    launches, (_, memory, start) = sum(stage.update_launches for stage in stages), REACHED["elementwise"]
+    """Nanoseconds of the optimizer's step: weights, gradients and state are read, and as much is
+    written."""
+    kept = sum(
+        stage.adapters + stage.gradients + stage.optimizer + stage.average for stage in stages
+    )
+    rounded = (
+        sum(stage.adapters // 2 for stage in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
+    )
+    launches, (_, memory, start) = (
+        sum(stage.update_launches for stage in stages),
+        REACHED["elementwise"],
+    )
     busy = (2 * kept + rounded) / (memory * gpu.memory_bandwidth) + launches * start
     return int((busy if work.has_cuda_graphs else max(busy, launches * LAUNCHED["other"])) * 1e9)
 
@@ -229,9 +298,10 @@ def _taken(kernels: KernelCounts, gpu: GPU, work: Workload) -> int:
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
-    """Nanoseconds of stages that run one after the other while the weights of later ones are copied: of each the arithmetic and the copying, which is 0 for
-    resident weights. A copy begins when the one before it is done and a buffer is free: when the block that had it has run. With `ahead` the buffers are
-    filled before the first stage begins."""
+    """Nanoseconds of stages that run one after the other while the weights of later ones are
+    copied: of each the arithmetic and the copying, which is 0 for resident weights. A copy begins
+    when the one before it is done and a buffer is free: when the block that had it has run. With
+    `ahead` the buffers are filled before the first stage begins."""
     now, copied, ends = 0, 0, list[int]()
     for compute, copying in stages:
         if copying and not (ahead and len(ends) < BUFFERS):
@@ -245,7 +315,8 @@ def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
 
 
 def crossing_time(profile: Profile, cut: int, gpus: tuple[GPU, GPU]) -> tuple[int, int]:
-    """Nanoseconds to send the carry to the device of block `cut`, and its gradients back: through host memory, one copy out and one in."""
+    """Nanoseconds to send the carry to the device of block `cut`, and its gradients back: through
+    host memory, one copy out and one in."""
 
     def through_host(num_bytes: int) -> int:
         return sum(int(num_bytes / (gpu.host_bandwidth * LINK_SHARE) * 1e9) for gpu in gpus)
@@ -258,24 +329,31 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
     lines = []
     if work.extra_forwards:
         keys = "prior.match_base, flow.target_guidance, flow.slider_positive"
-        lines.append(f"mean of all steps, with {work.extra_forwards:.4g} more forwards each ({keys})")
+        lines.append(
+            f"mean of all steps, with {work.extra_forwards:.4g} more forwards each ({keys})"
+        )
     bits = "_32" if work.fp32 else ""
     matmul, attention, backward = (
-        REACHED[kind].arithmetic for kind in (f"matmul{bits or '_16'}", f"attention{bits}", f"attention_backward{bits}")
+        REACHED[kind].arithmetic
+        for kind in (f"matmul{bits or '_16'}", f"attention{bits}", f"attention_backward{bits}")
     )
     for gpu in dict.fromkeys(gpus):
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
-            f"{gpu.name}: matmuls at up to {matmul:.0%} of {rate / 1e12:g} TFLOP/s in {'fp32' if work.fp32 else gpu.half}, attention at "
-            f"{attention:.0%} and {backward:.0%} (backward), all else at {REACHED['elementwise'].memory:.0%} to {REACHED['fused'].memory:.0%} of "
+            f"{gpu.name}: matmuls at up to {matmul:.0%} of {rate / 1e12:g} TFLOP/s in "
+            f"{'fp32' if work.fp32 else gpu.half}, attention at "
+            f"{attention:.0%} and {backward:.0%} (backward), all else at "
+            f"{REACHED['elementwise'].memory:.0%} to {REACHED['fused'].memory:.0%} of "
             f"{gpu.memory_bandwidth / 1e9:.0f} GB/s, "
-            f"copies from the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s ({gpu.source})"
+            f"copies from the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s "
+            f"({gpu.source})"
         )
         if work.compute != "dtype":
             kind = f"matmul_{work.compute}{'_scaled' * (work.kernels == 'triton')}"
             of_codes, share = rate_of_codes(gpu, work.compute), reach_of(kind, gpu).arithmetic
             lines.append(
-                f"{gpu.name}: products of the frozen base in {work.compute} at up to {share:.0%} of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
+                f"{gpu.name}: products of the frozen base in {work.compute} at up to {share:.0%} "
+                f"of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
                 f"{'in one pass' if work.kernels == 'triton' else 'in several passes over memory: train.kernels = triton rounds them in one'}"
                 if of_codes
                 else f"{gpu.name} does not multiply {work.compute}: base.compute = {work.compute} is refused there"

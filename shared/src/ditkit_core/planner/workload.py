@@ -1,4 +1,5 @@
-"""What a step does apart from its model: how many micro-batches it has, in which formats they are multiplied, and who shares them."""
+"""What a step does apart from its model: how many micro-batches it has, in which formats they are
+multiplied, and who shares them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -27,18 +28,20 @@ class Workload:
     attention: str = "sdpa"
     """`train.attention`."""
     cuda_graphs: CudaGraphs = "off"
-    """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is split, streamed or offloaded nothing is replayed either:
-    `DeviceSpan.as_replayed` knows."""
+    """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is
+    split, streamed or offloaded nothing is replayed either: `DeviceSpan.as_replayed` knows."""
     kinds: int = 1
     """Kinds of micro-batches; a kind has inputs of its own once it is replayed."""
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
     extra_forwards: float = 0.0
-    """Mean number of further forwards in a step, which keep nothing (`prior.match_base`, `flow.target_guidance`, `flow.slider_positive`)."""
+    """Mean number of further forwards in a step, which keep nothing (`prior.match_base`,
+    `flow.target_guidance`, `flow.slider_positive`)."""
     rounding: str = ""
     """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None
-    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` is then the number of the rank that has most."""
+    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` is then the
+    number of the rank that has most."""
 
     @property
     def waiting(self) -> int:
@@ -47,11 +50,13 @@ class Workload:
 
     @property
     def has_cuda_graphs(self) -> bool:
-        """Whether the host launches no operation of a micro-batch. A work from `DeviceSpan.as_replayed` leaves no choice."""
+        """Whether the host launches no operation of a micro-batch. A work from
+        `DeviceSpan.as_replayed` leaves no choice."""
         return self.cuda_graphs != "off"
 
     def rounds(self, *, trains_all: bool) -> list["Round"]:
-        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set.
+        """The micro-batches with the highest peaks: one that begins a set of gradients, and one
+        that adds to a set.
 
         A replay always adds: its gradients have memory that stays, and begin as zeros.
         """
@@ -64,8 +69,13 @@ class Workload:
             return list(self.ranks.rounds)
         apart = not (trains_all or self.pipelined)  # else all are added to one set
         leaves = range(self.micro_batches)
-        sums = [max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
-        return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][: self.micro_batches]
+        sums = [
+            max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart
+            for odd in (0, 1)
+        ]
+        return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][
+            : self.micro_batches
+        ]
 
 
 class Round(NamedTuple):
@@ -74,9 +84,11 @@ class Round(NamedTuple):
     again: bool
     """Whether its gradients are added in place to the gradients of the one before."""
     sums: int = 0
-    """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
+    """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they
+    already have their parts of some."""
     unsharded: bool = False
-    """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to them."""
+    """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to
+    them."""
 
 
 class RankGradients(NamedTuple):

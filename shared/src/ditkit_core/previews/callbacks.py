@@ -1,4 +1,5 @@
-"""Samples of a model in training: generated on its devices, or by another process from a copy of its weights."""
+"""Samples of a model in training: generated on its devices, or by another process from a copy of
+its weights."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ def is_generated(folder: RunFolder, step: int) -> bool:
 
 
 class SamplesInPlace(Callback):
-    """Generates previews, and the samples of the finished model, with the model that trains; training waits for them."""
+    """Generates previews, and the samples of the finished model, with the model that trains;
+    training waits for them."""
 
     on_all_ranks = True
 
@@ -46,7 +48,8 @@ class SamplesInPlace(Callback):
             stages: Gives the transformers that take the denoising steps.
             on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
-            when_asked: Whether a user can ask for samples between them; `stages` must then give all transformers.
+            when_asked: Whether a user can ask for samples between them; `stages` must then give all
+                transformers.
         """
         self._when_asked = when_asked
         self._job, self._sampled, self._stages = job, sampled, stages
@@ -64,7 +67,9 @@ class SamplesInPlace(Callback):
 
     def resumed(self, step: int) -> None:
         # A signal or a kill came after the save of this step and before its preview was complete.
-        is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        is_due = (
+            self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        )
         if is_due and not self._shares.ranks.broadcast_object(is_generated(self._job.folder, step)):
             self._sample(step)
 
@@ -77,7 +82,9 @@ class SamplesInPlace(Callback):
     def _sample(self, step: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
         run, folder, stem = self._sampled, self._job.folder, f"step-{step:06d}"
         prompts = sample_prompts(run.data, run.data.dataset.samples)
-        generate_samples(run, self._stages(), prompts, folder.samples, stem, self._shares, is_stopping)
+        generate_samples(
+            run, self._stages(), prompts, folder.samples, stem, self._shares, is_stopping
+        )
         if self._shares.ranks.is_first:
             self._on_written(folder.path)
 
@@ -91,7 +98,8 @@ class QueuedPreviews(Callback):
         self._others = previews.saves_of_others(job.name)
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
-        # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
+        # After a signal too: it only copies the weights, and the next start generates what is left
+        # in the queue.
         every_steps = self._previews.every_steps
         return self._others is not None and bool(every_steps) and step % every_steps == 0
 
@@ -100,7 +108,9 @@ class QueuedPreviews(Callback):
         return self._others is not None and (bool(self._previews.every_steps) or not self._job.name)
 
     def resumed(self, step: int) -> None:
-        is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        is_due = (
+            self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        )
         folder, queued = self._job.folder, self._previews.queued(step, self._job.name)
         if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
             self._put(step)
@@ -109,7 +119,8 @@ class QueuedPreviews(Callback):
         self._put(step)
 
     def _put(self, step: int) -> None:
-        # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
+        # Training waits here for the copy alone, not for the samples. Of divided weights, only the
+        # trained ones are gathered.
         preview = Preview(step=step, expert=self._job.name, others=self._others or {})
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.

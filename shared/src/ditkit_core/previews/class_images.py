@@ -30,7 +30,8 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
     """Number of class images that are still to be generated.
 
     Args:
-        started: Whether training has begun. Then the answer is 0: only the base model can generate class images.
+        started: Whether training has begun. Then the answer is 0: only the base model can generate
+            class images.
     """
     config, prior, folder = data.config, data.config.prior, data.prior_folder
     # Any media counts, not only generated files: people put images of their own into the folder.
@@ -38,16 +39,23 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
     if missing <= 0:
         return 0
     if config.adapter.method == "full" or config.adapter.init:
-        setting = f"adapter.method = {config.adapter.method}" if config.adapter.method == "full" else "adapter.init"
+        setting = (
+            f"adapter.method = {config.adapter.method}"
+            if config.adapter.method == "full"
+            else "adapter.init"
+        )
         raise UserError(
-            f"prior.prompt: {missing} class images are missing in {folder}, and with {setting} they are not generated; put them there, "
+            f"prior.prompt: {missing} class images are missing in {folder}, and with {setting} "
+            f"they are not generated; put them there, "
             "each with a caption in a .txt file"
         )
-    # A metadata file decides what is in a dataset, so that generated images next to it would be ignored.
+    # A metadata file decides what is in a dataset, so that generated images next to it would be
+    # ignored.
     listed = lists_of(folder, image_folders=config.data.image_folders)
     if listed:
         raise UserError(
-            f"prior.prompt: {folder} has {listed[0]}, which does not list generated images; set prior.images = "
+            f"prior.prompt: {folder} has {listed[0]}, which does not list generated images; set "
+            f"prior.images = "
             f"{prior.images - missing} or leave prior.prompt empty"
         )
     return missing
@@ -66,7 +74,8 @@ def generate_class_images(
     extra_conditions: Mapping[str, Tensor] = MappingProxyType({}),
     shares: SampleShares = ALONE,
 ) -> list[Path]:
-    """Generate class images of the prompt with the seeds 0, 1, …, each with its caption next to it; existing files are kept.
+    """Generate class images of the prompt with the seeds 0, 1, …, each with its caption next to it;
+    existing files are kept.
 
     Ranks divide them as samples, and each writes its own.
 
@@ -83,15 +92,23 @@ def generate_class_images(
     sampling, negative = guided_by(bare.data, stages)
     (job,) = requests_of(
         SamplePrompt(
-            prompt=config.prior.prompt, references=(), frames=1, height=config.data.height, width=config.data.width
+            prompt=config.prior.prompt,
+            references=(),
+            frames=1,
+            height=config.data.height,
+            width=config.data.width,
         ),
         replace(sampling, images=1),
         conditions={**prompt_encoder(run.data).text(config.prior.prompt), **extra_conditions},
         negative=None if negative is None else {**negative, **extra_conditions},
         references=(),
     )
-    missing = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
-    seeds = shares.ranks.broadcast_object(missing)  # as the first rank sees them: others already write
+    missing = [
+        seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()
+    ][:count]
+    seeds = shares.ranks.broadcast_object(
+        missing
+    )  # as the first rank sees them: others already write
     local_seeds = [(seeds[index], counts) for index, counts in shares.local_indices(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
     jobs = (replace(job, seed=seed) for seed, _ in local_seeds)
@@ -110,12 +127,15 @@ def generate_class_images(
 def _write(path: Path, pixels: Tensor, prompt: str) -> None:
     if not pixels.isfinite().all():
         raise UserError(f"an image of {prompt!r} is not finite: the base's weights are broken")
-    # The caption first: after a crash between the two, an image without one would stop the next start.
+    # The caption first: after a crash between the two, an image without one would stop the next
+    # start.
     write_text(path.with_suffix(".txt"), prompt + "\n")
     write_image(path, pixels[:, 0])
 
 
-def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
+def encoded_class_images(
+    run: RunContext, stages: Sequence[DenoiserStage], count: int
+) -> list[EncodedSample]:
     """Generate class images and encode them; all ranks call it, and each does its share of both."""
     ranks = current_ranks()
     generate_class_images(run, stages, count, class_conditions(run.data), SampleShares.of(ranks))

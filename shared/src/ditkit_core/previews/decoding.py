@@ -16,7 +16,8 @@ from ditkit_core.planner.planned_step import Size
 
 
 class FittingDecoder:
-    """A `Decoder` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
+    """A `Decoder` that decodes in the first configured way that the GPU has room for when the first
+    sample is done; it prints which."""
 
     def __init__(self, auxiliary: Auxiliary, sizes: Sequence[Size]):
         """Choose nothing yet: transformers may not be loaded."""
@@ -28,7 +29,11 @@ class FittingDecoder:
         if self._chosen is None:
             auxiliary = self._auxiliary
             index = self._first_that_fits(auxiliary.decodings)
-            sampler = auxiliary.sampler if index == 0 else auxiliary.sampler_with(auxiliary.decodings[index:])
+            sampler = (
+                auxiliary.sampler
+                if index == 0
+                else auxiliary.sampler_with(auxiliary.decodings[index:])
+            )
             self._chosen = sampler.decoder
         return self._chosen.decode(latents)
 
@@ -43,7 +48,8 @@ class FittingDecoder:
             self._chosen.unload()
 
     def _first_that_fits(self, decodings: Sequence[VaeMode]) -> int:
-        """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left is tried, and then the host."""
+        """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left
+        is tried, and then the host."""
         device = self._auxiliary.device_of_sampler()
         if device.type != "cuda":
             return 0
@@ -53,7 +59,8 @@ class FittingDecoder:
         index, needed = first_that_fits(decodings, self._needed, free)
         if index:
             say(
-                f"samples are decoded {decodings[index].label}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
+                f"samples are decoded {decodings[index].label}: {device} has {free / 2**30:.1f} "
+                f"GiB left, and the VAE needs "
                 f"{needed[0] / 2**30:.1f} GiB {decodings[0].label}, {needed[-1] / 2**30:.1f} GiB so"
             )
         return index
@@ -64,8 +71,11 @@ class FittingDecoder:
         return max(_decoding_bytes(models, arch, paths, size, decoding) for size in self._sizes)
 
 
-def first_that_fits(decodings: Sequence[VaeMode], needed: Callable[[VaeMode], int], free: int) -> tuple[int, list[int]]:
-    """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it."""
+def first_that_fits(
+    decodings: Sequence[VaeMode], needed: Callable[[VaeMode], int], free: int
+) -> tuple[int, list[int]]:
+    """The index of the first way that memory has room for, or of the last one; and the bytes of all
+    ways up to it."""
     counted: list[int] = []
     for decoding in decodings:
         counted.append(needed(decoding))
@@ -84,4 +94,7 @@ def _decoding_bytes(
 ) -> int:
     mode: Literal["whole", "in tiles"] = "in tiles" if decoding.tiled else "whole"
     decoders = [model for model in models(arch, components) if model.stage == "sample"]
-    return max((measure_model(model, size, dtype=decoding.dtype, mode=mode).peak for model in decoders), default=0)
+    return max(
+        (measure_model(model, size, dtype=decoding.dtype, mode=mode).peak for model in decoders),
+        default=0,
+    )

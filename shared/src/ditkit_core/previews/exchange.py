@@ -1,4 +1,5 @@
-"""Previews of a model of two experts on the GPUs that train one of them: the other takes its place for its denoising steps."""
+"""Previews of a model of two experts on the GPUs that train one of them: the other takes its place
+for its denoising steps."""
 
 import socket
 from collections import Counter
@@ -53,19 +54,30 @@ def samples_in_place(
         # Decided together: machines may have different files, and different room.
         obstacle = next(filter(None, ranks.all_gather_object(obstacle)), "")
         if not obstacle:
-            num, obstacle = _ranks_with_room(run.expert, prepared, ranks, num_samples=sample.most_samples)
+            num, obstacle = _ranks_with_room(
+                run.expert, prepared, ranks, num_samples=sample.most_samples
+            )
             shares = replace(shares, num=num)
         if obstacle:
             warn(f"no previews of the {run.expert.name} expert: {obstacle}")
             every_steps = 0
     when_asked = not sample.device and (run.expert is None or every_steps > 0)
     return SamplesInPlace(
-        job, sampled, stages, on_written, every_steps=every_steps, when_asked=when_asked, shares=shares
+        job,
+        sampled,
+        stages,
+        on_written,
+        every_steps=every_steps,
+        when_asked=when_asked,
+        shares=shares,
     )
 
 
-def _exchanged(job: TrainingJob, jobs: Jobs, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:
-    """A function that gives all experts as stages: the one that trains as it is, the others with their saves."""
+def _exchanged(
+    job: TrainingJob, jobs: Jobs, prepared: Model
+) -> Callable[[], Sequence[DenoiserStage]]:
+    """A function that gives all experts as stages: the one that trains as it is, the others with
+    their saves."""
     run, sampled = job.run, jobs.run
     if obstacle := why_no_samples(sampled.config.model, sampled.experts):
         raise UserError(obstacle)
@@ -78,15 +90,20 @@ def _exchanged(job: TrainingJob, jobs: Jobs, prepared: Model) -> Callable[[], Se
     def stages() -> Sequence[DenoiserStage]:
         expert_stages = denoiser_stages(sampled, others)
         return [
-            replace(stage, opened=in_place) if expert == run.expert else _instead_of(prepared, stage)
+            replace(stage, opened=in_place)
+            if expert == run.expert
+            else _instead_of(prepared, stage)
             for expert, stage in zip(sampled.experts, expert_stages, strict=True)
         ]
 
     return stages
 
 
-def _ranks_with_room(expert: Expert, prepared: Model, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
-    """How many ranks, the first ones, can exchange the experts at the same time; and if none can, what they lack.
+def _ranks_with_room(
+    expert: Expert, prepared: Model, ranks: Ranks, *, num_samples: int
+) -> tuple[int, str]:
+    """How many ranks, the first ones, can exchange the experts at the same time; and if none can,
+    what they lack.
 
     Ranks that divide the weights can all do it, or none.
 
@@ -96,7 +113,11 @@ def _ranks_with_room(expert: Expert, prepared: Model, ranks: Ranks, *, num_sampl
     moved, free = parked_bytes(prepared.weights()), free_memory_bytes(torch.device("cpu"))
     # The other one streams as many blocks, from page-locked memory of its own.
     streamed = prepared.streamer is not None
-    needed = sum(tensor.nbytes for tensor in prepared.module.parameters()) if moved and streamed else moved
+    needed = (
+        sum(tensor.nbytes for tensor in prepared.module.parameters())
+        if moved and streamed
+        else moved
+    )
     most = ranks.size if ranks.shard > 1 else min(ranks.size, num_samples)
     asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
     num = num_with_room(asked[:most])
@@ -105,9 +126,12 @@ def _ranks_with_room(expert: Expert, prepared: Model, ranks: Ranks, *, num_sampl
         shortage = f"the host needs {needed / 2**30:.1f} GiB{suffix} and has {free / 2**30:.1f} GiB"
         return 0, f"to exchange the experts, {shortage}; set sample.device"
     if moved:
-        where = "the host" if num == most else f"the host, which has room for {num} of {most} ranks,"
+        where = (
+            "the host" if num == most else f"the host, which has room for {num} of {most} ranks,"
+        )
         say(
-            f"previews: the {expert.name} expert waits on {where} ({moved / 2**30:.1f} GiB{' each' * (num > 1)}) while the other one "
+            f"previews: the {expert.name} expert waits on {where} ({moved / 2**30:.1f} "
+            f"GiB{' each' * (num > 1)}) while the other one "
             "takes its steps"
         )
     return num, ""

@@ -37,7 +37,8 @@ def generate_samples(
     """Generate the samples of some prompts as the section says.
 
     Args:
-        stages: The transformers that take the denoising steps, the one of the highest noise levels first, without `sample.adapter`.
+        stages: The transformers that take the denoising steps, the one of the highest noise levels
+            first, without `sample.adapter`.
         prompts: What to sample; may be empty.
         stem: First part of the file names.
         shares: Which ranks generate which samples, called on all of them.
@@ -55,7 +56,9 @@ def generate_samples(
         jobs = encoder.requests(prompt, config, negative)
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
-    decoder = FittingDecoder(run.auxiliary, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
+    decoder = FittingDecoder(
+        run.auxiliary, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts]
+    )
     sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
     with progress("denoise", len(shares.local_indices(len(requests))) * config.steps) as bar:
 
@@ -67,7 +70,8 @@ def generate_samples(
 
 
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
-    """The stages with the adapters that are for samples alone, and without `base.assistant`, which is for training alone."""
+    """The stages with the adapters that are for samples alone, and without `base.assistant`, which
+    is for training alone."""
     dtype_of = loaded_dtype(run.spec, run.precision)
     return [
         _with(stage, adapters, dtype_of) if adapters else stage
@@ -83,15 +87,22 @@ def _with(
         with stage.opened() as opened:
             with added(opened[0], adapters, dtype_of):
                 yield opened
-            del opened  # before the stage closes: another transformer may come back into this memory
+            del (
+                opened
+            )  # before the stage closes: another transformer may come back into this memory
 
     return replace(stage, opened=opened)
 
 
-def guided_by(data: RunData, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
-    """The section with the model's own values where it sets none, and the encoded negative prompt if a stage is guided by it."""
+def guided_by(
+    data: RunData, stages: Sequence[DenoiserStage]
+) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
+    """The section with the model's own values where it sets none, and the encoded negative prompt
+    if a stage is guided by it."""
     defaults = data.spec.auxiliary.sample_defaults(data.auxiliary.arch)
     config = data.config.sample.resolved(defaults, warn)
     # A stage may have its own guidance.
     guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
-    return config, prompt_encoder(data).text(config.negative) if guided.uses_negative(defaults) else None
+    return config, prompt_encoder(data).text(config.negative) if guided.uses_negative(
+        defaults
+    ) else None

@@ -1,4 +1,5 @@
-"""The transformers that sample with a run's trained weights; an expert is loaded when its denoising steps begin."""
+"""The transformers that sample with a run's trained weights; an expert is loaded when its denoising
+steps begin."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -50,21 +51,30 @@ class ExpertWeights:
 def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> list[DenoiserStage]:
     """All experts of a run's model as stages; each is loaded when its denoising steps begin.
 
-    Ranks that divide the weights load and run each of them together. So they need samples that take equally many steps of each: no family
-    with experts has noise levels that depend on the size of a sample.
+    Ranks that divide the weights load and run each of them together. So they need samples that take
+    equally many steps of each: no family with experts has noise levels that depend on the size of a
+    sample.
 
     Args:
-        trained: Maps the name of an expert to its trained weights; experts that are missing use their base weights.
+        trained: Maps the name of an expert to its trained weights; experts that are missing use
+            their base weights.
     """
     chosen = run.config.sample.guidance
-    return [_stage(run, expert, trained.get(expert.name, ExpertWeights()), chosen) for expert in run.experts]
+    return [
+        _stage(run, expert, trained.get(expert.name, ExpertWeights()), chosen)
+        for expert in run.experts
+    ]
 
 
-def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
-    # Defaults for the noise levels of training and validation: sampling does not use them, and those set for one expert may leave
-    # no level to the other, which its checks would refuse.
+def _stage(
+    run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float
+) -> DenoiserStage:
+    # Defaults for the noise levels of training and validation: sampling does not use them, and
+    # those set for one expert may leave no level to the other, which its checks would refuse.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
-    if trained.folder is None and trained.preview is None:  # the adapter is zero, or comes from a file
+    if (
+        trained.folder is None and trained.preview is None
+    ):  # the adapter is zero, or comes from a file
         method = "lora" if config.adapter.method == "full" else config.adapter.method
         config = replace(config, adapter=replace(config.adapter, method=method, init=""))
     alone = with_config(run, config)
@@ -72,11 +82,14 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_model(unloaded, place_run(sampling, unloaded), sampling.config.train.seed, current_ranks())
+        prepared = load_model(
+            unloaded, place_run(sampling, unloaded), sampling.config.train.seed, current_ranks()
+        )
         origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
-            # A preview may be generated long after it was queued, when the other expert's save has been replaced.
+            # A preview may be generated long after it was queued, when the other expert's save has
+            # been replaced.
             has_save = trained.step is not None and folder.save(trained.step).is_dir()
             origin = f"at step {load_trained(prepared, folder, trained.step if has_save else None)}"
         elif trained.preview is not None:
@@ -87,17 +100,21 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
         say(f"sampling with the {expert.name} expert {origin}")
         yield prepared.module, engine_for(prepared, sampling.execution)
 
-    return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
+    return DenoiserStage(
+        opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma
+    )
 
 
 def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
     """A run that samples with an adapter, and its model on `meta`.
 
-    The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in
-    rank or scale, or the strength is not 1, the file is merged into the base instead.
+    The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its
+    modules differ in rank or scale, or the strength is not 1, the file is merged into the base
+    instead.
 
     Args:
-        file: `FILE` or `FILE@strength`; empty for none, or for trained weights that are loaded later.
+        file: `FILE` or `FILE@strength`; empty for none, or for trained weights that are loaded
+            later.
     """
     if not file:
         return run, build_model(run)
@@ -117,7 +134,9 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
     return sampling, build_model(sampling)
 
 
-def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[str, ExpertWeights], int]:
+def trained_weights_in(
+    jobs: Jobs, *, without: str | None = None
+) -> tuple[dict[str, ExpertWeights], int]:
     """The saved weights of a run's experts.
 
     Returns:
@@ -138,21 +157,27 @@ def load_preview_weights(prepared: Model, path: Path) -> None:
     weights = read_weights(path)
     with prepared.readable():
         parameters = trainable_parameters(prepared.module)
-        if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+        if {name: value.shape for name, value in weights.items()} != {
+            n: p.shape for n, p in parameters.items()
+        }:
             raise UserError(f"{path} contains the weights of another model or adapter; remove it")
         copy_values(parameters, weights)
     if prepared.streamer is not None:
-        prepared.streamer.host_changed()  # streamed blocks are copied from page-locked buffers, which must be refilled
+        # streamed blocks are copied from page-locked buffers, which must be refilled
+        prepared.streamer.host_changed()
 
 
 def generate_trained(jobs: Jobs, folder: RunFolder, step: int) -> None:
-    """Generate the samples of a finished run with all trained experts, one loaded at a time; all ranks call it."""
+    """Generate the samples of a finished run with all trained experts, one loaded at a time; all
+    ranks call it."""
     run, ranks = jobs.run, current_ranks()
     prompts = sample_prompts(run.data, run.data.dataset.samples)
     if not prompts:
         return
     # Decided together: machines may have different files.
-    if obstacle := next(filter(None, ranks.all_gather_object(why_no_samples(run.config.model, run.experts))), ""):
+    if obstacle := next(
+        filter(None, ranks.all_gather_object(why_no_samples(run.config.model, run.experts))), ""
+    ):
         say(f"no samples: {obstacle}")
         return
     stages, shares = denoiser_stages(run, trained_weights_in(jobs)[0]), SampleShares.of(ranks)
@@ -160,7 +185,8 @@ def generate_trained(jobs: Jobs, folder: RunFolder, step: int) -> None:
 
 
 def why_no_samples(model: ModelPaths, experts: Sequence[Expert]) -> str:
-    """Why a run of one expert cannot sample: another expert is missing. Empty if all are here or in the hub's cache."""
+    """Why a run of one expert cannot sample: another expert is missing. Empty if all are here or in
+    the hub's cache."""
     for expert in experts:
         try:
             location = model.here(expert.part) or model.fetched_description(expert.part)

@@ -1,6 +1,8 @@
-"""The process that generates previews: `python -m ditkit_core.previews.worker SPEC FOLDER DEVICE STREAMED [FILE…]`, started by `manager.py`.
+"""The process that generates previews: `python -m ditkit_core.previews.worker SPEC FOLDER DEVICE
+STREAMED [FILE…]`, started by `manager.py`.
 
-It generates the previews of a run's queue, in order, and ends when none is left or when its parent ends.
+It generates the previews of a run's queue, in order, and ends when none is left or when its parent
+ends.
 """
 
 import os
@@ -38,18 +40,26 @@ def main(arguments: Sequence[str]) -> int:
     """Generate all previews of a queue.
 
     Args:
-        arguments: `ModelSpec.import_path`; the run's folder; `cpu` or `cuda`; number of streamed blocks; names of queue files to skip.
+        arguments: `ModelSpec.import_path`; the run's folder; `cpu` or `cuda`; number of streamed
+            blocks; names of queue files to skip.
 
     Returns:
         The exit status of `work`.
     """
     import_path, folder, device, streamed, *skipped = arguments
     compute_fp32_in_fp32()
-    return work(lambda: generate_waiting(ModelSpec.at(import_path), Path(folder), device, int(streamed), skipped))
+    return work(
+        lambda: generate_waiting(
+            ModelSpec.at(import_path), Path(folder), device, int(streamed), skipped
+        )
+    )
 
 
-def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
-    """Generate the queued previews of a run's folder, including those that are added meanwhile; each file is removed when it is done.
+def generate_waiting(
+    spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()
+) -> None:
+    """Generate the queued previews of a run's folder, including those that are added meanwhile;
+    each file is removed when it is done.
 
     A file that somebody else removes meanwhile is no error.
 
@@ -63,11 +73,17 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         torch.set_num_threads(config.train.threads)
     jobs = jobs_of(create_run(spec, config, fetch=True))
     run = jobs.run
-    prompts = sample_prompts(run.data, [] if run.config.sample.prompts else run.data.dataset.samples)
+    prompts = sample_prompts(
+        run.data, [] if run.config.sample.prompts else run.data.dataset.samples
+    )
     prepared: Model | None = None
-    while waiting := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
+    while waiting := [
+        file for file in queued(RunFolder(path).pending) if file.name not in left_out
+    ]:
         file = waiting[0]
-        say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
+        say(
+            f"process {os.getpid()}{GENERATES}{file.name}"
+        )  # first: the parent reads here which file failed
         try:
             written = file.stat().st_mtime_ns
             prepared = _generate(jobs, prepared, file, prompts)
@@ -77,12 +93,15 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
             say(f"{file.name} was removed")
             continue
         with suppress(FileNotFoundError):
-            # A run that was set back to an earlier save may have queued this step again: then its file stays.
+            # A run that was set back to an earlier save may have queued this step again: then its
+            # file stays.
             if file.stat().st_mtime_ns == written:
                 file.unlink()
 
 
-def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[SamplePrompt]) -> Model | None:
+def _generate(
+    jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[SamplePrompt]
+) -> Model | None:
     """Generate the preview of one file.
 
     Args:
@@ -90,7 +109,8 @@ def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[
         prepared: The model, if it has one transformer and is loaded already.
 
     Returns:
-        The loaded model for the next file; None for a model with experts, which are loaded for each preview.
+        The loaded model for the next file; None for a model with experts, which are loaded for each
+        preview.
     """
     preview, run = read_preview(file), jobs.run
     job = jobs.named(preview.expert)
@@ -98,7 +118,8 @@ def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[
         raise UserError(f"{file} contains weights of no expert that this run trains; remove it")
     stages: Sequence[DenoiserStage]
     if run.experts:
-        # The expert of the preview with its weights, the others with their saves at the time it was queued.
+        # The expert of the preview with its weights, the others with their saves at the time it was
+        # queued.
         trained = {
             other.name: ExpertWeights(folder=other.folder.path, step=preview.others[other.name])
             for other in jobs

@@ -15,7 +15,13 @@ from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.sampling.config import SampleConfig
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 
@@ -24,19 +30,25 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The `[experts]` section: for models of two transformers that split the noise levels between them (Wan 2.2 A14B)."""
+    """The `[experts]` section: for models of two transformers that split the noise levels between
+    them (Wan 2.2 A14B)."""
 
     train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
-    """Which experts to train. Both are trained one after the other, each in its own folder of the run; only one is in memory."""
+    """Which experts to train. Both are trained one after the other, each in its own folder of the
+    run; only one is in memory."""
     rank: tuple[int, ...] = setting((), resume="refused")
-    """adapter.rank of the high-noise and the low-noise expert. One number is for both; empty means adapter.rank."""
+    """adapter.rank of the high-noise and the low-noise expert. One number is for both; empty means
+    adapter.rank."""
     lr: tuple[float, ...] = setting((), resume="stated")
-    """optim.lr of the high-noise and the low-noise expert. One number is for both; empty means optim.lr."""
+    """optim.lr of the high-noise and the low-noise expert. One number is for both; empty means
+    optim.lr."""
     steps: tuple[int, ...] = setting((), resume="free")
-    """train.steps of the high-noise and the low-noise expert. One number is for both; empty means train.steps."""
+    """train.steps of the high-noise and the low-noise expert. One number is for both; empty means
+    train.steps."""
 
     def of(self, name: str, index: int, otherwise: Number) -> Number:
-        """The `rank`, `lr` or `steps` of an expert, by its index; `otherwise` if the section sets none."""
+        """The `rank`, `lr` or `steps` of an expert, by its index; `otherwise` if the section sets
+        none."""
         values: tuple[Number, ...] = getattr(self, name)
         return values[index if len(values) > 1 else 0] if values else otherwise
 
@@ -85,8 +97,9 @@ class RunConfig:
         return replace(self, train=execution.within(self.train), base=execution.within(self.base))
 
     def on_device(self, device: str, streamed: int = 0) -> "RunConfig":
-        """The configuration for running the model on one device, which need not be one that it trains on, and which also encodes prompts that the cache has
-        lost meanwhile; the weights of `streamed` blocks stay in host memory."""
+        """The configuration for running the model on one device, which need not be one that it
+        trains on, and which also encodes prompts that the cache has lost meanwhile; the weights of
+        `streamed` blocks stay in host memory."""
         train = replace(
             self.train,
             device=device,
@@ -98,7 +111,10 @@ class RunConfig:
             swap_blocks=(streamed,) if streamed else (),
         )
         return replace(
-            self, train=train, encode=replace(self.encode, device=device), sample=replace(self.sample, device="")
+            self,
+            train=train,
+            encode=replace(self.encode, device=device),
+            sample=replace(self.sample, device=""),
         )
 
 
@@ -119,10 +135,14 @@ _KEYS = {
         "sample.guidance sample.negative sample.adapter sample.vae_tiling",
         "Model": "model.base train.devices base.quantize",
     },
-    "export": {"Files": "export.forms export.dtype export.merged", "Model": "model.base model.preset"},
+    "export": {
+        "Files": "export.forms export.dtype export.merged",
+        "Model": "model.base model.preset",
+    },
     "watch": {"The run": "run.folder"},
 }
 KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
-    command: {title: keys.split() for title, keys in titles.items()} for command, titles in _KEYS.items()
+    command: {title: keys.split() for title, keys in titles.items()}
+    for command, titles in _KEYS.items()
 }
 """The keys that the short help of each command explains, by title."""

@@ -1,4 +1,5 @@
-"""A run's context: its configuration, completed with the values of its model family and architecture."""
+"""A run's context: its configuration, completed with the values of its model family and
+architecture."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,8 +52,11 @@ class RunContext:
 
     @property
     def expert(self) -> Expert | None:
-        """The expert that the run trains; None if the model has one transformer, or the run trains several experts."""
-        return next((expert for expert in self.experts if expert.name == self.config.experts.train), None)
+        """The expert that the run trains; None if the model has one transformer, or the run trains
+        several experts."""
+        return next(
+            (expert for expert in self.experts if expert.name == self.config.experts.train), None
+        )
 
     @property
     def trains_several(self) -> bool:
@@ -71,14 +75,20 @@ class RunContext:
 
     @cached_property
     def stored_formats(self) -> Mapping[str, str]:
-        """Format in which the blocks' matrices of a local file are held, by layer; none for those that are dense, or if the file is not local."""
+        """Format in which the blocks' matrices of a local file are held, by layer; none for those
+        that are dense, or if the file is not local."""
         path = self.config.model.here(self.component)
         # The format of files that are still to be downloaded is unknown.
-        if self.arch is None or path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
+        if (
+            self.arch is None
+            or path is None
+            or (path.is_dir() and not any(path.glob("*.safetensors")))
+        ):
             return {}
         try:
             return formats_of_file(self.spec, self.arch, open_weights(path), self.precision)
-        # Raised again where the file is needed; a plan by model.preset or a config.json does not need it.
+        # Raised again where the file is needed; a plan by model.preset or a config.json does not
+        # need it.
         except UserError:
             return {}
 
@@ -90,12 +100,14 @@ class RunContext:
 
     @property
     def base_format(self) -> str:
-        """Format of the blocks' matrices in memory: as `base.quantize` configures it, else as their file has them."""
+        """Format of the blocks' matrices in memory: as `base.quantize` configures it, else as their
+        file has them."""
         return self.stored_as if self.config.base.quantize == "none" else self.config.base.quantize
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices that the model is split across, usually one. Inputs go to the first, which also decodes samples."""
+        """The devices that the model is split across, usually one. Inputs go to the first, which
+        also decodes samples."""
         return self.config.train.torch_devices
 
     @cached_property
@@ -106,7 +118,8 @@ class RunContext:
 
     @property
     def for_class_images(self) -> "RunContext":
-        """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
+        """The run as class images are generated: without the adapters of [sample], and without
+        steps and guidance that are for these."""
         sample = self.config.sample.without_adapters
         if sample is self.config.sample:
             return self
@@ -164,14 +177,18 @@ class RunContext:
     def with_arch(self, arch: Any) -> "RunContext":
         """The run with an architecture that was only known after its files were downloaded.
 
-        It starts again from what was asked for, because the first `create_run` completed it without an architecture.
+        It starts again from what was asked for, because the first `create_run` completed it without
+        an architecture.
         """
         return self if arch == self.arch else create_run(*self.request, arch)
 
 
-def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None, *, fetch: bool = False) -> RunContext:
-    """Complete a configuration once with the values that the model decides. Its architecture is read from local files, without loading any weights; with
-    `fetch`, a missing description is downloaded."""
+def create_run(
+    spec: ModelSpec, config: RunConfig, arch: Any = None, *, fetch: bool = False
+) -> RunContext:
+    """Complete a configuration once with the values that the model decides. Its architecture is
+    read from local files, without loading any weights; with `fetch`, a missing description is
+    downloaded."""
     request, model = RunRequest(spec, config), config.model
     if arch is None:
         # Raised again where the model is built: some commands need no architecture.

@@ -22,8 +22,13 @@ from ditkit_core.run.config import RunConfig
 
 
 def _say_repeats_in_names(folders: Collection[Path]) -> None:
-    """Say that numbers in names such as 10_cat, which kohya's programs read as repeats, are not read, and what to set."""
-    repeats = {folder: match[1] for folder in sorted(folders) if (match := re.match(r"(\d{1,4})_.", folder.name))}
+    """Say that numbers in names such as 10_cat, which kohya's programs read as repeats, are not
+    read, and what to set."""
+    repeats = {
+        folder: match[1]
+        for folder in sorted(folders)
+        if (match := re.match(r"(\d{1,4})_.", folder.name))
+    }
     if not repeats:
         return
     numbers = ", ".join(repeats.values())
@@ -34,13 +39,15 @@ def _say_repeats_in_names(folders: Collection[Path]) -> None:
         else "with one folder they change nothing, train.steps does"
     )
     say(
-        f"data.folder: {' '.join(folder.name for folder in repeats)}: numbers in names of folders are not read as repeats; {remedy}"
+        f"data.folder: {' '.join(folder.name for folder in repeats)}: numbers in names of folders "
+        f"are not read as repeats; {remedy}"
     )
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The dataset that a run reads, the cache, and what encodes one into the other. The dataset is scanned once, on first use."""
+    """The dataset that a run reads, the cache, and what encodes one into the other. The dataset is
+    scanned once, on first use."""
 
     config: RunConfig
     auxiliary: Auxiliary
@@ -85,7 +92,8 @@ class RunData:
         if masked := sum(sample.mask is not None for sample in dataset.samples):
             outside = self.config.train.mask_weight
             say(
-                f"{key}: {masked} of {len(dataset.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
+                f"{key}: {masked} of {len(dataset.samples)} samples have loss masks; "
+                f"train.mask_weight = {outside:g} outside"
             )
         sizes = [(sample.height, sample.width) for sample in dataset.samples]
         if config.buckets is True or config.resolutions:
@@ -97,7 +105,8 @@ class RunData:
             seconds = f"{min(config.lengths) / dataset.fps:.2g} s at {dataset.fps:g} fps"
             lengths = describe_lengths(sample.frames for sample in shortened)
             say(
-                f"{key}: {len(shortened)} of {len(dataset.samples)} samples are shorter than {min(config.lengths)} frames ({seconds}) and are trained "
+                f"{key}: {len(shortened)} of {len(dataset.samples)} samples are shorter than "
+                f"{min(config.lengths)} frames ({seconds}) and are trained "
                 f'with the frames that they have ({lengths}); data.short_clips = "skip" leaves them out'
             )
         if config.frame_buckets or config.windows != "first":
@@ -108,7 +117,8 @@ class RunData:
 
     @property
     def prior_data(self) -> DataConfig | None:
-        """How the class images are read; None if the run uses none, or all are still to be generated."""
+        """How the class images are read; None if the run uses none, or all are still to be
+        generated."""
         prior = self.config.prior
         if not prior.wanted or (prior.class_prompt and not count_media(self.prior_folder)):
             return None
@@ -116,8 +126,11 @@ class RunData:
 
     def prior_samples(self) -> list[Sample]:
         """The class images of prior preservation that exist already, under ids of their own."""
-        samples = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
-        # Marked: a class image may have the file name of a sample, and the cache and the loader go by ids.
+        samples = (
+            () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
+        )
+        # Marked: a class image may have the file name of a sample, and the cache and the loader go
+        # by ids.
         return [replace(sample, id=PRIOR_MARK + sample.id) for sample in samples]
 
     @property
@@ -128,5 +141,6 @@ class RunData:
 
     @property
     def fps(self) -> float:
-        """Frames per second of generated samples, and of clips unless the dataset sets another rate."""
+        """Frames per second of generated samples, and of clips unless the dataset sets another
+        rate."""
         return self.config.data.fps or self.spec.data.fps

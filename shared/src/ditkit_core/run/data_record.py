@@ -1,4 +1,5 @@
-"""`data.json`: the record of the samples that a run trains on, which a run that continues is compared with.
+"""`data.json`: the record of the samples that a run trains on, which a run that continues is
+compared with.
 
 It has no folder in it: data that was moved is the same data.
 """
@@ -17,7 +18,8 @@ EMPTY_CAPTION = "(empty caption)"
 BASE_WEIGHTS = "(base weights)"
 """Key of the fingerprint of the base."""
 BASE_CAPTION = "(caption of the steps that match the base)"
-"""Key of `prior.prompt` with `prior.match_base`. It is there so that the cache's entry is not pruned; a run may change it."""
+"""Key of `prior.prompt` with `prior.match_base`. It is there so that the cache's entry is not
+pruned; a run may change it."""
 SLIDER_CAPTIONS = "(prompts of the slider)"
 """Key of the prompts of a slider but the empty one. A run may not change them."""
 NO_SAMPLES = {EMPTY_CAPTION, BASE_WEIGHTS, BASE_CAPTION, SLIDER_CAPTIONS}
@@ -32,7 +34,8 @@ def keys_of(encoded: Sequence[EncodedSample]) -> dict[str, list[str]]:
 
 
 def read_record(folder: RunFolder) -> dict[str, Any] | None:
-    """The record of the samples that a run was trained on; None before its first save, because until then nothing depends on them."""
+    """The record of the samples that a run was trained on; None before its first save, because
+    until then nothing depends on them."""
     if not (folder.data_file.exists() and folder.has_save):
         return None
     record = read_json_object(folder.data_file, _REMEDY)
@@ -44,7 +47,10 @@ def read_record(folder: RunFolder) -> dict[str, Any] | None:
 
 def write_record(folder: RunFolder, record: Mapping[str, Any]) -> None:
     """Write the record with its digest."""
-    write_text(folder.data_file, json.dumps({**record, _DIGEST: json_hash(record)}, indent=0, sort_keys=True))
+    write_text(
+        folder.data_file,
+        json.dumps({**record, _DIGEST: json_hash(record)}, indent=0, sort_keys=True),
+    )
 
 
 def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:

@@ -28,17 +28,23 @@ class Encoded(NamedTuple):
 
 
 def encode_all(data: RunData, *, with_class_prompt: bool = False) -> Encoded:
-    """Encode every sample, and the texts and references of the samples to generate, into the cache; and the prompt of class images, if some are still to be
-    generated."""
+    """Encode every sample, and the texts and references of the samples to generate, into the cache;
+    and the prompt of class images, if some are still to be generated."""
     dataset, config = data.dataset, data.config
-    # Called for its check alone: fails now, not after hours of encoding, if nothing would be left to train on.
-    split_held_out([sample.id for sample in dataset.samples], config.held_out.clips, files_of(dataset.samples))
+    # Called for its check alone: fails now, not after hours of encoding, if nothing would be left
+    # to train on.
+    split_held_out(
+        [sample.id for sample in dataset.samples], config.held_out.clips, files_of(dataset.samples)
+    )
     prompts = sample_prompts(data, dataset.samples, warn=warn)
     is_used = with_class_prompt or bool(config.prior.match_base)
     texts = [*_texts(data, prompts), *filter(None, [config.prior.prompt if is_used else ""])]
     failed: list[tuple[str, str]] = []
-    encoded = encode_samples(data, [*dataset.samples, *data.prior_samples()], dataset.fps, texts, failed)
-    # Class images alone are nothing to train on, so the check below counts the dataset's own samples.
+    encoded = encode_samples(
+        data, [*dataset.samples, *data.prior_samples()], dataset.fps, texts, failed
+    )
+    # Class images alone are nothing to train on, so the check below counts the dataset's own
+    # samples.
     dataset_ids = {sample.id for sample in dataset.samples}
     if not any(sample.id in dataset_ids for sample in encoded):
         raise NothingToTrain.after([failure for failure in failed if failure[0] in dataset_ids])
@@ -61,7 +67,8 @@ def encode_samples(
     texts: Sequence[str] = (),
     failed: list[tuple[str, str]] | None = None,
 ) -> list[EncodedSample]:
-    """Encode some samples and texts into the cache; `failed` receives the ids of samples that were left out, and why."""
+    """Encode some samples and texts into the cache; `failed` receives the ids of samples that were
+    left out, and why."""
     make_current([data.auxiliary.device])
 
     def left_out(sample: Sample, error: UserError) -> None:
@@ -75,23 +82,35 @@ def encode_samples(
         mask_weight=config.train.mask_weight,
         flips=config.data.flip,
         empty_captions=config.flow.target_guidance != 1,
-        slider=(config.flow.slider_positive, config.flow.slider_negative) if config.flow.slider_positive else None,
+        slider=(config.flow.slider_positive, config.flow.slider_negative)
+        if config.flow.slider_positive
+        else None,
     )
     on_bad = left_out if config.data.on_bad == "skip" else None
-    return encode(samples, encoders, data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)
+    return encode(
+        samples,
+        encoders,
+        data.cache,
+        extra_captions=texts,
+        progress=_encode_progress,
+        on_bad=on_bad,
+    )
 
 
 def sample_prompts(
     data: RunData, samples: Sequence[Sample], warn: Callable[[str], None] | None = None
 ) -> list[SamplePrompt]:
-    """The prompts of the samples to generate: the ones in [sample], or the first captions of the dataset, no longer than their clips.
+    """The prompts of the samples to generate: the ones in [sample], or the first captions of the
+    dataset, no longer than their clips.
 
-    With data.on_bad = skip, captions whose conditions cannot be read are skipped, because encoding leaves those samples out.
+    With data.on_bad = skip, captions whose conditions cannot be read are skipped, because encoding
+    leaves those samples out.
     """
     section, config, auxiliary = data.config.data, data.config.sample, data.auxiliary
     readers = auxiliary.readers if section.on_bad == "skip" and not config.prompts else None
     if readers is not None:
-        # All captions are candidates here: how many of the first are unusable is only known once they are read.
+        # All captions are candidates here: how many of the first are unusable is only known once
+        # they are read.
         config = replace(config, captions=len(samples) if config.captions else 0)
     prompts = choose_prompts(
         config,
@@ -127,7 +146,8 @@ def _encode_controls(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
 
 def _texts(data: RunData, prompts: Sequence[SamplePrompt]) -> list[str]:
     sample, arch = data.config.sample, data.auxiliary.arch
-    # Without a transformer's files nothing says whose negative prompt it would be; what samples needs them, and encodes it then.
+    # Without a transformer's files nothing says whose negative prompt it would be; what samples
+    # needs them, and encodes it then.
     if arch is not None:
         sample = sample.resolved(data.spec.auxiliary.sample_defaults(arch), lambda unused: None)
     negative = "" if sample.negative == AUTHORS_NEGATIVE else sample.negative

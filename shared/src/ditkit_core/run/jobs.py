@@ -1,7 +1,9 @@
-"""What a run trains: a list of jobs, one for each transformer. Two experts are two jobs, trained one after the other.
+"""What a run trains: a list of jobs, one for each transformer. Two experts are two jobs, trained
+one after the other.
 
-Everything that a run does is done for each of its jobs, so nothing else needs to know of experts. They share no trained weight: the result is bitwise
-identical to training each of them in a run of its own.
+Everything that a run does is done for each of its jobs, so nothing else needs to know of experts.
+They share no trained weight: the result is bitwise identical to training each of them in a run of
+its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +44,8 @@ class TrainingJob:
 
     @property
     def settings(self) -> RunConfig:
-        """Its configuration as its folder stores it: as the user wrote it, without the values that the model decides."""
+        """Its configuration as its folder stores it: as the user wrote it, without the values that
+        the model decides."""
         return self.run.request.config
 
     def changes(self) -> list[ConfigChange]:
@@ -56,7 +59,8 @@ class TrainingJob:
         return step if step is not None and step >= self.run.config.train.steps else None
 
     def saved_step(self, passed_over: Callable[[str], None] = warn) -> int | None:
-        """The step of the latest save, after checking all its files; None without a save. `passed_over` gets a line for each damaged one."""
+        """The step of the latest save, after checking all its files; None without a save.
+        `passed_over` gets a line for each damaged one."""
         save = latest(self.folder.state, passed_over)
         return None if save is None else int(save.name.removeprefix("step-"))
 
@@ -66,7 +70,8 @@ class Jobs:
     """The jobs of a run, in the order in which they are trained."""
 
     run: RunContext
-    """The run of all of them, which generates the samples; the run of the job, if there is one job."""
+    """The run of all of them, which generates the samples; the run of the job, if there is one
+    job."""
     all: tuple[TrainingJob, ...]
 
     def __iter__(self) -> Iterator[TrainingJob]:
@@ -79,17 +84,21 @@ class Jobs:
 
     @property
     def in_folders(self) -> tuple[TrainingJob, ...]:
-        """The jobs that have folders of their own inside the run's folder, which collects their results; none if the run is its only job."""
+        """The jobs that have folders of their own inside the run's folder, which collects their
+        results; none if the run is its only job."""
         return self.all if self.run.trains_several else ()
 
     def named(self, name: str) -> TrainingJob | None:
-        """The job of an expert, or of the only transformer, whose name is empty; None if the run trains no such expert."""
+        """The job of an expert, or of the only transformer, whose name is empty; None if the run
+        trains no such expert."""
         return next((job for job in self if job.name == name), None)
 
     @cached_property
     def largest(self) -> RunContext:
-        """The run of the job that needs most memory, since one is in memory at a time. It generates the samples of the whole run."""
-        # Experts have equal shapes, so only the adapter's rank and the format of the base make a difference.
+        """The run of the job that needs most memory, since one is in memory at a time. It generates
+        the samples of the whole run."""
+        # Experts have equal shapes, so only the adapter's rank and the format of the base make a
+        # difference.
         job = max(self, key=lambda job: (job.run.config.adapter.rank, job.run.stored_as == "none"))
         if job.run is self.run:
             return self.run
@@ -98,7 +107,10 @@ class Jobs:
     def notes(self) -> Iterator[str]:
         """Lines about experts for a plan."""
         if self.run.trains_several:
-            names, planned = ", ".join(expert.name for expert in self.run.experts), self.largest.expert
+            names, planned = (
+                ", ".join(expert.name for expert in self.run.experts),
+                self.largest.expert,
+            )
             assert planned is not None
             yield f"experts {names} are trained one after the other, with one in memory at a time: this plan is for {planned.name}"
 
@@ -110,19 +122,24 @@ def jobs_of(run: RunContext, init_from: str = "") -> Jobs:
         return Jobs(run=alone, all=(TrainingJob(run=alone, init_from=init_from),))
     runs = [with_config(run, config_of(run, expert)) for expert in run.experts]
     starts = [_start_of_expert(init_from, expert) for expert in run.experts]
-    return Jobs(run=run, all=tuple(TrainingJob(run=r, init_from=s) for r, s in zip(runs, starts, strict=True)))
+    return Jobs(
+        run=run,
+        all=tuple(TrainingJob(run=r, init_from=s) for r, s in zip(runs, starts, strict=True)),
+    )
 
 
 def config_of(run: RunContext, expert: Expert) -> RunConfig:
     """The configuration that trains one expert of a run, as its folder stores it.
 
-    In a run of several, each has a folder named after it, all share one cache, and none generates samples by itself.
+    In a run of several, each has a folder named after it, all share one cache, and none generates
+    samples by itself.
     """
     config = own_settings(run.request.config, run.experts, expert)
     if not run.trains_several:
         return config
     prior = config.prior
-    # By default class images are in the run's folder; without this each expert would generate its own.
+    # By default class images are in the run's folder; without this each expert would generate its
+    # own.
     if prior.class_prompt and not prior.folder:
         prior = replace(prior, folder=str(run.data.prior_folder))
     return replace(
@@ -147,10 +164,12 @@ def _start_of_expert(init_from: str, expert: Expert) -> str:
         raise UserError(f"--init-from {init_from} does not exist; {path_remedy(init_from)}")
     if source.has_save:
         raise UserError(
-            f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
+            f"--init-from {init_from} is a run of one transformer, and this run trains both "
+            f"experts; name the folder of a run of both, or train "
             f"the one expert that it trained: --experts.train NAME --init-from {init_from}"
         )
     raise UserError(
-        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and this run trains both experts; name the "
+        f"--init-from {init_from} has no save of the {expert.name} expert (none in "
+        f"{inside.state}), and this run trains both experts; name the "
         "folder of a run of both, or train one with --experts.train NAME --init-from ITS_RUN"
     )

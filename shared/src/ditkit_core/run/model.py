@@ -29,9 +29,11 @@ from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
-def load_model(unloaded: Model, placement: Placement, seed: int, ranks: Ranks | None = None) -> Model:
-    """Load the weights onto the devices of a placement, with the adapters' first values by the run's seed. Where ranks divide the weights, each loads its
-    rows."""
+def load_model(
+    unloaded: Model, placement: Placement, seed: int, ranks: Ranks | None = None
+) -> Model:
+    """Load the weights onto the devices of a placement, with the adapters' first values by the
+    run's seed. Where ranks divide the weights, each loads its rows."""
     if ranks is not None and ranks.shard > 1:
         return load_divided(unloaded, placement, ranks, placement.embed, seed=seed)
     if placement.split_points:
@@ -43,10 +45,13 @@ def load_model(unloaded: Model, placement: Placement, seed: int, ranks: Ranks | 
 
 
 def build_model(run: RunContext) -> Model:
-    """The model on `meta`, matched with its files and with its adapters injected. Faults of either are raised here."""
+    """The model on `meta`, matched with its files and with its adapters injected. Faults of either
+    are raised here."""
     config = run.config
     sections = (config.model, config.adapter, config.base)
-    unloaded = model_on_meta(run.spec, *sections, precision=run.precision, component=run.component, say=say)
+    unloaded = model_on_meta(
+        run.spec, *sections, precision=run.precision, component=run.component, say=say
+    )
     check_adapted(run.spec, config.export, unloaded.module)
     check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.module))))
     streams = run.spec.architecture.token_streams(unloaded.origin.arch)
@@ -55,7 +60,8 @@ def build_model(run: RunContext) -> Model:
 
 
 def fingerprints_of(config: RunConfig, component: str, base: SafetensorsSource) -> dict[str, str]:
-    """Of the weights of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key."""
+    """Of the weights of the base, and of each adapter file that is merged into it, stays next to it
+    or starts what is trained: by key."""
     named = enumerate(config.base.files(component))
     paths = {f"{key}[{index}]": parse_merge(entry, key)[0] for index, (key, entry) in named}
     if config.adapter.init:
@@ -66,7 +72,8 @@ def fingerprints_of(config: RunConfig, component: str, base: SafetensorsSource) 
 
 
 def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
-    """What trackers show of a run: the part of a run of several experts has that run's name before its own."""
+    """What trackers show of a run: the part of a run of several experts has that run's name before
+    its own."""
     is_part = run.expert is not None and folder.name == run.expert.name
     name = f"{RunFolder(folder.path.parent).name}-{folder.name}" if is_part else folder.name
     return TrackedRun(name=name, settings=redact_paths(type(run.config), config_values(run.config)))
@@ -74,7 +81,11 @@ def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
 
 def export_metadata(job: TrainingJob, prepared: Model, step: int, *, data: str) -> dict[str, str]:
     """The header of an exported file: where it came from. Paths of this machine are redacted."""
-    versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "ditkit": ditkit_core.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     run = job.run
     model = run.config.model
     return {

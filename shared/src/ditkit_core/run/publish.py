@@ -20,16 +20,25 @@ _README = "README.md"
 
 
 def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | None = None) -> None:
-    """Make the model card of exported files, adapters or folders of whole transformers, and upload both if asked.
+    """Make the model card of exported files, adapters or folders of whole transformers, and upload
+    both if asked.
 
-    Nothing else is uploaded than these files, the card, and the newest samples of their run; without one, the first file may be in the exports of one.
+    Nothing else is uploaded than these files, the card, and the newest samples of their run;
+    without one, the first file may be in the exports of one.
     """
     check_hub(hub)
     around = RunFolder(paths[0].absolute().parent.parent)
-    if run is None and around.exports == paths[0].absolute().parent and around.config_file.is_file():
+    if (
+        run is None
+        and around.exports == paths[0].absolute().parent
+        and around.config_file.is_file()
+    ):
         run = around
     files = [_described(spec, path) for path in paths]
-    step = max(int(text) if (text := file.header.get("ditkit.step", "")).isdecimal() else -1 for file in files)
+    step = max(
+        int(text) if (text := file.header.get("ditkit.step", "")).isdecimal() else -1
+        for file in files
+    )
     samples = {} if run is None else _samples_of(run, step)
     card = Card(
         spec=spec,
@@ -54,7 +63,11 @@ def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | N
         if path.is_file():
             uploads[file.path] = path
             continue
-        inside = [part for part in sorted(path.iterdir()) if part.is_file() and not part.name.startswith(".")]
+        inside = [
+            part
+            for part in sorted(path.iterdir())
+            if part.is_file() and not part.name.startswith(".")
+        ]
         uploads |= {f"{path.name}/{part.name}": part for part in inside}
     uploads |= {path: file for path, (file, _) in samples.items()}
     page = upload(hub, uploads, f"Add {card.name}")
@@ -66,13 +79,18 @@ def _described(spec: ModelSpec, path: Path) -> CardFile:
     header = dict(source.metadata)
     if published_header(RunConfig, header) != header:
         raise UserError(
-            f"{path} was written by an earlier version, and its header names folders of this machine; write it again with --to FORM"
+            f"{path} was written by an earlier version, and its header names folders of this "
+            f"machine; write it again with --to FORM"
         )
     if path.is_dir():
-        return CardFile(path=path.name, header=header, readers=None, transformer_class=_class_of(path))
+        return CardFile(
+            path=path.name, header=header, readers=None, transformer_class=_class_of(path)
+        )
     adapter = find_adapter(path, spec)
     return CardFile(
-        path=path.name, header=header, readers=spec.adapters.rules.readers(adapter.layout, list(adapter.file.modules))
+        path=path.name,
+        header=header,
+        readers=spec.adapters.rules.readers(adapter.layout, list(adapter.file.modules)),
     )
 
 
@@ -84,13 +102,21 @@ def _class_of(folder: Path) -> str:
 
 
 def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:
-    """By path in the repository, the samples of a step and their prompts; none where that step has none."""
+    """By path in the repository, the samples of a step and their prompts; none where that step has
+    none."""
     path = run.samples / f"step-{step:06d}.json"
     if is_changed_list(path):
-        warn(f"{path} was changed or damaged since it was written: its samples are left out of the card")
+        warn(
+            f"{path} was changed or damaged since it was written: its samples are left out of the "
+            f"card"
+        )
         return {}
     samples = listed_samples(path)[:_MOST_SAMPLES]
-    return {f"samples/{sample.file.name}": (sample.file, sample.prompt) for sample in samples if sample.file.is_file()}
+    return {
+        f"samples/{sample.file.name}": (sample.file, sample.prompt)
+        for sample in samples
+        if sample.file.is_file()
+    }
 
 
 def _num_samples(run: RunFolder) -> int | None:

@@ -1,4 +1,5 @@
-"""Recipes: complete run files that a family's package ships, and what each promises. Read without torch."""
+"""Recipes: complete run files that a family's package ships, and what each promises. Read without
+torch."""
 
 import tomllib
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ GOALS = {
     "replace": "a person put into a video",
     "full": "all weights trained",
 }
-"""What recipes are for: the word that `--recipe` takes, and what a person wants, in the order of the page."""
+"""What recipes are for: the word that `--recipe` takes, and what a person wants, in the order of
+the page."""
 LIST = "list"
 """The word of `--recipe` that prints the table."""
 
@@ -39,7 +41,8 @@ class Recipe:
     gpus: str
     """The GPUs that it promises to fit, as `--gpus` takes them."""
     host: str = ""
-    """Memory of the host that it promises to fit, as `--host` takes it; empty where hardly any is used."""
+    """Memory of the host that it promises to fit, as `--host` takes it; empty where hardly any is
+    used."""
     hours: int
     """Promised: the whole run takes at most this long on the slowest known GPUs of these sizes."""
     section: str
@@ -53,17 +56,25 @@ class Recipe:
 
 
 def read_recipes(folder: Path) -> tuple[Recipe, ...]:
-    """The recipes of a folder, in the order of its index.toml; none where there is no such folder."""
+    """The recipes of a folder, in the order of its index.toml; none where there is no such
+    folder."""
     index = folder / "index.toml"
     promises = tomllib.loads(index.read_text(encoding="utf-8")) if index.exists() else {}
-    return tuple(Recipe(name=name, path=folder / f"{name}.toml", **promise) for name, promise in promises.items())
+    return tuple(
+        Recipe(name=name, path=folder / f"{name}.toml", **promise)
+        for name, promise in promises.items()
+    )
 
 
 def recipes_called(word: str, recipes: Sequence[Recipe]) -> tuple[Recipe, ...]:
     """The recipes of a goal, or the one of a name; all of them for `list`."""
     if called := tuple(recipe for recipe in recipes if word in (LIST, recipe.goal, recipe.name)):
         return called
-    words = [LIST, *dict.fromkeys(recipe.goal for recipe in recipes), *(recipe.name for recipe in recipes)]
+    words = [
+        LIST,
+        *dict.fromkeys(recipe.goal for recipe in recipes),
+        *(recipe.name for recipe in recipes),
+    ]
     if not recipes:
         raise UserError(f"--recipe {word}: this family has no recipes; give a run file")
     near = nearest_word(word, words)

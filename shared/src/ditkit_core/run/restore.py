@@ -24,29 +24,43 @@ from ditkit_core.training.train_state import TrainState, saved_weights
 
 
 def load_trained(
-    prepared: Model, folder: RunFolder, step: int | Literal["best"] | None = None, *, verified: Path | None = None
+    prepared: Model,
+    folder: RunFolder,
+    step: int | Literal["best"] | None = None,
+    *,
+    verified: Path | None = None,
 ) -> int:
-    """Load the weights of a run's save (the averaged ones, if it has any) into the model: of a step, of the lowest validation loss, or of the latest; or of a
-    save whose files are known to be intact. Returns the save's step."""
+    """Load the weights of a run's save (the averaged ones, if it has any) into the model: of a
+    step, of the lowest validation loss, or of the latest; or of a save whose files are known to be
+    intact. Returns the save's step."""
     path = verified or _save(folder, step)
-    # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
+    # The settings of that run, not of this one: they decide whether averaged weights are used, and
+    # the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
     check_same_adapter(prepared.origin.adapter, folder, stored.adapter, prepared.origin.merge_key)
     if step is not None:  # `latest` has verified the latest
         check_save(path)
     shards, averages = prepared.shards, stored.optim.kind.averages
-    # The optimizer's state is several times as large as the weights, and few optimizers need it for the weights to use.
+    # The optimizer's state is several times as large as the weights, and few optimizers need it for
+    # the weights to use.
     state = load_state(path, shards, GROUPS if averages else ("trainable", "ema"))
-    with prepared.readable() if shards is None else nullcontext():  # of its rows, each rank sets its own
+    with (
+        prepared.readable() if shards is None else nullcontext()
+    ):  # of its rows, each rank sets its own
         parameters = trainable_parameters(prepared.module) if shards is None else prepared.trainable
         if averages:
             used = _averaged(prepared, stored, state, parameters, path)
         else:
             used = {**saved_weights(state, parameters, path)}
             if stored.ema.decay:
-                used |= {name: value for name, value in state.tensors.get("ema", {}).items() if name in used}
+                used |= {
+                    name: value
+                    for name, value in state.tensors.get("ema", {}).items()
+                    if name in used
+                }
         copy_values(parameters, used)
-    # Blocks that are on a device already have the old values, and so has what was gathered for a forward.
+    # Blocks that are on a device already have the old values, and so has what was gathered for a
+    # forward.
     if prepared.streamer is not None:
         prepared.streamer.host_changed()
     if shards is not None:
@@ -55,10 +69,16 @@ def load_trained(
 
 
 def _averaged(
-    prepared: Model, stored: RunConfig, state: State, parameters: Mapping[str, nn.Parameter], path: Path
+    prepared: Model,
+    stored: RunConfig,
+    state: State,
+    parameters: Mapping[str, nn.Parameter],
+    path: Path,
 ) -> dict[str, Tensor]:
-    """The weights that an optimizer which averages them itself makes from its state; the parameters change meanwhile."""
-    # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
+    """The weights that an optimizer which averages them itself makes from its state; the parameters
+    change meanwhile."""
+    # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not
+    # streamed, whatever its settings.
     optim = replace(stored.optim, fused_backward=False)
     trained = TrainState(prepared.module, parameters, optim, stored.ema, shards=prepared.shards)
     trained.load_state_dict(state, path)
@@ -75,11 +95,13 @@ def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path:
     if path is not None and path.is_dir():
         return path
     saves = ", ".join(sorted(save.name for save in folder.state.glob("step-*"))) or "none"
-    remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
+    remedy = (
+        "name a run that was trained"
+        if step is None or saves == "none"
+        else "choose another --step"
+    )
     if step == "best" and saves != "none":
-        remedy = (
-            "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
-        )
+        remedy = "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
     raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
 
 

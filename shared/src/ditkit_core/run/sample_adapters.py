@@ -1,5 +1,6 @@
-"""The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`; and the one that
-training is with and samples are without, `base.assistant`, which is taken out again."""
+"""The adapters that samples are generated with and training is without: `sample.adapter` and
+`sample.adapter_low`; and the one that training is with and samples are without, `base.assistant`,
+which is taken out again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,8 @@ class SampleAdapters:
         sample = self.config.sample
         if self.arch is not None and sample.adapter_low and not self._experts:
             raise UserError(
-                "sample.adapter_low is for the second of two experts, and this model has one transformer; add its files to sample.adapter"
+                "sample.adapter_low is for the second of two experts, and this model has one "
+                "transformer; add its files to sample.adapter"
             )
         for key, entries in self._keys:
             for path, _ in (parse_merge(entry, key) for entry in entries):
@@ -76,7 +78,8 @@ class SampleAdapters:
             return
         if self.arch is not None and config.base.assistant_low and not self._experts:
             raise UserError(
-                "base.assistant_low is for the second of two experts, and this model has one transformer; set base.assistant instead"
+                "base.assistant_low is for the second of two experts, and this model has one "
+                "transformer; set base.assistant instead"
             )
         for expert, (key, entry) in zip(self._experts, config.base.assistants, strict=False):
             if entry:
@@ -85,23 +88,32 @@ class SampleAdapters:
         if config.adapter.method == "full":
             opposite, low = f"{-parse_merge(entry, key)[1]:g}", "_low" * key.endswith("_low")
             raise UserError(
-                f"{key} is for adapters, because the weights of a full fine-tune would contain it; instead name its file in base.merge{low}, and with "
-                f"@{opposite} in sample.adapter{low}; then take it out of the export with --adapter FILE --merge --strength {opposite}"
+                f"{key} is for adapters, because the weights of a full fine-tune would contain it; "
+                f"instead name its file in base.merge{low}, and with "
+                f"@{opposite} in sample.adapter{low}; then take it out of the export with "
+                f"--adapter FILE --merge --strength {opposite}"
             )
         if config.export.merged:
             raise UserError(
-                f"{key} is part of the base in training only, and export.merged could not take it out again; leave export.merged out, and merge the "
+                f"{key} is part of the base in training only, and export.merged could not take it "
+                f"out again; leave export.merged out, and merge the "
                 "adapter's file with the export command: --adapter FILE --merge"
             )
 
     def opened(self) -> list[list[AddedAdapter]]:
         """The open adapters of each transformer of the model, the noisiest expert's first."""
         assistants = self.config.base.assistants
-        if not any(entry for _, entry in assistants) and not any(entries for _, entries in self._keys):
+        if not any(entry for _, entry in assistants) and not any(
+            entries for _, entries in self._keys
+        ):
             return [[] for _ in range(len(self._experts) or 1)]
         shapes = layers_of(self.spec.architecture.build, self.arch)
-        opened = [[self._open(key, entry, shapes) for entry in entries] for key, entries in self._keys]
-        for added, (key, entry), component in zip(opened, assistants, ("transformer", "transformer_2"), strict=False):
+        opened = [
+            [self._open(key, entry, shapes) for entry in entries] for key, entries in self._keys
+        ]
+        for added, (key, entry), component in zip(
+            opened, assistants, ("transformer", "transformer_2"), strict=False
+        ):
             if entry:
                 read = self._without_assistant(component, shapes)
                 added.append(self._open(key, entry, shapes)._replace(base_weight=read))
@@ -116,14 +128,20 @@ class SampleAdapters:
         return AddedAdapter(file, strength)
 
     def _without_assistant(self, component: str, linears: Shapes) -> Callable[[str], Tensor]:
-        """Reads the weight of a module [out, in] in fp32, as a component's files have it with its `base.merge` alone; opens them when first called."""
-        names, (key, entries) = self.spec.architecture.names, self.config.base.merges[component == "transformer_2"]
+        """Reads the weight of a module [out, in] in fp32, as a component's files have it with its
+        `base.merge` alone; opens them when first called."""
+        names, (key, entries) = (
+            self.spec.architecture.names,
+            self.config.base.merges[component == "transformer_2"],
+        )
 
         @cache
         def opened() -> StoredParameters:
             source = open_weights(self.config.model.locate(component))
             merged = [parse_merge(entry, key) for entry in entries]
-            edits = merge_into([(open_adapter(path, names, linears), strength) for path, strength in merged])
+            edits = merge_into(
+                [(open_adapter(path, names, linears), strength) for path, strength in merged]
+            )
             shapes = parameters_of(self.spec.architecture.build, self.arch)
             return replace(StoredParameters.of(source, names, shapes), edits=edits)
 
@@ -134,24 +152,32 @@ class SampleAdapters:
         for (key, entries), adapters in zip(self._keys, self.opened(), strict=False):
             for adapter in adapters[: len(entries)]:
                 yield (
-                    f"{key}: samples are generated with {len(adapter.file.modules)} modules of {adapter.file.source.path} at strength "
+                    f"{key}: samples are generated with {len(adapter.file.modules)} modules of "
+                    f"{adapter.file.source.path} at strength "
                     f"{adapter.strength:g}; training is "
                     "without them"
                 )
 
-    def recorded_digests(self, folder: RunFolder, warn: Callable[[str], None]) -> dict[str, dict[str, str]]:
-        """Digests of the files, for the run's `about.json`; warns of a file that has changed since the record that is there."""
+    def recorded_digests(
+        self, folder: RunFolder, warn: Callable[[str], None]
+    ) -> dict[str, dict[str, str]]:
+        """Digests of the files, for the run's `about.json`; warns of a file that has changed since
+        the record that is there."""
         now: dict[str, str] = {}
         before = json_part(folder.about, "model", RECORD)
         assistants = [key for key, _ in self.config.base.assistants]
-        for (setting, entries), adapters, assistant in zip(self._keys, self.opened(), assistants, strict=False):
+        for (setting, entries), adapters, assistant in zip(
+            self._keys, self.opened(), assistants, strict=False
+        ):
             for index, (file, *_) in enumerate(adapters):
                 key = setting if index < len(entries) else assistant
-                # With its place: files of one name in several folders are usual, as one for each expert.
+                # With its place: files of one name in several folders are usual, as one for each
+                # expert.
                 path, name = file.source.path, f"{key}[{index}] {file.source.path.name}"
                 now[name] = file.source.fingerprint()
                 if before.get(name, now[name]) != now[name]:
                     warn(
-                        f"{key}: {path} has changed since the last part of this run; its samples cannot be compared with earlier ones"
+                        f"{key}: {path} has changed since the last part of this run; its samples "
+                        f"cannot be compared with earlier ones"
                     )
         return {RECORD: now} if now else {}

@@ -32,7 +32,8 @@ def training_data(
     loader = data_loader(data.spec, config, samples, base_steps(data))
     if loader.num_shapes > 1:
         say(
-            f"{len(samples)} samples have {loader.num_shapes} shapes: {loader.mean_size:.1f} in a micro-batch on average"
+            f"{len(samples)} samples have {loader.num_shapes} shapes: {loader.mean_size:.1f} in a "
+            f"micro-batch on average"
         )
     if not prior:
         return loader
@@ -54,43 +55,58 @@ def base_steps(data: RunData) -> BaseSteps | None:
         return None
     key = text_key(prior.prompt, data.auxiliary.encoders[1]) if prior.prompt else ""
     return BaseSteps(
-        share=prior.match_base, accumulation=data.config.train.accumulation, weight=prior.weight, text_key=key
+        share=prior.match_base,
+        accumulation=data.config.train.accumulation,
+        weight=prior.weight,
+        text_key=key,
     )
 
 
 class SplitSamples(NamedTuple):
-    """The encoded samples of a run: those that it trains on, and those that are held out for validation."""
+    """The encoded samples of a run: those that it trains on, and those that are held out for
+    validation."""
 
     trained: list[EncodedSample]
     prior: list[EncodedSample]
     """The class images of prior preservation, which are trained on too."""
     held_out: list[EncodedSample]
     files: list[str]
-    """The file of each held-out sample. The bootstrap of the confidence interval resamples files: clips of one file are not independent."""
+    """The file of each held-out sample. The bootstrap of the confidence interval resamples files:
+    clips of one file are not independent."""
 
 
 def split_samples(num_held_out: int, dataset: Dataset, encoded: Encoded) -> SplitSamples:
-    """Split off the samples of what was encoded that are held out, `num_held_out` at least; windows of a file stay together."""
+    """Split off the samples of what was encoded that are held out, `num_held_out` at least; windows
+    of a file stay together."""
     files, by_id = files_of(dataset.samples), {sample.id: sample for sample in encoded.samples}
     kept, held_out = split_held_out(list(by_id), num_held_out, files)
     named = [files.get(id, id) for id in held_out]
-    return SplitSamples([by_id[id] for id in kept], encoded.prior, [by_id[id] for id in held_out], named)
+    return SplitSamples(
+        [by_id[id] for id in kept], encoded.prior, [by_id[id] for id in held_out], named
+    )
 
 
 def validator_of(config: RunConfig, samples: SplitSamples) -> Validator | None:
     """What measures the validation loss; None if no sample is held out."""
     if not samples.held_out:
         return None
-    clips = Batch(ids=[sample.id for sample in samples.held_out], items=[sample.load() for sample in samples.held_out])
+    clips = Batch(
+        ids=[sample.id for sample in samples.held_out],
+        items=[sample.load() for sample in samples.held_out],
+    )
     return Validator(config.held_out, clips, files=samples.files, flow=config.flow)
 
 
 def load_for_training(job: TrainingJob, unloaded: Model, placement: Placement) -> Model:
-    """Load the weights, or the rows of them that this rank keeps, and say how the model is trained."""
+    """Load the weights, or the rows of them that this rank keeps, and say how the model is
+    trained."""
     run, ranks = job.run, current_ranks()
     if kinds := run.auxiliary.optional_conditions:
         share = run.config.train.control_dropout
-        say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {', '.join(kinds)}")
+        say(
+            f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without "
+            f"{', '.join(kinds)}"
+        )
     prepared = load_model(unloaded, placement, run.config.train.seed, ranks)
     if prepared.shards is not None:
         say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
@@ -105,7 +121,8 @@ def trainer_of(
     callbacks: Sequence[Callback],
     requests: RunFolder | None = None,
 ) -> Trainer:
-    """The trainer of a job, whose model is loaded and has the engine that trains it; `requests` as for `Trainer`."""
+    """The trainer of a job, whose model is loaded and has the engine that trains it; `requests` as
+    for `Trainer`."""
     run, config = job.run, job.run.config
     sections = TrainerConfig(
         train=config.train,

@@ -1,7 +1,9 @@
-"""Generates samples step by step, with one transformer or with several stages that share the noise levels.
+"""Generates samples step by step, with one transformer or with several stages that share the noise
+levels.
 
-All samples take the steps of the first stage, then all of them take the steps of the next. So each transformer is loaded once, however many
-samples there are, and never two at a time. A sample that waits is a suspended generator, which keeps its latents and its scheduler's history.
+All samples take the steps of the first stage, then all of them take the steps of the next. So each
+transformer is loaded once, however many samples there are, and never two at a time. A sample that
+waits is a suspended generator, which keeps its latents and its scheduler's history.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -26,7 +28,8 @@ class DenoiserStage:
     guidance: float = 0.0
     """Guidance strength; 0 takes the request's strength."""
     min_sigma: float = 0.0
-    """Lowest noise level that it is used at, in [0, 1]; the last stage takes all remaining steps."""
+    """Lowest noise level that it is used at, in [0, 1]; the last stage takes all remaining
+    steps."""
 
 
 def single_stage(model: StagedModel, engine: Engine) -> tuple[DenoiserStage, ...]:
@@ -40,25 +43,32 @@ def generate(
     stages: Sequence[DenoiserStage],
     on_step: Callable[[], bool | None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
-    """Generate samples: pixels [3, frames, height, width] in [0, 1] on the CPU; whoever stops before the last one closes this, which frees memory.
+    """Generate samples: pixels [3, frames, height, width] in [0, 1] on the CPU; whoever stops
+    before the last one closes this, which frees memory.
 
     Args:
         sampler: The family's sampler; its decoder's weights are freed at the end.
-        jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
-        stages: The transformers, the one of the highest noise levels first; each is put into eval mode and back.
+        jobs: The samples to generate. With a single stage the next request is taken when the sample
+            before it is done.
+        stages: The transformers, the one of the highest noise levels first; each is put into eval
+            mode and back.
         on_step: Called after each step of each sample; generation ends there if it returns True.
     """
-    # A generator, so that one transformer has one sample in memory at a time; several stages need all of them started.
+    # A generator, so that one transformer has one sample in memory at a time; several stages need
+    # all of them started.
     waiting: Iterable[_Sample] = (_Sample(sampler, job) for job in jobs)
     for stage in stages[:-1]:
         waiting = _through(stage, waiting, on_step)
-    with ExitStack() as stack:  # in the end closes the last transformer, then frees the decoder's weights
+    with (
+        ExitStack() as stack
+    ):  # in the end closes the last transformer, then frees the decoder's weights
         stack.callback(release_memory)
         stack.callback(sampler.decoder.unload)
         loaded: _LoadedStage | None = None
         for sample in waiting:
             if sample.latents is None:
-                # Opened at the first sample that needs it: earlier stages may have taken every step.
+                # Opened at the first sample that needs it: earlier stages may have taken every
+                # step.
                 loaded = loaded or stack.enter_context(_open(stages[-1]))
                 if not sample.advance(loaded, 0.0, on_step):
                     return
@@ -82,15 +92,24 @@ class _Sample:
         self._job, self._steps = job, sampler.denoise(job)
         self.latents: Tensor | None = None
         self._sigma = 1.0
-        self._resume(lambda: next(self._steps))  # up to the first `yield`, which gives the first noise level
+        self._resume(
+            lambda: next(self._steps)
+        )  # up to the first `yield`, which gives the first noise level
 
-    def advance(self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], bool | None]) -> bool:
-        """Take all remaining steps at noise levels of `min_sigma` and above; False if `on_step` ended them."""
-        denoiser, goes_on = Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance), True
+    def advance(
+        self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], bool | None]
+    ) -> bool:
+        """Take all remaining steps at noise levels of `min_sigma` and above; False if `on_step`
+        ended them."""
+        denoiser, goes_on = (
+            Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance),
+            True,
+        )
         while goes_on and self.latents is None and self._sigma >= min_sigma:
             self._resume(lambda: self._steps.send(denoiser))
             goes_on = not on_step()
-        # The suspended sampler still refers to the denoiser, which must not keep the transformer in memory.
+        # The suspended sampler still refers to the denoiser, which must not keep the transformer in
+        # memory.
         denoiser.release()
         return goes_on
 
@@ -100,15 +119,19 @@ class _Sample:
 
     def _resume(self, step: Callable[[], float]) -> None:
         try:
-            # Here and not inside the sampler's generator: a grad mode set there would leak to the caller at each `yield`.
+            # Here and not inside the sampler's generator: a grad mode set there would leak to the
+            # caller at each `yield`.
             with torch.no_grad():
                 self._sigma = step()
         except StopIteration as done:
             self.latents = done.value
 
 
-def _through(stage: DenoiserStage, samples: Iterable[_Sample], on_step: Callable[[], bool | None]) -> list[_Sample]:
-    """All samples after the steps of one stage, whose transformer is then released; none if `on_step` ended them."""
+def _through(
+    stage: DenoiserStage, samples: Iterable[_Sample], on_step: Callable[[], bool | None]
+) -> list[_Sample]:
+    """All samples after the steps of one stage, whose transformer is then released; none if
+    `on_step` ended them."""
     done: list[_Sample] = []
     with ExitStack() as stack:
         loaded: _LoadedStage | None = None

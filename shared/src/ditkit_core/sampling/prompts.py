@@ -1,4 +1,5 @@
-"""What to sample: the `[sample]` section, its prompts, and the requests for the family's sampler."""
+"""What to sample: the `[sample]` section, its prompts, and the requests for the family's
+sampler."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,26 +36,37 @@ class SamplePrompt:
     files: Mapping[str, str] = field(default_factory=dict)
     """The model's other conditions: maps each column to a path or a text."""
     clip: Path | None = None
-    """The clip with this caption, from which a model may take the first frame; None for a prompt of the user."""
+    """The clip with this caption, from which a model may take the first frame; None for a prompt of
+    the user."""
     start_seconds: float = 0.0
     own_frames: int = 0
     """Frames of the clip in training; 0 without a clip."""
 
-    def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "SamplePrompt":
-        """This prompt, shortened to the clip's trained length if the clip or a condition video has too few frames for the sample.
+    def fitted(
+        self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None
+    ) -> "SamplePrompt":
+        """This prompt, shortened to the clip's trained length if the clip or a condition video has
+        too few frames for the sample.
 
         `warn` is called with one line then.
         """
         if self.clip is None or self.frames <= self.own_frames:
             return self
         last = round(self.start_seconds * fps) + self.frames
-        videos = [self.files[column.name] for column in columns if column.kind == "video" and column.name in self.files]
+        videos = [
+            self.files[column.name]
+            for column in columns
+            if column.kind == "video" and column.name in self.files
+        ]
         for path in (self.clip, *map(Path, videos)):
-            there = last if media_kind(path) == "image" else available(path, fps, at_most=last).frames
+            there = (
+                last if media_kind(path) == "image" else available(path, fps, at_most=last).frames
+            )
             if there < last:
                 if warn is not None:
                     warn(
-                        f"sample.frames = {self.frames}: {path} has {there} frames at {fps:g} fps, and {last} would be needed; the "
+                        f"sample.frames = {self.frames}: {path} has {there} frames at {fps:g} fps, "
+                        f"and {last} would be needed; the "
                         f"sample gets the {self.own_frames} frames that the clip is trained with"
                     )
                 return replace(self, frames=self.own_frames)
@@ -74,31 +86,47 @@ class SamplePrompt:
 
 
 def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, str]:
-    """`sample.controls` as a mapping from column to path or text, checked against the model's condition columns."""
+    """`sample.controls` as a mapping from column to path or text, checked against the model's
+    condition columns."""
     columns_by_name = {name: meant[0] for name, meant in named_columns(columns).items()}
     files: dict[str, str] = {}
     for entry in config.controls:
         name, equals, value = entry.partition("=")
         if not equals or not value:
             raise UserError(
-                f"{argument('sample.controls')}: {entry!r} is not column=path; write {name or 'input_image'}=FILE"
+                f"{argument('sample.controls')}: {entry!r} is not column=path; write "
+                f"{name or 'input_image'}=FILE"
             )
         if name not in columns_by_name:
             close = difflib.get_close_matches(name, columns_by_name, n=1)
-            hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(columns_by_name) or 'none'}"
-            raise UserError(f"{argument('sample.controls')}: {name!r} is no column of this model; {hint}")
+            hint = (
+                f"did you mean {close[0]!r}"
+                if close
+                else f"it has {', '.join(columns_by_name) or 'none'}"
+            )
+            raise UserError(
+                f"{argument('sample.controls')}: {name!r} is no column of this model; {hint}"
+            )
         # Compared by the column's own name: two aliases of one column are a repetition too.
         if columns_by_name[name].name in files:
-            raise UserError(f"{argument('sample.controls')}: {name!r} is given twice; leave one of them out")
+            raise UserError(
+                f"{argument('sample.controls')}: {name!r} is given twice; leave one of them out"
+            )
         if columns_by_name[name].kind != "text":
             value = str(local_path(value))
             if status(Path(value)) is None:
-                raise UserError(f"{argument('sample.controls')}: {name} = {value} does not exist; correct the path")
+                raise UserError(
+                    f"{argument('sample.controls')}: {name} = {value} does not exist; correct the "
+                    f"path"
+                )
         files[columns_by_name[name].name] = value
     for column in columns:
-        if column.name in files and (twice := next((other for other in column.alternative_to if other in files), "")):
+        if column.name in files and (
+            twice := next((other for other in column.alternative_to if other in files), "")
+        ):
             raise UserError(
-                f"{argument('sample.controls')}: {column.name} and {twice} give the same condition; leave one of them out"
+                f"{argument('sample.controls')}: {column.name} and {twice} give the same "
+                f"condition; leave one of them out"
             )
     return files
 
@@ -111,20 +139,24 @@ def choose_prompts(
     size_step: int,
     columns: Sequence[Column] = (),
 ) -> list[SamplePrompt]:
-    """What to sample: the prompts, or without prompts the captions of the first samples that differ in caption or references.
+    """What to sample: the prompts, or without prompts the captions of the first samples that differ
+    in caption or references.
 
     Args:
         samples: The dataset's samples; only read if there are no prompts.
         size: Frames, height and width of training, used for those that the section leaves at 0.
-        columns: The model's condition columns. With any, samples that share a caption count as different, and each keeps its own
-            number of frames unless `frames` is set.
+        columns: The model's condition columns. With any, samples that share a caption count as
+            different, and each keeps its own number of frames unless `frames` is set.
     """
     references = tuple(local_path(reference) for reference in config.references)
     for reference in references:
         if status(reference) is None:
-            raise UserError(f"{argument('sample.references')}: {reference} does not exist; correct the path")
+            raise UserError(
+                f"{argument('sample.references')}: {reference} does not exist; correct the path"
+            )
     frames, height, width = size
-    # An edit should have the shape of the image that it edits, with about as many pixels as in training.
+    # An edit should have the shape of the image that it edits, with about as many pixels as in
+    # training.
     if references and not config.height and not config.width:
         info = probe(references[0])
         sizes = bucket_sizes(height, width, step=size_step, max_aspect=_MAX_ASPECT)
@@ -143,18 +175,30 @@ def choose_prompts(
     replaced = alternatives_of(columns, files)
     prompts_by_key: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
     for sample in samples:
-        prompt = replace(plain, prompt=sample.captions[0], references=references or sample.references)
+        prompt = replace(
+            plain, prompt=sample.captions[0], references=references or sample.references
+        )
         if not references:
-            prompt = replace(prompt, height=config.height or sample.height, width=config.width or sample.width)
+            prompt = replace(
+                prompt, height=config.height or sample.height, width=config.width or sample.width
+            )
         if columns:
-            sample_controls = {name: value for name, value in sample.controls.items() if name not in replaced}
+            sample_controls = {
+                name: value for name, value in sample.controls.items() if name not in replaced
+            }
             frames = config.frames or sample.frames
             prompt = replace(
-                prompt, clip=sample.media, files={**sample_controls, **files}, frames=frames, own_frames=sample.frames
+                prompt,
+                clip=sample.media,
+                files={**sample_controls, **files},
+                frames=frames,
+                own_frames=sample.frames,
             )
             prompt = replace(prompt, start_seconds=sample.start_seconds)
         # Windows of one file share caption and references: a preview of each would show the same.
-        prompts_by_key.setdefault((prompt.prompt, prompt.references, sample.id if columns else ""), prompt)
+        prompts_by_key.setdefault(
+            (prompt.prompt, prompt.references, sample.id if columns else ""), prompt
+        )
     return list(prompts_by_key.values())[: config.captions]
 
 
@@ -162,8 +206,11 @@ Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]
 """Frames, height and width of a clip, and height and width of each of its references."""
 
 
-def shape_of(clip: Sample | SamplePrompt, columns: Sequence[Column], reference_size: ReferenceSize | None) -> Shape:
-    """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference."""
+def shape_of(
+    clip: Sample | SamplePrompt, columns: Sequence[Column], reference_size: ReferenceSize | None
+) -> Shape:
+    """The shape of a clip that is trained or sampled. A condition that is a latent frame in front
+    of it counts as a reference."""
     sizes: list[tuple[int, int]] = []
     if clip.references:
         assert reference_size is not None, "checked"

@@ -55,22 +55,27 @@ def render_samples(
     on_step: Callable[[], bool | None],
     shares: SampleShares = ALONE,
 ) -> list[Path]:
-    """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
+    """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a
+    row for each, or a grid of images.
 
-    STEM.json next to them lists what was generated: for each file its prompt, its seed and how the VAE decoded it; and which image shows
-    all. Each rank writes the files of its own samples, and the first one that list and that image.
+    STEM.json next to them lists what was generated: for each file its prompt, its seed and how the
+    VAE decoded it; and which image shows all. Each rank writes the files of its own samples, and
+    the first one that list and that image.
 
     Args:
         stages: The transformers that take the steps, with the weights to sample with.
         on_step: Called after each step of each sample; True ends all of them there, on all ranks.
 
     Returns:
-        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, the files of their own. Empty if
-        `on_step` ended them: then there is no STEM.json either.
+        The files, in the order of the requests, the contact sheet or the grid last; on ranks other
+        than the first, the files of their own. Empty if `on_step` ended them: then there is no
+        STEM.json either.
     """
     local_indices, rendered = shares.local_indices(len(requests)), list[RenderedSample]()
     num_remaining = len(local_indices)
-    with closing(generate(sampler, [requests[index].job for index, _ in local_indices], stages, on_step)) as results:
+    with closing(
+        generate(sampler, [requests[index].job for index, _ in local_indices], stages, on_step)
+    ) as results:
         for (index, counts), pixels in zip(local_indices, results, strict=False):
             num_remaining -= 1
             if counts:
@@ -81,27 +86,46 @@ def render_samples(
     files = [to.folder / sample.about["file"] for sample in samples]
     if files and shares.ranks.is_first:
         files += _overview([sample.frames for sample in samples], to)
-        write_text(to.folder / f"{to.stem}.json", sample_list([sample.about for sample in samples], files[-1].name))
+        write_text(
+            to.folder / f"{to.stem}.json",
+            sample_list([sample.about for sample in samples], files[-1].name),
+        )
     return files
 
 
-def _rendered(pixels: Tensor, request: PromptRequest, to: SampleFiles, decoded: str) -> RenderedSample:
+def _rendered(
+    pixels: Tensor, request: PromptRequest, to: SampleFiles, decoded: str
+) -> RenderedSample:
     """Write one sample, and keep what the list and the image of all need of it."""
     # Checked here: as an image, NaN would silently become black.
     if not pixels.isfinite().all():
-        raise UserError(f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is")
+        raise UserError(
+            f"the sample of {request.prompt!r} is not finite: the weights are broken, or the "
+            f"adapter is"
+        )
     file = _written(pixels, request, to)
-    about = {"file": file.name, "prompt": request.prompt, "seed": request.job.seed, "decoded": decoded}
-    return RenderedSample(about, evenly_spaced(pixels).float().cpu())  # not all frames: clips are long
+    about = {
+        "file": file.name,
+        "prompt": request.prompt,
+        "seed": request.job.seed,
+        "decoded": decoded,
+    }
+    return RenderedSample(
+        about, evenly_spaced(pixels).float().cpu()
+    )  # not all frames: clips are long
 
 
 def _overview(clips: Sequence[Tensor], to: SampleFiles) -> list[Path]:
-    """One image of every run of prompts: the report embeds it, and a reader compares steps by it. None of a single image."""
+    """One image of every run of prompts: the report embeds it, and a reader compares steps by it.
+    None of a single image."""
     if any(clip.shape[1] > 1 for clip in clips):
         path, image = to.folder / f"{to.stem}-sheet.png", contact_sheet(clips)
     elif len(clips) > 1:
         columns = to.images if to.images > 1 else 0
-        path, image = to.folder / f"{to.stem}-grid.png", grid([clip[:, 0] for clip in clips], columns=columns)
+        path, image = (
+            to.folder / f"{to.stem}-grid.png",
+            grid([clip[:, 0] for clip in clips], columns=columns),
+        )
     else:
         return []
     write_image(path, image)
@@ -115,14 +139,16 @@ def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:
         write_image(path, pixels[:, 0])
         return path
     path = to.path(request, ".mp4")
-    # Some models only generate a part of a clip's frames: slower playback keeps the length of the clip.
+    # Some models only generate a part of a clip's frames: slower playback keeps the length of the
+    # clip.
     write_video(path, pixels, to.fps * pixels.shape[1] / request.job.frames)
     return path
 
 
 def _slug(prompt: str) -> str:
     """A prompt as part of a file name, on any file system."""
-    # ASCII only and at most 40 characters: Windows limits paths, and case-insensitive file systems merge names.
+    # ASCII only and at most 40 characters: Windows limits paths, and case-insensitive file systems
+    # merge names.
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].rstrip("-") or "sample"
 
 
@@ -134,8 +160,11 @@ SHEET_SIDE = 320
 """Longer side of a frame in a contact sheet, at most, in pixels."""
 
 
-def grid(images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0) -> Float[Tensor, "3 height width"]:
-    """Arrange images (at least one) row by row on white, each centred in a cell of the size of the largest one; 0 columns: about square."""
+def grid(
+    images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0
+) -> Float[Tensor, "3 height width"]:
+    """Arrange images (at least one) row by row on white, each centred in a cell of the size of the
+    largest one; 0 columns: about square."""
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     # Cells of one size: prompts may have different aspect ratios, and columns should still line up.
@@ -149,14 +178,17 @@ def grid(images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0) -> Float
     return canvas
 
 
-def evenly_spaced(clip: Float[Tensor, "3 frames height width"]) -> Float[Tensor, "3 few height width"]:
+def evenly_spaced(
+    clip: Float[Tensor, "3 frames height width"],
+) -> Float[Tensor, "3 few height width"]:
     """At most `SHEET_FRAMES` frames of a clip, evenly spaced, with the first and the last."""
     count = min(SHEET_FRAMES, clip.shape[1])
     return clip[:, [round(i * (clip.shape[1] - 1) / max(count - 1, 1)) for i in range(count)]]
 
 
 def contact_sheet(clips: Sequence[Float[Tensor, "3 _ _ _"]]) -> Float[Tensor, "3 height width"]:
-    """Arrange clips, each of at most `SHEET_FRAMES` frames, as rows on white with their frames side by side; large frames are scaled down."""
+    """Arrange clips, each of at most `SHEET_FRAMES` frames, as rows on white with their frames side
+    by side; large frames are scaled down."""
     columns = max(clip.shape[1] for clip in clips)
     cells: list[Tensor] = []
     for clip in clips:
@@ -172,4 +204,6 @@ def _smaller(image: Float[Tensor, "3 _ _"]) -> Float[Tensor, "3 _ _"]:
     if longer <= SHEET_SIDE:
         return image
     size = tuple(max(1, round(side * SHEET_SIDE / longer)) for side in (height, width))
-    return functional.interpolate(image[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
+    return functional.interpolate(
+        image[None], size, mode="bilinear", antialias=True, align_corners=False
+    )[0]

@@ -1,4 +1,5 @@
-"""Divides the samples of a run over its ranks, and brings what is needed of each back to the first."""
+"""Divides the samples of a run over its ranks, and brings what is needed of each back to the
+first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ class SampleShares:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks divide the weights, so that all of them have to run equally many forwards at the same time."""
+        """Whether ranks divide the weights, so that all of them have to run equally many forwards
+        at the same time."""
         return self.ranks.shard > 1
 
     @classmethod
@@ -38,16 +40,21 @@ class SampleShares:
         return cls(ranks=ranks, num=ranks.size)
 
     def local_indices(self, count: int) -> list[tuple[int, bool]]:
-        """The indices of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.
+        """The indices of this rank's samples among `count`: the first rank has the first one, the
+        second rank the next, and so on.
 
-        Ranks that run `in_step` get stand-ins at the end where others have one more; these are marked False and do not count.
+        Ranks that run `in_step` get stand-ins at the end where others have one more; these are
+        marked False and do not count.
         """
         rank = self.ranks.rank
         share = [(index, True) for index in range(rank, count, self.num)] if rank < self.num else []
-        return share + [(0, False)] * (-(-count // self.num) - len(share)) if self.in_step else share
+        return (
+            share + [(0, False)] * (-(-count // self.num) - len(share)) if self.in_step else share
+        )
 
     def ends(self, decision: bool) -> bool:
-        """Whether this rank ends here if it would by its own `decision`: ranks that run `in_step` do so together."""
+        """Whether this rank ends here if it would by its own `decision`: ranks that run `in_step`
+        do so together."""
         return self.ranks.any(decision) if self.in_step else decision
 
     def gathered(self, local_samples: Sequence[RenderedSample], count: int) -> list[RenderedSample]:
@@ -65,7 +72,9 @@ class SampleShares:
             index, rank = divmod(position, self.num)
             about, shape = descriptions[rank][index]
             samples.append(
-                RenderedSample(about, ranks.recv(torch.empty(shape), rank)) if rank else local_samples[index]
+                RenderedSample(about, ranks.recv(torch.empty(shape), rank))
+                if rank
+                else local_samples[index]
             )
         return samples
 

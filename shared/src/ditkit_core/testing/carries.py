@@ -20,15 +20,20 @@ def check_carry(carry: Any) -> None:
     """
     assert isinstance(carry, tuple), "a carry is a NamedTuple"
     fields = list(_fields(carry))
-    # No call of ours inside: a type-check hook opens a scope of its own for dimensions in every function.
+    # No call of ours inside: a type-check hook opens a scope of its own for dimensions in every
+    # function.
     with jaxtyping.jaxtyped("context"):
         for name, value, options in fields:
             shown = tuple(value.shape) if isinstance(value, Tensor) else value
             assert isinstance(value, options), f"carry.{name} is {shown}, annotated {options}"
-            # Only tensors in fields of their own are found by the engine, which moves, detaches and stores them.
+            # Only tensors in fields of their own are found by the engine, which moves, detaches and
+            # stores them.
             is_seen = isinstance(value, Tensor) or _is_named(value)
             hidden = not is_seen and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-            assert not hidden, f"carry.{name} has tensors inside a {type(value).__name__}: give each a field of its own"
+            assert not hidden, (
+                f"carry.{name} has tensors inside a {type(value).__name__}: give each a field of "
+                f"its own"
+            )
 
 
 def _fields(carry: Any, inside: str = "") -> Iterator[tuple[str, Any, tuple[type, ...]]]:

@@ -1,4 +1,5 @@
-"""The combinations of values that a check runs daily; the others are marked `exhaustive` and run nightly."""
+"""The combinations of values that a check runs daily; the others are marked `exhaustive` and run
+nightly."""
 
 import heapq
 import itertools
@@ -33,9 +34,10 @@ NIGHTLY_FOR_VARIANTS = (
     "test_pipelined_micro_batches_equal_one_backward_over_their_sum",
     "test_replays_change_no_bit",
 )
-"""The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
-variant runs daily: a division its layouts, policies and offloading what they repeat and send, and all of them, streaming, pipelining and
-quantized bases too, the levers at once."""
+"""The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each
+feature has another check that every variant runs daily: a division its layouts, policies and
+offloading what they repeat and send, and all of them, streaming, pipelining and quantized bases
+too, the levers at once."""
 
 ONE_IN_FOUR = dict.fromkeys(
     (
@@ -62,17 +64,21 @@ ONE_IN_FOUR = dict.fromkeys(
     ),
     4,
 )
-"""Checks whose combinations a family runs by a quarter daily, and the core's own model all: levers meet in the engine, not in a model."""
+"""Checks whose combinations a family runs by a quarter daily, and the core's own model all: levers
+meet in the engine, not in a model."""
 
 
 def pairwise(
-    levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
+    levers: Mapping[str, Sequence[Any]],
+    allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True,
 ) -> list[tuple[Any, ...]]:
-    """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case is the one with the most missing pairs."""
+    """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case
+    is the one with the most missing pairs."""
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     pairs = [frozenset(_pairs(case)) for case in every]
     missing = set().union(*pairs)
-    # The most pairs first, of equals the first case. What a case covers only falls, so one that is still the first when counted again is the best.
+    # The most pairs first, of equals the first case. What a case covers only falls, so one that is
+    # still the first when counted again is the best.
     left = [(-len(covered), index) for index, covered in enumerate(pairs)]
     heapq.heapify(left)
     cases: list[tuple[Any, ...]] = []
@@ -92,10 +98,13 @@ def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def every_value(*levers: Sequence[Any]) -> list[Any]:
     """The product of some levers; the daily cases contain each value of each lever once or more.
 
-    For checks of one subject under two levers: `LeverChecks` and `PolicyChecks` check pairs of levers daily.
+    For checks of one subject under two levers: `LeverChecks` and `PolicyChecks` check pairs of
+    levers daily.
     """
     longest = max(map(len, levers))
-    return _marked(levers, [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)])
+    return _marked(
+        levers, [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)]
+    )
 
 
 def every_pair(*levers: Sequence[Any]) -> list[Any]:
@@ -105,7 +114,10 @@ def every_pair(*levers: Sequence[Any]) -> list[Any]:
 
 def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
     """The values of one lever; only these are daily."""
-    return [pytest.param(value, marks=() if value in chosen else pytest.mark.exhaustive) for value in values]
+    return [
+        pytest.param(value, marks=() if value in chosen else pytest.mark.exhaustive)
+        for value in values
+    ]
 
 
 def _marked(levers: Sequence[Sequence[Any]], daily: Sequence[tuple[Any, ...]]) -> list[Any]:

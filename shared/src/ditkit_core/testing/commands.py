@@ -1,4 +1,5 @@
-"""The checks of every package's commands: they answer requests that need no model before slow imports."""
+"""The checks of every package's commands: they answer requests that need no model before slow
+imports."""
 
 import json
 import subprocess
@@ -10,10 +11,20 @@ import ditkit_core
 from ditkit_core.commands.options import OPTIONS
 from ditkit_core.models.spec import ModelSpec
 
-SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
+SLOW = (
+    "accelerate",
+    "av",
+    "diffusers",
+    "huggingface_hub",
+    "peft",
+    "tensorboard",
+    "torchao",
+    "transformers",
+)
 """Libraries that take seconds to import."""
 
-# One process for all calls: an import by one call is still visible in the next, so the order hides nothing.
+# One process for all calls: an import by one call is still visible in the next, so the order hides
+# nothing.
 _PROGRAM = """
 import json, sys
 from importlib.metadata import entry_points
@@ -32,7 +43,8 @@ print(json.dumps([statuses, sorted(found)]))
 
 
 def check_commands(name: str, package: str, folder: Path) -> None:
-    """Assert that a package installs its commands and no others, and that they answer without slow imports.
+    """Assert that a package installs its commands and no others, and that they answer without slow
+    imports.
 
     Args:
         name: The family's `ModelSpec.name`.
@@ -40,7 +52,11 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         folder: An empty folder.
     """
     commands = [f"{name}-{command}" for command in OPTIONS]
-    installed = [script.name for script in entry_points(group="console_scripts") if script.module == f"{package}.cli"]
+    installed = [
+        script.name
+        for script in entry_points(group="console_scripts")
+        if script.module == f"{package}.cli"
+    ]
     assert sorted(installed) == sorted(commands)
     for command in OPTIONS:
         (script,) = entry_points(group="console_scripts", name=f"{name}-{command}")
@@ -56,7 +72,9 @@ def check_commands(name: str, package: str, folder: Path) -> None:
     )
     (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
     arguments = json.dumps([str(folder), commands, SLOW])
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, arguments], capture_output=True, text=True, check=True
+    )
     *said, last = done.stdout.splitlines()
     statuses, imported = json.loads(last)
     assert statuses == {command: [0, 0, 2, 2, 2, 2, 2] for command in commands}
@@ -65,4 +83,6 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         assert any(line.startswith(f"usage: {command}") for line in said)
         assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in said)
     errors = done.stderr.splitlines()
-    assert len(errors) == 5 * len(commands) and all(line.startswith("error: ") for line in errors), errors
+    assert len(errors) == 5 * len(commands) and all(
+        line.startswith("error: ") for line in errors
+    ), errors

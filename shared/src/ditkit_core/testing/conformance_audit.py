@@ -1,4 +1,5 @@
-"""Checks for every model that a precision audit is exact where nothing is lowered, finds the timestep, and sees no lever."""
+"""Checks for every model that a precision audit is exact where nothing is lowered, finds the
+timestep, and sees no lever."""
 
 import json
 from dataclasses import replace
@@ -25,10 +26,13 @@ from ditkit_core.testing.world import Items, ModelChecks, make_model, outcome
 _LORA = AdapterConfig(rank=4, dropout=0.2)
 
 
-def subject_of(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine | None = None) -> Subject:
+def subject_of(
+    spec: ModelSpec, model: Any, items: Items, engine: BlockEngine | None = None
+) -> Subject:
     """A model with the precision that it has, and items under the names 0, 1, …"""
     return Subject(
-        model=model, spec=spec, precision=precision_of(model), run=engine or BlockEngine(), ids=[str(i) for i in range(len(items))],
+        model=model, spec=spec, precision=precision_of(model), run=engine or BlockEngine(),
+        ids=[str(i) for i in range(len(items))],
         items=items, guidance=1.0, seed=7,
     )  # fmt: skip
 
@@ -42,7 +46,10 @@ def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
     """Every number that does not depend on the machine's speed or memory."""
     cases = {"own": findings.as_run, "all lowered": findings.all_lowered}
     for entry in findings.op_groups:
-        cases |= {f"alone {entry.op_group}": entry.alone, f"all but {entry.op_group}": entry.all_but}
+        cases |= {
+            f"alone {entry.op_group}": entry.alone,
+            f"all but {entry.op_group}": entry.all_but,
+        }
     return {name: [case.overall, *case.bins] for name, case in cases.items()}
 
 
@@ -52,7 +59,8 @@ class AuditChecks(ModelChecks):
     one_in: ClassVar[int] = 2
     """One in how many of a check's combinations runs daily; the others are marked `exhaustive`."""
     nightly: ClassVar[tuple[str, ...]] = ("test_division_and_streaming_change_no_number",)
-    """Checks that a model with `one_in` above 1 runs only nightly; the core's own model runs them daily."""
+    """Checks that a model with `one_in` above 1 runs only nightly; the core's own model runs them
+    daily."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
 
@@ -71,7 +79,9 @@ class AuditChecks(ModelChecks):
     def test_what_is_not_lowered_has_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With every place in fp64, results are bitwise identical to the exact ones."""
         monkeypatch.setattr(Subject, "lowered", torch.float64)
-        findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        findings = findings_of(
+            subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2))
+        )
         assert 0 < findings.as_run.overall.gradient < 1e-4
         all_errors = errors(findings)
         del all_errors["own"]
@@ -81,7 +91,9 @@ class AuditChecks(ModelChecks):
 
     def test_every_place_shows_and_the_timestep_most(self) -> None:
         """In bf16; what the family has no operation for makes no error at all."""
-        findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        findings = findings_of(
+            subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2))
+        )
         assert findings.op_groups[0].op_group == "timestep"
         gradients = {entry.op_group: entry.alone.overall.gradient for entry in findings.op_groups}
         assert {name for name, error in gradients.items() if not error} == set(self.places_without)
@@ -99,7 +111,9 @@ class AuditChecks(ModelChecks):
         """Over a base in bf16 or in 4 bits, samples of several sizes in the batch."""
 
         def model() -> Any:
-            return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=_LORA)
+            return make_quantized(
+                self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=_LORA
+            )
 
         items = self.items(2, ragged=True)
         plain = errors(findings_of(subject_of(self.spec, _frozen(model()), items)))
@@ -109,13 +123,18 @@ class AuditChecks(ModelChecks):
         divide(divided, devices)
         with PretendDevices():
             swap = stream(divided, 1, devices[1:-1])
-            there = findings_of(subject_of(self.spec, divided, items, BlockEngine(policy="attn_only", hooks=(swap,))))
+            there = findings_of(
+                subject_of(
+                    self.spec, divided, items, BlockEngine(policy="attn_only", hooks=(swap,))
+                )
+            )
         assert errors(there) == plain
 
     @pytest.mark.usefixtures("few_places")
     @pytest.mark.parametrize("adapter", ["lora", "full"])
     def test_the_model_is_as_before(self, adapter: str) -> None:
-        """A step after an audit is bitwise identical to the step before it, and a second audit finds the same."""
+        """A step after an audit is bitwise identical to the step before it, and a second audit
+        finds the same."""
         items = self.items(2)
         model = make_model(self.spec, self.arch, adapter=_LORA if adapter == "lora" else None)
         before = outcome(self.spec, model, items, BlockEngine())
@@ -145,7 +164,9 @@ def check_demo(demo: Demo, folder: Path) -> None:
         folder: Of the run.
     """
     assert demo.train(folder, "--audit-precision") == 0
-    findings = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
+    findings = audit_from_json(
+        json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8"))
+    )
     assert findings.as_run.overall.gradient < 1e-5 < findings.op_groups[-1].alone.overall.gradient
     page = (folder / "audit" / "precision.html").read_text(encoding="utf-8")
     assert page.count('class="alone" x=') == len(findings.op_groups)

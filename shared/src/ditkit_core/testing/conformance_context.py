@@ -1,4 +1,5 @@
-"""Checks of a model whose ranks share the tokens of each sample: numbers equal one process's, and no exchange is repeated for nothing."""
+"""Checks of a model whose ranks share the tokens of each sample: numbers equal one process's, and
+no exchange is repeated for nothing."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ from ditkit_core.testing.context_steps import ContextResult, Subject, every, few
 from ditkit_core.testing.suite_process import ProcessChecks
 
 GRADIENTS = {"fp64": 1e-14, "fp32": 1e-6, "bf16": 3e-2}
-"""By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions. In bf16 each part is rounded."""
+"""By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions. In
+bf16 each part is rounded."""
 REPEATING = ("full", "full+offload")
 """Policies that run every attention again."""
 
@@ -25,34 +27,47 @@ class ContextConformance(ProcessChecks):
     under_every_policy: ClassVar[Sequence[str]] = ()
     """Subjects that a night runs under every policy."""
     outputs: ClassVar[float] = 0.0
-    """Largest distance of outputs in fp32: 0 where a matmul of a part of the tokens has the bits of one of all."""
+    """Largest distance of outputs in fp32: 0 where a matmul of a part of the tokens has the bits of
+    one of all."""
     scope: ClassVar[str] = "few"
     """`few` cases, or `all`."""
 
     @pytest.fixture
-    def results(self, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, ContextResult]]:
+    def results(
+        self, tmp_path_factory: pytest.TempPathFactory
+    ) -> list[tuple[str, str, ContextResult]]:
         """Every rank's results, as (where, case, result); the script runs once."""
         return list(_read(run_once(tmp_path_factory.getbasetemp(), self)))
 
     @classmethod
     def work(cls) -> None:
         """The cases of the scope."""
-        main(cls.subjects, few(cls.subjects) if cls.scope == "few" else every(cls.subjects, cls.under_every_policy))
+        main(
+            cls.subjects,
+            few(cls.subjects)
+            if cls.scope == "few"
+            else every(cls.subjects, cls.under_every_policy),
+        )
 
-    def test_outputs_are_those_of_one_process(self, results: list[tuple[str, str, ContextResult]]) -> None:
+    def test_outputs_are_those_of_one_process(
+        self, results: list[tuple[str, str, ContextResult]]
+    ) -> None:
         """Each rank has the predictions for all tokens."""
         for where, case, result in results:
             limit = {"fp64": 1e-14, "fp32": self.outputs, "bf16": 1e-2}[case.split("/")[2]]
             assert result["outputs"] <= limit, (where, case, result)
 
-    def test_the_mean_of_gradients_is_that_of_one_process(self, results: list[tuple[str, str, ContextResult]]) -> None:
+    def test_the_mean_of_gradients_is_that_of_one_process(
+        self, results: list[tuple[str, str, ContextResult]]
+    ) -> None:
         """Of every parameter in front of the cut, in blocks and in the head, and of inputs."""
         for where, case, result in results:
             limit = GRADIENTS[case.split("/")[2]]
             if where.endswith(" of 3"):  # a product with 3 is rounded, and so is the mean
                 limit *= 2
-            # A number of a LoKr's first factor is in as many products as the second has: with one kind of CPU's order of
-            # additions fp32 was 4.5e-6 apart, where fp64 holds its limit of 1e-14.
+            # A number of a LoKr's first factor is in as many products as the second has: with one
+            # kind of CPU's order of additions fp32 was 4.5e-6 apart, where fp64 holds its limit of
+            # 1e-14.
             if "/lokr/" in case:
                 limit *= 8
             assert result["gradients"] <= limit, (where, case, result)

@@ -1,4 +1,5 @@
-"""Checks that a family's demo is the real path on generated inputs: from files to an adapter that diffusers loads."""
+"""Checks that a family's demo is the real path on generated inputs: from files to an adapter that
+diffusers loads."""
 
 import json
 import re
@@ -20,7 +21,8 @@ from ditkit_core.testing.demo import LEVERS, Demo, check_loss
 
 
 class DemoConformance:
-    """Inherit, set what has no value here, and have a fixture `demo` of the module: `Demo.write(spec, folder)`."""
+    """Inherit, set what has no value here, and have a fixture `demo` of the module:
+    `Demo.write(spec, folder)`."""
 
     spec: ClassVar[ModelSpec]
     samples: ClassVar[str]
@@ -32,7 +34,8 @@ class DemoConformance:
     trained_names: ClassVar[str]
     """A pattern for how the names of all its tensors begin."""
     daily: ClassVar[slice]
-    """Which of `LEVERS` every change runs here, the first in the default set; another family has the rest."""
+    """Which of `LEVERS` every change runs here, the first in the default set; another family has
+    the rest."""
     levers: ClassVar[tuple[tuple[str, ...], ...]]
     """Flags that this family alone takes."""
     forms: ClassVar[tuple[str, ...]] = ()
@@ -48,14 +51,18 @@ class DemoConformance:
             first, *others = [*LEVERS[self.daily], *self.levers]
             slow = [pytest.param(flags, marks=pytest.mark.slow) for flags in others]
             rest = [
-                pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS if flags not in (first, *others)
+                pytest.param(flags, marks=pytest.mark.exhaustive)
+                for flags in LEVERS
+                if flags not in (first, *others)
             ]
             metafunc.parametrize("flags", [first, *slow, *rest])
 
     def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        tensors = demo.check_run(tmp_path / "run", lambda: capsys.readouterr().out, samples=self.samples)
+        tensors = demo.check_run(
+            tmp_path / "run", lambda: capsys.readouterr().out, samples=self.samples
+        )
         assert self.trained in tensors
         assert all(re.match(self.trained_names, name) for name in tensors)
 
@@ -68,11 +75,16 @@ class DemoConformance:
     def test_a_preset_of_a_model_that_the_demo_does_not_write_is_refused_before_anything_is_written(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        for command, preset in product(("train", "encode", "sample"), self.spec.architecture.presets):
+        for command, preset in product(
+            ("train", "encode", "sample"), self.spec.architecture.presets
+        ):
             flags = ["--demo", "--run.folder", str(tmp_path / "run"), "--model.preset", preset]
             assert cli.run(self.spec, command, flags) == 1
             refused = capsys.readouterr().err
-            assert f"of its own, which is no {preset}: leave out" in refused and refused.count("\n") == 1
+            assert (
+                f"of its own, which is no {preset}: leave out" in refused
+                and refused.count("\n") == 1
+            )
         assert not (tmp_path / "run").exists()
 
     def test_the_demos_data_pass_their_own_doctor(self, demo: Demo) -> None:
@@ -85,16 +97,27 @@ class DemoConformance:
     def test_the_demo_is_trained_under_masks(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A mask for each image or a video for each clip, white in one half, which the two steps and the held-out loss are weighed by."""
+        """A mask for each image or a video for each clip, white in one half, which the two steps
+        and the held-out loss are weighed by."""
         masks = demo.write_masks(tmp_path / "masks")
         assert demo.train(tmp_path / "run", "--sample.captions", "0") == 0
         capsys.readouterr()
-        masked = ("--data.masks", str(masks), "--train.mask_weight", "0.1", "--sample.captions", "0")
+        masked = (
+            "--data.masks",
+            str(masks),
+            "--train.mask_weight",
+            "0.1",
+            "--sample.captions",
+            "0",
+        )
         assert demo.train(tmp_path / "masked", *masked) == 0
         assert "train.mask_weight = 0.1 outside" in capsys.readouterr().out
         plain, weighed = demo.held_out(tmp_path / "run")[0], demo.held_out(tmp_path / "masked")[0]
         assert 0.1 * plain < weighed < plain
-        assert "with loss masks (weight 0.1 outside)" in (tmp_path / "masked" / "report.html").read_text()
+        assert (
+            "with loss masks (weight 0.1 outside)"
+            in (tmp_path / "masked" / "report.html").read_text()
+        )
         assert demo.train(tmp_path / "masked", *masked, "--plan", "--json") in (0, 3)
         assert " with loss masks" in json.loads(capsys.readouterr().out)["bucket"]
 
@@ -105,7 +128,12 @@ class DemoConformance:
         assert demo.train(tmp_path / "first", *self.forms) == 0
         first, second = (tmp_path / run / "exports" for run in ("first", "second"))
         init, merge = first / self.init_from, first / self.merge_from
-        assert demo.train(tmp_path / "second", "--adapter.init", str(init), "--train.steps", "0", *self.forms) == 0
+        assert (
+            demo.train(
+                tmp_path / "second", "--adapter.init", str(init), "--train.steps", "0", *self.forms
+            )
+            == 0
+        )
         for file in {init, merge}:
             again = load_file(second / file.name.replace("first", "second"))
             assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(file).items())
@@ -116,11 +144,20 @@ class DemoConformance:
     def test_a_dora_is_trained_next_to_an_assistant_and_verified_for_the_bare_base(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Checked, planned, trained, sampled with an adapter of its own, and continued; by diffusers' own loader and model."""
+        """Checked, planned, trained, sampled with an adapter of its own, and continued; by
+        diffusers' own loader and model."""
         assert demo.train(tmp_path / "first", *self.forms, "--sample.captions", "0") == 0
         file = (tmp_path / "first" / "exports" / self.merge_from).as_posix()
         files = ("--base.assistant", f"{file}@0.5", "--sample.adapter", f'["{file}"]')
-        flags = (*files, "--adapter.use_dora", "true", "--prior.match_base", "0.5", "--adapter.targets", "[]")
+        flags = (
+            *files,
+            "--adapter.use_dora",
+            "true",
+            "--prior.match_base",
+            "0.5",
+            "--adapter.targets",
+            "[]",
+        )
         run = tmp_path / "run"
         for mode in ("--check", "--plan"):  # the first writes the demo, the second writes nothing
             assert demo.train(run, *flags, mode) == 0, capsys.readouterr()

@@ -1,4 +1,5 @@
-"""Checks of a model at its published size, divided over two to four devices that refuse to mix, without memory."""
+"""Checks of a model at its published size, divided over two to four devices that refuse to mix,
+without memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,8 @@ class FullSizeSplitConformance:
     """By how many bytes the weights of two devices may differ: about the bytes of a block."""
 
     def crossing(self, arch: Any, cut: int) -> tuple[int, int]:
-        """Tensors of the carry before this block, and the ones among them that come from adapters, whose gradients go back."""
+        """Tensors of the carry before this block, and the ones among them that come from adapters,
+        whose gradients go back."""
         raise NotImplementedError
 
     def _items(self, arch: Any) -> Sequence[Mapping[str, Tensor]]:
@@ -42,7 +44,14 @@ class FullSizeSplitConformance:
     ) -> Divided:
         placement = balanced(self.spec, num_devices)
         divided = divided_step(
-            self.spec, arch, placement, self._items(arch), policy=policy, rank=32, patch=patch, steps=steps
+            self.spec,
+            arch,
+            placement,
+            self._items(arch),
+            policy=policy,
+            rank=32,
+            patch=patch,
+            steps=steps,
         )
         divided.check()
         return divided
@@ -50,11 +59,15 @@ class FullSizeSplitConformance:
     @pytest.mark.parametrize(
         "policy",
         [
-            pytest.param(policy, marks=pytest.mark.slow if policy == "full" else pytest.mark.exhaustive)
+            pytest.param(
+                policy, marks=pytest.mark.slow if policy == "full" else pytest.mark.exhaustive
+            )
             for policy in POLICIES
         ],
     )
-    def test_a_step_over_four_devices_sends_each_carry_once(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_step_over_four_devices_sends_each_carry_once(
+        self, policy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         arch = replace(self.spec.architecture.presets[self.preset], **self.few)
         divided = self._divided(arch, 4, policy, monkeypatch)
         transfers = [(carry["tensors"], carry["gradients"]) for carry in divided.carried]
@@ -67,10 +80,16 @@ class FullSizeSplitConformance:
     @pytest.mark.timeout(1200)
     def test_all_blocks_do_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy, num_devices = self.all_blocks
-        divided = self._divided(self.spec.architecture.presets[self.preset], num_devices, policy, monkeypatch, steps=2)
+        divided = self._divided(
+            self.spec.architecture.presets[self.preset], num_devices, policy, monkeypatch, steps=2
+        )
         live, peak = divided.ledger.live, divided.ledger.peak
         devices = list(dict.fromkeys(divided.placement.blocks))
         weight_bytes = [live[device]["weights"] for device in devices]
-        print(policy, divided.placement.split_points, [f"{peak[device] / 2**30:.2f} GiB" for device in devices])
+        print(
+            policy,
+            divided.placement.split_points,
+            [f"{peak[device] / 2**30:.2f} GiB" for device in devices],
+        )
         assert len(devices) == num_devices
         assert max(weight_bytes) - min(weight_bytes) < self.most_apart

@@ -43,11 +43,13 @@ FULL_LEVERS: Mapping[str, Sequence[Any]] = {
     "one_of": (0, 1, 2),
     "offload": (False, True),
 }
-"""What a full fine-tune on a small GPU needs, by lever; `one_of`: of how many blocks one is streamed, 0 for none."""
+"""What a full fine-tune on a small GPU needs, by lever; `one_of`: of how many blocks one is
+streamed, 0 for none."""
 
 
 def _is_possible(case: tuple[Any, ...]) -> bool:
-    """Pretended devices cannot give a parameter values of another size, as rounding does; and nothing is offloaded from the host."""
+    """Pretended devices cannot give a parameter values of another size, as rounding does; and
+    nothing is offloaded from the host."""
     update, layout, offload = case[1], case[4], case[6]
     return layout == "one" and not offload if update != "adamw" else layout != "one" or not offload
 
@@ -57,8 +59,11 @@ class FusedChecks(ModelChecks):
 
     @pytest.mark.parametrize(("adapter", "policy"), COMBINATIONS)
     def test_updating_in_the_backward_changes_no_bit(self, adapter: str, policy: str) -> None:
-        """A weight must not be read after its update: not by a node of the backward, not by a recompute."""
-        batch = Batch(ids=["clip 0", "clip 1"], items=[dict(item) for item in self.items(2, ragged=True)])
+        """A weight must not be read after its update: not by a node of the backward, not by a
+        recompute."""
+        batch = Batch(
+            ids=["clip 0", "clip 1"], items=[dict(item) for item in self.items(2, ragged=True)]
+        )
 
         def steps(policy: str, *, fused: bool) -> tuple[list[StepResult], dict[str, Tensor]]:
             model = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
@@ -71,15 +76,26 @@ class FusedChecks(ModelChecks):
 
     @pytest.mark.parametrize(tuple(FULL_LEVERS), pairwise(FULL_LEVERS, _is_possible))
     def test_levers_of_a_full_fine_tune_change_no_bit(
-        self, policy: str, update: str, clip_by: Any, num_micro: int, layout: str, one_of: int, offload: bool
+        self,
+        policy: str,
+        update: str,
+        clip_by: Any,
+        num_micro: int,
+        layout: str,
+        one_of: int,
+        offload: bool,
     ) -> None:
-        """Updates in the backward under all of them, against the ordinary loop on one device, resident, nothing recomputed."""
+        """Updates in the backward under all of them, against the ordinary loop on one device,
+        resident, nothing recomputed."""
         config = UPDATES[update]
         dtype = torch.float32 if config.rounding == "nearest" else torch.bfloat16
         plain: Any = make_model(self.spec, self.arch, dtype=dtype)
         items = [dict(item) for item in self.items(2, ragged=True)]
         parts = [items] if num_micro == 1 else [[item] for item in items]
-        batches = [Batch(ids=[f"clip {i} {len(part)}" for i in range(len(part))], items=part) for part in parts]
+        batches = [
+            Batch(ids=[f"clip {i} {len(part)}" for i in range(len(part))], items=part)
+            for part in parts
+        ]
         # The second of the two steps is clipped, by either norm.
         steps = partial(train_steps, self.spec, batches=batches, clip_by=clip_by, clip_norm=0.05)
         expected = steps(plain, engine=BlockEngine(), config=replace(config, fused_backward=False))
@@ -88,9 +104,13 @@ class FusedChecks(ModelChecks):
         if devices is not None:
             divide(model, devices)
         with nullcontext() if devices is None else PretendDevices():
-            swap = stream(model, one_of, devices and devices[1:-1], trained=True) if one_of else None
+            swap = (
+                stream(model, one_of, devices and devices[1:-1], trained=True) if one_of else None
+            )
             chosen = f"{policy}+offload" if offload else policy
-            engine = BlockEngine(policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0))
+            engine = BlockEngine(
+                policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0)
+            )
             actual = steps(model, engine=engine, config=config)
         assert actual[0] == expected[0]
         assert differing(actual[1], expected[1]) == []

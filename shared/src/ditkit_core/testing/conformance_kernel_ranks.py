@@ -1,4 +1,5 @@
-"""Checks of a model that several ranks train with the Triton kernels: the same training as in one process, and as with torch."""
+"""Checks of a model that several ranks train with the Triton kernels: the same training as in one
+process, and as with torch."""
 
 import subprocess
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ OTHERS = {
 
 
 class KernelRanksConformance(ProcessChecks):
-    """Inherit, set `spec` and an `arch` of one block of each kind, and define `items` of few tokens, an odd number among them."""
+    """Inherit, set `spec` and an `arch` of one block of each kind, and define `items` of few
+    tokens, an odd number among them."""
 
     cases: ClassVar[Sequence[str]]
     """Names of `BRIEF`: those that are trained."""
@@ -58,13 +60,16 @@ class KernelRanksConformance(ProcessChecks):
         folder.mkdir()
         try:
             script, arguments = cls.command()
-            launches = printed(script, str(folder), *arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+            launches = printed(
+                script, str(folder), *arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"
+            )
         except subprocess.TimeoutExpired as error:
             raise AssertionError(str(error)) from error
         return {"folder": str(folder), "launches": launches}
 
     def test_ranks_train_with_kernels_what_one_process_trains(self, folder: Path) -> None:
-        """Losses, norms, gradients and weights within the tolerance of sums over ranks in another order."""
+        """Losses, norms, gradients and weights within the tolerance of sums over ranks in another
+        order."""
         for world in WORLDS:
             for name in world.cases(self.cases):
                 run, alone = (folder / "triton" / f"{name} on {size}" for size in (world, 1))
@@ -82,7 +87,10 @@ class KernelRanksConformance(ProcessChecks):
         for world, ranks in launches.items():
             for rank in ranks:
                 for name, ran in rank.items():
-                    assert set(ran) == BLOCKS | set(self.more) | OTHERS.get(name, set()), (world, name)
+                    assert set(ran) == BLOCKS | set(self.more) | OTHERS.get(name, set()), (
+                        world,
+                        name,
+                    )
 
 
 def _limits(name: str) -> Limits:

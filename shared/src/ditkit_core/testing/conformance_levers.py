@@ -1,6 +1,8 @@
-"""The check that levers compose: checkpointing, division, streaming, offloading, a quantized base, adapters and pipelining at once. Part of `Conformance`.
+"""The check that levers compose: checkpointing, division, streaming, offloading, a quantized base,
+adapters and pipelining at once. Part of `Conformance`.
 
-All combinations would take hours. Every pair of values of two levers is in some case, so that no two of them can be at odds unnoticed.
+All combinations would take hours. Every pair of values of two levers is in some case, so that no
+two of them can be at odds unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +36,17 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "offload": (False, True),
     "routed": (False, True),
 }
-"""Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
+"""Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has
+tests of its own: its base is not frozen."""
 
-_OFF = {"policy": "none", "quantize": "none", "one_of": 0, "pipelined": False, "offload": False, "routed": False}
+_OFF = {
+    "policy": "none",
+    "quantize": "none",
+    "one_of": 0,
+    "pipelined": False,
+    "offload": False,
+    "routed": False,
+}
 """Levers that may be off, with the value that they then have."""
 
 
@@ -58,7 +68,9 @@ class LeverChecks(ModelChecks):
 
     def _model(self, quantize: str, adapter: str) -> Any:
         name, _, assistant = adapter.partition(" next to ")
-        model = make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[name])
+        model = make_quantized(
+            self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[name]
+        )
         if assistant:
             random = torch.Generator().manual_seed(1)
             add_assistant(model, dict.fromkeys(adapter_layers(model), 3))
@@ -93,7 +105,8 @@ class LeverChecks(ModelChecks):
         offload: bool,
         routed: bool,
     ) -> None:
-        """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""
+        """A measurement and an optimizer step, against the same base and adapter on one device,
+        resident, nothing recomputed."""
         items = self.items(2, ragged=True)
         plain = self._model(quantize, adapter)
         router = routing_of(self.spec, self.arch, plain) if routed else None
@@ -106,12 +119,16 @@ class LeverChecks(ModelChecks):
             swap = stream(model, one_of, devices[1:-1]) if one_of else None
             chosen = f"{policy}+offload" if offload else policy
             hooks = () if swap is None else (swap,)
-            engine = BlockEngine(policy=chosen, hooks=hooks, host=HostMemory(smallest=0), router=router)
+            engine = BlockEngine(
+                policy=chosen, hooks=hooks, host=HostMemory(smallest=0), router=router
+            )
             if swap is None:
                 actual, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
             else:
                 with Watched(swap) as watch:
-                    actual, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
+                    actual, others = train_shortly(
+                        self.spec, model, items, engine, pipelined=pipelined
+                    )
                 assert watch.most <= 2 and watch.returned == 0
         assert actual == numbers
         assert differing(others, values) == []

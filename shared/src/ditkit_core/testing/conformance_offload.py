@@ -1,4 +1,5 @@
-"""Checks of activation offloading for every model: no number changes, and exactly the expected tensors are sent to the host."""
+"""Checks of activation offloading for every model: no number changes, and exactly the expected
+tensors are sent to the host."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, ModelChecks, Outcome, make_model, outcome
 
-# Every policy and every adapter, on one device and on several; `LeverChecks` combines offloading with other features.
+# Every policy and every adapter, on one device and on several; `LeverChecks` combines offloading
+# with other features.
 _CASES = [
     ("lora with dropout", "full", "one"),
     ("full", "attn_only", "one"),
@@ -30,8 +32,11 @@ class OffloadChecks(ModelChecks):
 
     @pytest.mark.parametrize(("adapter", "policy", "layout"), _CASES)
     def test_offloading_changes_no_bit(self, adapter: str, policy: str, layout: str) -> None:
-        """The recomputation and the generators stay the same too, and a second step needs no more host memory."""
-        expected = outcome(self.spec, self._made(adapter), self.items(2, ragged=True), BlockEngine(policy=policy))
+        """The recomputation and the generators stay the same too, and a second step needs no more
+        host memory."""
+        expected = outcome(
+            self.spec, self._made(adapter), self.items(2, ragged=True), BlockEngine(policy=policy)
+        )
         model = self._made(adapter)
         num = len(model.blocks())
         divide(model, [ONE] * (num + 2) if layout == "one" else layouts(num)[layout])
@@ -41,12 +46,15 @@ class OffloadChecks(ModelChecks):
             actual, sent = self._offloaded(model, engine)
             assert actual.differences(expected) == []
             assert actual.num_attention == expected.num_attention
-            assert torch.equal(actual.generator_state, expected.generator_state), "leaks random state"
+            assert torch.equal(actual.generator_state, expected.generator_state), (
+                "leaks random state"
+            )
             host_bytes.append(engine.host.num_bytes)
         assert sent == host_bytes[0] == host_bytes[1] > 0
 
     def test_what_is_sent_is_what_a_policy_keeps(self) -> None:
-        """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask; under `attn_only`, attention's tensors as well."""
+        """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask;
+        under `attn_only`, attention's tensors as well."""
         model = self._made("lora")
         items = self.items(2, ragged=True)
         taken = 0
@@ -55,12 +63,17 @@ class OffloadChecks(ModelChecks):
             after = block(carry)
             if next(block.parameters(), None) is not None:
                 passed_on = {leaf.untyped_storage()._cdata for leaf in _tensors(after)}
-                entering = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(carry)}
+                entering = {
+                    leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+                    for leaf in _tensors(carry)
+                }
                 taken += sum(size for storage, size in entering.items() if storage not in passed_on)
             carry = after
         divide(model, [ONE] * (len(model.blocks()) + 2))
         sent = {
-            policy: self._offloaded(model, BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0)))[1]
+            policy: self._offloaded(
+                model, BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
+            )[1]
             for policy in POLICIES
         }
         assert sent["full"] == taken
@@ -80,7 +93,9 @@ class OffloadChecks(ModelChecks):
                 sent = sum(size for way, size in crossings.num_bytes.items() if way[1] == HOST)
                 loss.backward()
 
-            return outcome(self.spec, model, self.items(2, ragged=True), engine, backward=backward), sent
+            return outcome(
+                self.spec, model, self.items(2, ragged=True), engine, backward=backward
+            ), sent
 
 
 def _tensors(carry: Any) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Checks of levers that people know from other trainers: a family's numbers against diffusers' transformer with peft's adapters."""
+"""Checks of levers that people know from other trainers: a family's numbers against diffusers'
+transformer with peft's adapters."""
 
 import copy
 from collections.abc import Mapping
@@ -44,8 +45,9 @@ class PeerChecks(ModelChecks):
     diffusers: ClassVar[DiffusersModel]
 
     def test_a_masked_loss_is_that_of_a_mask_over_the_squared_errors_of_diffusers(self) -> None:
-        """As the scripts of diffusers and kohya, diffusion-pipe and SimpleTuner have it: squared errors, times the mask in the latents'
-        size (one image for all frames of a clip), and their mean. A floor outside is OneTrainer's `unmasked_weight`."""
+        """As the scripts of diffusers and kohya, diffusion-pipe and SimpleTuner have it: squared
+        errors, times the mask in the latents' size (one image for all frames of a clip), and their
+        mean. A floor outside is OneTrainer's `unmasked_weight`."""
         model: Any = make_model(self.spec, self.arch).eval()
         (item,), random = self.items(1), torch.Generator().manual_seed(0)
         latents, outside = item["latents"], 0.25
@@ -70,15 +72,20 @@ class PeerChecks(ModelChecks):
     def test_a_step_that_matches_the_base_has_diffusers_prediction_with_adapters_disabled_as_target(
         self, tmp_path: Path
     ) -> None:
-        """ai-toolkit's preservations and OneTrainer's prior prediction: what the model predicts while its network is switched off."""
+        """ai-toolkit's preservations and OneTrainer's prior prediction: what the model predicts
+        while its network is switched off."""
         model = self._adapted(4)
         (item,) = self.items(1)
         noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
         train = Model(model, BlockEngine(), self.spec)
-        batch = matching_base(train, NoisedBatch([item], torch.tensor([_SIGMA]), [noise]), _GUIDANCE)
+        batch = matching_base(
+            train, NoisedBatch([item], torch.tensor([_SIGMA]), [noise]), _GUIDANCE
+        )
         assert batch.targets is not None
         theirs, inputs = self.diffusers.transformer(model), self._inputs(item, noise)
-        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        theirs.load_lora_adapter(
+            self._written(model, tmp_path / "own.safetensors"), adapter_name="own"
+        )
         with torch.no_grad():
             ours = velocity_errors(train, batch, _GUIDANCE)[0]
             predicted = self.diffusers.run(theirs, inputs)
@@ -92,7 +99,8 @@ class PeerChecks(ModelChecks):
     def test_a_guided_target_is_guidance_from_diffusers_prediction_without_caption(
         self, tmp_path: Path, schedule: Literal["constant", "sigma"]
     ) -> None:
-        """ai-toolkit's contrastive loss: from what the model predicts for the empty caption, past the sample's velocity."""
+        """ai-toolkit's contrastive loss: from what the model predicts for the empty caption, past
+        the sample's velocity."""
         model = self._adapted(4)
         item, other = self.items(2)
         noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
@@ -102,9 +110,13 @@ class PeerChecks(ModelChecks):
         batch = guiding(train, NoisedBatch([guided], torch.tensor([_SIGMA]), [noise]), flow)
         assert batch.targets is not None
         theirs = self.diffusers.transformer(model)
-        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        theirs.load_lora_adapter(
+            self._written(model, tmp_path / "own.safetensors"), adapter_name="own"
+        )
         with torch.no_grad():
-            unconditional = self.diffusers.run(theirs, self._inputs({**item, "text": other["text"]}, noise))
+            unconditional = self.diffusers.run(
+                theirs, self._inputs({**item, "text": other["text"]}, noise)
+            )
             predicted = self.diffusers.run(theirs, self._inputs(item, noise))
         guidance = 3.0 if schedule == "constant" else 1 + 2 * _SIGMA
         target = unconditional + guidance * (noise - item["latents"] - unconditional)
@@ -121,15 +133,23 @@ class PeerChecks(ModelChecks):
     def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(
         self, tmp_path: Path, kind: str, strength: float
     ) -> None:
-        """ai-toolkit's `assistant_lora_path`; here it is merged into the base that trains, and taken off each layer for samples."""
+        """ai-toolkit's `assistant_lora_path`; here it is merged into the base that trains, and
+        taken off each layer for samples."""
         model = self._adapted(4)
-        theirs = copy.deepcopy(self.diffusers.transformer(model))  # of its own: the base changes below
-        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        theirs = copy.deepcopy(
+            self.diffusers.transformer(model)
+        )  # of its own: the base changes below
+        theirs.load_lora_adapter(
+            self._written(model, tmp_path / "own.safetensors"), adapter_name="own"
+        )
         path = tmp_path / "assistant.safetensors"
         theirs.load_lora_adapter(
             self._written(self._adapted(3, use_dora=kind == "dora"), path), adapter_name="assistant"
         )
-        layers = {name: (layer.out_features, layer.in_features) for name, layer in adapter_layers(model).items()}
+        layers = {
+            name: (layer.out_features, layer.in_features)
+            for name, layer in adapter_layers(model).items()
+        }
         file = open_adapter(path, self.diffusers.names, layers)
         (item,) = self.items(1)
         inputs = self._inputs(item, torch.ones_like(item["latents"]))
@@ -143,7 +163,8 @@ class PeerChecks(ModelChecks):
             taken_out = AddedAdapter(file, strength, lambda module: before[f"{module}.weight"])
             with added(model, [taken_out], lambda name: torch.float32):
                 outputs["samples"] = model(inputs)[0]
-            # Last in the first list: peft scales what earlier adapters added with a DoRA's factors too.
+            # Last in the first list: peft scales what earlier adapters added with a DoRA's factors
+            # too.
             for where, names in (("training", ["assistant", "own"]), ("samples", ["own"])):
                 theirs.set_adapters(names, [strength, 1.0][-len(names) :])
                 expected[where] = self.diffusers.run(theirs, inputs)
@@ -155,19 +176,31 @@ class PeerChecks(ModelChecks):
     def test_a_dora_and_its_assistant_are_two_adapters_of_diffusers_and_the_dora_is_over_the_bare_base(
         self, tmp_path: Path
     ) -> None:
-        """In training both, when adapters are off the assistant alone, in samples the DoRA alone: outputs, and gradients of the input."""
-        model, path, strength = self._adapted(4, use_dora=True), tmp_path / "assistant.safetensors", 0.7
+        """In training both, when adapters are off the assistant alone, in samples the DoRA alone:
+        outputs, and gradients of the input."""
+        model, path, strength = (
+            self._adapted(4, use_dora=True),
+            tmp_path / "assistant.safetensors",
+            0.7,
+        )
         theirs = self.diffusers.transformer(model)
-        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        theirs.load_lora_adapter(
+            self._written(model, tmp_path / "own.safetensors"), adapter_name="own"
+        )
         theirs.load_lora_adapter(self._written(self._adapted(3), path), adapter_name="assistant")
-        layers = {name: (layer.out_features, layer.in_features) for name, layer in adapter_layers(model).items()}
+        layers = {
+            name: (layer.out_features, layer.in_features)
+            for name, layer in adapter_layers(model).items()
+        }
         file = open_adapter(path, self.diffusers.names, layers)
         merged = [(file, strength)]
         assistant = put_next_to_doras(model, merged, "base.assistant")
         load_assistant(model, assistant, device_of=lambda name: torch.device("cpu"), put=None)
         assert not merged[0][0].modules, "nothing of it is merged"
         (item,) = self.items(1)
-        noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        noise = torch.randn(
+            item["latents"].shape, generator=torch.Generator().manual_seed(0)
+        ).requires_grad_()
         base = base_tensors(model)
         taken_out = AddedAdapter(file, strength, lambda module: base[f"{module}.weight"])
         # Ours is the order of peft's sum: a DoRA scales what adapters before it have added.
@@ -180,14 +213,23 @@ class PeerChecks(ModelChecks):
                 for way in ways:
                     stack.enter_context(way)
                 actual = model(self._inputs(item, noise))[0]
-            theirs.set_adapters(names, [{"own": 1.0, "assistant": strength}[name] for name in names])
+            theirs.set_adapters(
+                names, [{"own": 1.0, "assistant": strength}[name] for name in names]
+            )
             expected = self.diffusers.run(theirs, self._inputs(item, noise))
             _close(actual, expected)
             if actual.requires_grad:
-                _close(*(torch.autograd.grad(output.square().mean(), noise)[0] for output in (actual, expected)))
+                _close(
+                    *(
+                        torch.autograd.grad(output.square().mean(), noise)[0]
+                        for output in (actual, expected)
+                    )
+                )
 
     def _adapted(self, rank: int, *, use_dora: bool = False) -> Any:
-        return make_model(self.spec, self.arch, adapter=AdapterConfig(rank=rank, use_dora=use_dora)).eval()
+        return make_model(
+            self.spec, self.arch, adapter=AdapterConfig(rank=rank, use_dora=use_dora)
+        ).eval()
 
     def _written(self, model: Any, path: Path) -> dict[str, Tensor]:
         """The tensors of the file with the model's adapter in diffusers' names."""

@@ -1,4 +1,5 @@
-"""Checks of a model's plans: the planned bytes of blocks equal the real tensors', and a plan from few blocks equals the plan from all."""
+"""Checks of a model's plans: the planned bytes of blocks equal the real tensors', and a plan from
+few blocks equals the plan from all."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,8 @@ _SLOW = (("attn_only", "full"), ("every_n(2)", "lora"))
 
 
 class KeptBytesConformance:
-    """Bytes that a tiny model keeps under each checkpointing policy: planned on fake tensors, and counted on real ones.
+    """Bytes that a tiny model keeps under each checkpointing policy: planned on fake tensors, and
+    counted on real ones.
 
     Inherit, and set what has no value here.
     """
@@ -29,18 +31,22 @@ class KeptBytesConformance:
     size: ClassVar[tuple[int, int, int]]
     """Frames, height and width of an item."""
     wider: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Fields of the architecture for checks of offloading: its storages must be larger than `offload.SMALLEST`."""
+    """Fields of the architecture for checks of offloading: its storages must be larger than
+    `offload.SMALLEST`."""
     larger: ClassVar[tuple[int, int, int]]
     """Size of an item for these checks."""
     daily: ClassVar[tuple[Any, ...]]
-    """Policies for the default tests, or with a mark for the slow ones; one of a family's differs by block."""
+    """Policies for the default tests, or with a mark for the slow ones; one of a family's differs
+    by block."""
     nightly: ClassVar[tuple[str, ...]]
     """The other policies."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The policies of a subclass."""
         if metafunc.function.__name__ == "test_blocks_keep_what_is_planned":
-            nightly = [pytest.param(policy, marks=pytest.mark.exhaustive) for policy in self.nightly]
+            nightly = [
+                pytest.param(policy, marks=pytest.mark.exhaustive) for policy in self.nightly
+            ]
             metafunc.parametrize("policy", [*self.daily, *nightly])
 
     def _check_kept(self, policy: str, method: Any) -> None:
@@ -52,9 +58,14 @@ class KeptBytesConformance:
 
     @pytest.mark.parametrize(
         ("policy", "method"),
-        [pytest.param(*case, marks=pytest.mark.slow if case in _SLOW else pytest.mark.exhaustive) for case in KEPT],
+        [
+            pytest.param(*case, marks=pytest.mark.slow if case in _SLOW else pytest.mark.exhaustive)
+            for case in KEPT
+        ],
     )
-    def test_so_they_do_where_all_is_trained_and_under_other_policies(self, policy: str, method: str) -> None:
+    def test_so_they_do_where_all_is_trained_and_under_other_policies(
+        self, policy: str, method: str
+    ) -> None:
         self._check_kept(policy, method)
 
     @pytest.mark.parametrize(
@@ -65,13 +76,19 @@ class KeptBytesConformance:
         ],
     )
     def test_blocks_send_what_is_planned(self, policy: str) -> None:
-        step = step_of(self.spec, replace(self.arch, **self.wider), self.larger, AdapterConfig(rank=4))
-        # In fp32: products in bf16 of this size take minutes on a CPU without instructions for them.
-        check_sent(step.with_execution(checkpointing=policy, precision=Precision(matmul=torch.float32)))
+        step = step_of(
+            self.spec, replace(self.arch, **self.wider), self.larger, AdapterConfig(rank=4)
+        )
+        # In fp32: products in bf16 of this size take minutes on a CPU without instructions for
+        # them.
+        check_sent(
+            step.with_execution(checkpointing=policy, precision=Precision(matmul=torch.float32))
+        )
 
 
 class FullSizePlanConformance:
-    """The plan of a whole model at full size, made from three blocks of a kind, against all of its blocks on fake tensors.
+    """The plan of a whole model at full size, made from three blocks of a kind, against all of its
+    blocks on fake tensors.
 
     Inherit, and set what has no value here.
     """
@@ -85,8 +102,15 @@ class FullSizePlanConformance:
 
     @pytest.mark.exhaustive
     @pytest.mark.timeout(600)
-    @pytest.mark.parametrize(("policy", "is_cut"), [("none", False), ("full", True), ("attn_only", False)])
+    @pytest.mark.parametrize(
+        ("policy", "is_cut"), [("none", False), ("full", True), ("attn_only", False)]
+    )
     def test_the_plan_is_what_all_blocks_hold(self, policy: str, is_cut: bool) -> None:
-        step = step_of(self.spec, self.spec.architecture.presets[self.preset], self.size, AdapterConfig(rank=32))
+        step = step_of(
+            self.spec,
+            self.spec.architecture.presets[self.preset],
+            self.size,
+            AdapterConfig(rank=32),
+        )
         job = step.with_execution(checkpointing=policy)
         check_plan(profile(job), job, (self.cut,) if is_cut else (), rel=1e-3)

@@ -1,7 +1,9 @@
-"""The proof of every checkpointing policy, for every model: results are bitwise identical, and exactly the expected operations are recomputed. Part of `Conformance`.
+"""The proof of every checkpointing policy, for every model: results are bitwise identical, and
+exactly the expected operations are recomputed. Part of `Conformance`.
 
-The expectation comes from each block alone, without a checkpoint: its floating point operations in total, up to the last tensor that it
-saves, in its attention calls, and in the layers that the model declares as a block's last.
+The expectation comes from each block alone, without a checkpoint: its floating point operations in
+total, up to the last tensor that it saves, in its attention calls, and in the layers that the model
+declares as a block's last.
 """
 
 import itertools
@@ -37,7 +39,8 @@ from ditkit_core.testing.world import (
     outcome,
 )
 
-# The policy of each block, by index; written out, so that the check does not depend on the parser of schedules.
+# The policy of each block, by index; written out, so that the check does not depend on the parser
+# of schedules.
 _BY_BLOCK = {
     "every_n(2)": lambda i: ("full", "none")[i % 2],
     "attn_only, 0=none": lambda i: "attn_only" if i else "none",
@@ -58,12 +61,19 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 
 
 def _cases() -> list[Any]:
-    """Every pair of values in one that is run always. Of policies that all blocks have and that do not offload, each with a dropout in a slow
-    one, and each with every backend, adapter and dtype under an autocast in an exhaustive one."""
+    """Every pair of values in one that is run always. Of policies that all blocks have and that do
+    not offload, each with a dropout in a slow one, and each with every backend, adapter and dtype
+    under an autocast in an exhaustive one."""
     soon = pairwise(LEVERS)
-    alike = [policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD) and policy not in _BY_BLOCK]
+    alike = [
+        policy
+        for policy in LEVERS["policy"]
+        if not policy.endswith(_OFFLOAD) and policy not in _BY_BLOCK
+    ]
     rest = itertools.product(*{**LEVERS, "policy": alike, "autocast": (True,)}.values())
-    with_dropout = itertools.product(alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,))
+    with_dropout = itertools.product(
+        alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,)
+    )
     return [
         *soon,
         *(pytest.param(*case, marks=pytest.mark.slow) for case in with_dropout),
@@ -72,7 +82,8 @@ def _cases() -> list[Any]:
 
 
 class Arithmetic(Observer):
-    """Counts runs and floating point operations, by the full name of the operation below autograd."""
+    """Counts runs and floating point operations, by the full name of the operation below
+    autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +109,8 @@ class Work:
 
     flops: int = 0
     saved: Arithmetic = field(default_factory=Arithmetic)
-    """Up to the last tensor that is saved for the backward, where a recompute that saves may stop."""
+    """Up to the last tensor that is saved for the backward, where a recompute that saves may
+    stop."""
     attention: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By name of the call: floating point operations, and attention forwards, which one may be."""
     last: int = 0
@@ -113,7 +125,9 @@ class Work:
             case "full":
                 return self.saved.flops.total(), every
             case "attn_only":
-                return self.flops - sum(flops for flops, _ in self.attention.values()) - self.last, 0
+                return self.flops - sum(
+                    flops for flops, _ in self.attention.values()
+                ) - self.last, 0
             case "attn_only(self)":
                 of_self, num = self.attention.get("self", (0, 0))  # not every block has it
                 return self.flops - of_self - self.last, every - num
@@ -134,13 +148,15 @@ class PolicyChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
     added_as_they_are: ClassVar[tuple[str, ...]] = ()
-    """The layers among them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
+    """The layers among them whose result is added without a gate: where they are trained
+    themselves, nothing keeps it either."""
 
     @pytest.mark.parametrize(tuple(LEVERS), _cases())
     def test_a_policy_is_exact_and_repeats_what_it_says(
         self, policy: str, backend: str, adapter: str, dtype: torch.dtype, autocast: bool
     ) -> None:
-        """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic and attention in the backward."""
+        """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic
+        and attention in the backward."""
         checks: Any = type(self)
         plain, every_work = _without_policy(checks, backend, adapter, dtype)
         model: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
@@ -151,29 +167,40 @@ class PolicyChecks(ModelChecks):
             engine = BlockEngine(policy=policy, backend=backend, host=HostMemory(smallest=0))
             under = self._step(model, engine, autocast=autocast)
         assert under.outcome.differences(plain.outcome) == []
-        assert torch.equal(under.outcome.generator_state, plain.outcome.generator_state), "leaks random state"
+        assert torch.equal(under.outcome.generator_state, plain.outcome.generator_state), (
+            "leaks random state"
+        )
         kind = policy.removesuffix(_OFFLOAD)
         expected = [
-            work.again(_BY_BLOCK.get(kind, lambda i: kind)(i)) for i, work in enumerate(every_work) if work is not None
+            work.again(_BY_BLOCK.get(kind, lambda i: kind)(i))
+            for i, work in enumerate(every_work)
+            if work is not None
         ]
         flops, attention = (sum(counts) for counts in zip(*expected, strict=True))
         repeated = under.backward_flops - plain.backward_flops
         assert repeated == flops, (
-            f"repeats {repeated} operations, not {flops}: compare last_layers with the end of each block"
+            f"repeats {repeated} operations, not {flops}: compare last_layers with the end of each "
+            f"block"
         )
         assert under.outcome.num_attention - plain.outcome.num_attention == attention
         assert (under.sent > 0) == offload
 
     def _left_out(self, model: Any, adapter: str) -> Collection[str]:
-        """Last layers that a replay of a block need not come to: frozen ones, whose adapter, if they have one, keeps nothing more."""
+        """Last layers that a replay of a block need not come to: frozen ones, whose adapter, if
+        they have one, keeps nothing more."""
         if adapter in ("lora", "lokr", "loha", "full"):
             return self.last_layers if adapter != "full" else ()
         adapted = adapter_layers(model)
-        return [last for last in self.last_layers if not any(name.endswith(last.split()[-1]) for name in adapted)]
+        return [
+            last
+            for last in self.last_layers
+            if not any(name.endswith(last.split()[-1]) for name in adapted)
+        ]
 
     @pytest.mark.parametrize("adapter", ["full", "lora"])
     def test_what_a_full_recompute_leaves_out(self, adapter: str) -> None:
-        """With an adapter the last layer of a block, but for its adapter's product with A; where all is trained, what is added as it is."""
+        """With an adapter the last layer of a block, but for its adapter's product with A; where
+        all is trained, what is added as it is."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
         ends = self.last_layers if adapter == "lora" else self.added_as_they_are
         for block, work in zip(model.blocks(), self._work(model, "sdpa", ends), strict=True):
@@ -203,7 +230,10 @@ class PolicyChecks(ModelChecks):
 
     def _work(self, model: Any, backend: str, last_layers: Collection[str]) -> list[Work | None]:
         """Each block's; None for one without parameters, which is never repeated."""
-        items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
+        items = [
+            {name: x.clone().requires_grad_() for name, x in item.items()}
+            for item in self.items(2, ragged=True)
+        ]
         carry = model.embed(self.inputs(items))
         works: list[Work | None] = []
         for block in model.blocks():
@@ -216,19 +246,26 @@ class PolicyChecks(ModelChecks):
         return works
 
     def test_policies_leave_nothing_in_a_model(self) -> None:
-        """One engine after the other, and each twice: no wrapper, hook or name stays, and nothing is repeated twice."""
+        """One engine after the other, and each twice: no wrapper, hook or name stays, and nothing
+        is repeated twice."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
         before, state = _structure(model), list(model.state_dict())
         plain = self._step(model, BlockEngine(), autocast=False)
         for policy in (policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD)):
-            once, again = (self._step(model, BlockEngine(policy=policy), autocast=False) for _ in range(2))
+            once, again = (
+                self._step(model, BlockEngine(policy=policy), autocast=False) for _ in range(2)
+            )
             assert once.backward_flops == again.backward_flops > plain.backward_flops, policy
             assert _structure(model) == before and list(model.state_dict()) == state, policy
-        assert self._step(model, BlockEngine(), autocast=False).backward_flops == plain.backward_flops
+        assert (
+            self._step(model, BlockEngine(), autocast=False).backward_flops == plain.backward_flops
+        )
 
 
 @cache  # which depends on no policy: the cases of a class share it
-def _without_policy(kind: Any, backend: str, adapter: str, dtype: torch.dtype) -> tuple[Step, list[Work | None]]:
+def _without_policy(
+    kind: Any, backend: str, adapter: str, dtype: torch.dtype
+) -> tuple[Step, list[Work | None]]:
     """A step that keeps everything, and the work of each block, for a class of checks."""
     checks = kind()
     model: Any = make_model(kind.spec, kind.arch, dtype=dtype, adapter=ADAPTERS[adapter])
@@ -239,12 +276,20 @@ def _without_policy(kind: Any, backend: str, adapter: str, dtype: torch.dtype) -
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
     """Modules by name and identity, with the number of their hooks."""
     return [
-        (name, id(module), len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        (
+            name,
+            id(module),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._backward_hooks),
+        )
         for name, module in model.named_modules()
     ]
 
 
-def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection[str]) -> tuple[Work, Any]:
+def _work_of(
+    block: nn.Module, carry: Any, backend: str, last_layers: Collection[str]
+) -> tuple[Work, Any]:
     """A block's work, and the carry that it makes."""
     work, before = Work(), list[int]()
 
@@ -276,7 +321,11 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
         work.last += count.flops.total() - before.pop()
 
     ends = [layer for name, layer in block.named_modules() if is_last(name, block, last_layers)]
-    hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(returned))]
+    hooks = [
+        hook
+        for x in ends
+        for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(returned))
+    ]
     settings = BlockSettings(backend=backend, keep=())
     with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, block_settings(settings):
         patch.setattr(attention, "remat", Regions)

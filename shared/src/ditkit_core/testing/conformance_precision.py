@@ -1,4 +1,5 @@
-"""Checks of precision that every model passes: each place runs in its own dtype, for any dtypes of the others."""
+"""Checks of precision that every model passes: each place runs in its own dtype, for any dtypes of
+the others."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,21 +16,33 @@ from ditkit_core.models.precision import FAST, PLACES, Precision, set_precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.observer import Observer
-from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, backward_without_autocast, make_model, outcome
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    Items,
+    ModelChecks,
+    backward_without_autocast,
+    make_model,
+    outcome,
+)
 
-MODEL_PLACES = tuple(group for group in PLACES if group not in ("accumulation", "optimizer", "reduction"))
+MODEL_PLACES = tuple(
+    group for group in PLACES if group not in ("accumulation", "optimizer", "reduction")
+)
 """The places in a model's forward; the others are in the training step."""
 
 _MATMULS = ("mm", "addmm", "bmm")
-# At least one of these operations gives its result in the dtype of a place when that place alone has it. Where neighbours are wider,
-# a sum is theirs, and the place is where it is rounded.
+# At least one of these operations gives its result in the dtype of a place when that place alone
+# has it. Where neighbours are wider, a sum is theirs, and the place is where it is rounded.
 _OPERATIONS = {
     "matmul": _MATMULS,
     "timestep": ("mul", "_to_copy"),
     "rotary_tables": ("_to_copy",),
     "rotary": ("mul",),
     "qk_norms": ("mul", "_to_copy"),
-    "norms": ("native_layer_norm", "_to_copy"),  # an RMS norm is composed in a wider dtype, and rounded at its end
+    "norms": (
+        "native_layer_norm",
+        "_to_copy",
+    ),  # an RMS norm is composed in a wider dtype, and rounded at its end
     "modulation": ("addcmul", "mul"),
     "residual": ("addcmul", "add", "_to_copy"),
     "entry": ("native_layer_norm", "_to_copy"),
@@ -75,12 +88,17 @@ class PrecisionChecks(ModelChecks):
     num_streams: ClassVar[int] = 1
     """Residual streams in the last carry."""
 
-    def _result(self, precision: Precision, items: Items | None = None, policy: str = "none") -> _Result:
-        """A forward and backward with the weights of each place in its dtype, rounded from the same values."""
+    def _result(
+        self, precision: Precision, items: Items | None = None, policy: str = "none"
+    ) -> _Result:
+        """A forward and backward with the weights of each place in its dtype, rounded from the same
+        values."""
         model: Any = make_model(self.spec, self.arch, dtype=torch.float64)
         set_precision(model, precision)
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.bfloat16().to(getattr(precision, self.spec.precision.op_group_of(name)))
+            parameter.data = parameter.data.bfloat16().to(
+                getattr(precision, self.spec.precision.op_group_of(name))
+            )
         items = items or self.items(2)
         latents = [item["latents"].double().requires_grad_() for item in items]
         wide = [{name: tensor.double() for name, tensor in item.items()} for item in items]
@@ -88,11 +106,14 @@ class PrecisionChecks(ModelChecks):
         torch.manual_seed(3)
         with _Dtypes() as forward:
             outputs = model(
-                self.spec.training.make_inputs(latents, sigma, wide, 3.3), engine=BlockEngine(policy=policy)
+                self.spec.training.make_inputs(latents, sigma, wide, 3.3),
+                engine=BlockEngine(policy=policy),
             )
         sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None}
+        gradients |= {
+            f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None
+        }
         return _Result([output.detach() for output in outputs], gradients, forward)
 
     @pytest.mark.parametrize("group", MODEL_PLACES)
@@ -106,10 +127,17 @@ class PrecisionChecks(ModelChecks):
             assert names <= {"_to_copy"} and relative_error(lowered.outputs, exact.outputs) == 0
             return
         assert names.intersection(_OPERATIONS[group]), f"no {group} in bf16, only {sorted(names)}"
-        # torch composes an RMS norm, and the norms of q and k are functions of ours, whose square roots are in place.
-        wide_norms = sum(lowered.forward.counts[name, torch.float64] for name in ("native_layer_norm", "rsqrt"))
-        assert group != "norms" or wide_norms <= self.head_norms, "only the head's norm is not one of `norms`"
-        assert all(value.isfinite().all() for value in (*lowered.outputs, *lowered.gradients.values()))
+        # torch composes an RMS norm, and the norms of q and k are functions of ours, whose square
+        # roots are in place.
+        wide_norms = sum(
+            lowered.forward.counts[name, torch.float64] for name in ("native_layer_norm", "rsqrt")
+        )
+        assert group != "norms" or wide_norms <= self.head_norms, (
+            "only the head's norm is not one of `norms`"
+        )
+        assert all(
+            value.isfinite().all() for value in (*lowered.outputs, *lowered.gradients.values())
+        )
         assert exact.gradients.keys() == lowered.gradients.keys()
         assert 1e-6 < relative_error(lowered.outputs, exact.outputs) < 1
         head = torch.bfloat16 if group == "head" else torch.float64
@@ -117,16 +145,27 @@ class PrecisionChecks(ModelChecks):
 
     @pytest.mark.parametrize("group", MODEL_PLACES)
     def test_a_place_that_is_raised_alone_runs_wider_alone(self, group: str) -> None:
-        plain = dict.fromkeys(MODEL_PLACES, torch.float32) | {"matmul": torch.bfloat16, "attention": torch.bfloat16}
-        before, raised = self._result(Precision(**plain)), self._result(Precision(**{**plain, group: torch.float64}))
-        assert all(value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values()))
+        plain = dict.fromkeys(MODEL_PLACES, torch.float32) | {
+            "matmul": torch.bfloat16,
+            "attention": torch.bfloat16,
+        }
+        before, raised = (
+            self._result(Precision(**plain)),
+            self._result(Precision(**{**plain, group: torch.float64})),
+        )
+        assert all(
+            value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values())
+        )
         # tables are made of fp64 angles: wider ones are not cast, but what takes them casts
         wide = torch.float32 if group == "rotary_tables" else torch.float64
-        more = {name for name, dtype in raised.forward.counts - before.forward.counts if dtype == wide}
+        more = {
+            name for name, dtype in raised.forward.counts - before.forward.counts if dtype == wide
+        }
         assert more.intersection(_OPERATIONS[group]) or group in self.places_without, more
 
     def test_errors_come_in_the_right_order(self) -> None:
-        """The timestep is the place that hurts most in bf16, in the output and in the gradient; fp32 hurts less everywhere."""
+        """The timestep is the place that hurts most in bf16, in the output and in the gradient;
+        fp32 hurts less everywhere."""
         all_fp64 = dict.fromkeys(MODEL_PLACES, torch.float64)
         exact = self._result(Precision(**all_fp64))
         inputs = [name for name in exact.gradients if name.startswith("input")]
@@ -134,35 +173,52 @@ class PrecisionChecks(ModelChecks):
         def errors(group: str, dtype: torch.dtype) -> tuple[float, float]:
             lowered = self._result(Precision(**{**all_fp64, group: dtype}))
             gradients = [[result.gradients[name] for name in inputs] for result in (lowered, exact)]
-            return relative_error(lowered.outputs, exact.outputs), relative_error(gradients[0], gradients[1])
+            return relative_error(lowered.outputs, exact.outputs), relative_error(
+                gradients[0], gradients[1]
+            )
 
         narrow = {group: errors(group, torch.bfloat16) for group in MODEL_PLACES}
         for kind in range(2):
             assert max(narrow, key=lambda group: narrow[group][kind]) == "timestep", narrow
         for group in MODEL_PLACES:
             wide = errors(group, torch.float32)[0]
-            assert wide < 0.05 * narrow[group][0] or group in self.places_without, (group, narrow[group], wide)
+            assert wide < 0.05 * narrow[group][0] or group in self.places_without, (
+                group,
+                narrow[group],
+                wide,
+            )
 
     @pytest.mark.parametrize(
-        ("preset", "outer"), every_value(("fast", "reference", "default"), (torch.bfloat16, torch.float16))
+        ("preset", "outer"),
+        every_value(("fast", "reference", "default"), (torch.bfloat16, torch.float16)),
     )
     def test_an_outer_autocast_changes_no_preset(self, preset: str, outer: torch.dtype) -> None:
-        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+        model: Any = make_model(
+            self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"]
+        )
         set_precision(model, self._preset(preset))
 
         plain = outcome(self.spec, model, self.items(2), BlockEngine())
         with torch.autocast("cpu", outer):
-            under = outcome(self.spec, model, self.items(2), BlockEngine(), backward=backward_without_autocast)
+            under = outcome(
+                self.spec, model, self.items(2), BlockEngine(), backward=backward_without_autocast
+            )
         assert under.differences(plain) == []
 
     @pytest.mark.parametrize(
-        ("adapter", "preset", "policy"), every_pair(("full", "lora"), ("fast", "reference"), POLICIES)
+        ("adapter", "preset", "policy"),
+        every_pair(("full", "lora"), ("fast", "reference"), POLICIES),
     )
-    def test_a_policy_changes_no_number_of_a_preset(self, adapter: str, preset: str, policy: str) -> None:
-        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+    def test_a_policy_changes_no_number_of_a_preset(
+        self, adapter: str, preset: str, policy: str
+    ) -> None:
+        model: Any = make_model(
+            self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter]
+        )
         set_precision(model, self._preset(preset))
         plain, under = (
-            outcome(self.spec, model, self.items(2, True), run) for run in (None, BlockEngine(policy=policy))
+            outcome(self.spec, model, self.items(2, True), run)
+            for run in (None, BlockEngine(policy=policy))
         )
         assert under.differences(plain) == []
 
@@ -199,7 +255,11 @@ class PrecisionChecks(ModelChecks):
             return
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
         carry = model.embed(self.inputs(self.items(2, ragged=True)))
-        carried = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
+        carried = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves(carry)
+            if isinstance(leaf, Tensor)
+        }
         addresses: list[int] = []
 
         def note(tensor: Tensor) -> Tensor:
@@ -220,6 +280,9 @@ class PrecisionChecks(ModelChecks):
 
 def relative_error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Norm of the difference, relative to the norm of the exact values."""
-    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(actual, exact, strict=True)]
+    pairs = [
+        (one.double().flatten(), other.double().flatten())
+        for one, other in zip(actual, exact, strict=True)
+    ]
     mine, theirs = (torch.cat(values) for values in zip(*pairs, strict=True))
     return float((mine - theirs).norm() / theirs.norm())

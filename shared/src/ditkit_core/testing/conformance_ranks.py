@@ -1,4 +1,5 @@
-"""Checks of a model that is sharded over two ranks, under every policy: nothing changes, and no collective is added."""
+"""Checks of a model that is sharded over two ranks, under every policy: nothing changes, and no
+collective is added."""
 
 import pytest
 
@@ -18,7 +19,9 @@ class RanksConformance(ProcessChecks):
     @pytest.mark.ranks
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases())
-    def test_policies_change_nothing_under_fsdp(self, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+    def test_policies_change_nothing_under_fsdp(
+        self, tmp_path_factory: pytest.TempPathFactory, case: str
+    ) -> None:
         """The ranks run once for all cases: starting them takes seconds."""
         script, arguments = self.command()
         tables = once(

@@ -1,4 +1,5 @@
-"""Checks for every model that replayed micro-batches train as eager ones, bit by bit, whatever the other levers are. Part of `Conformance`.
+"""Checks for every model that replayed micro-batches train as eager ones, bit by bit, whatever the
+other levers are. Part of `Conformance`.
 
 Replays run in the stand-in of `recorded_graph.py`, without the model's Python.
 """
@@ -26,7 +27,15 @@ from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.gpu import GPUS, gpu_of
 from ditkit_core.testing.pretend_devices import HOST, move_to, on_host
 from ditkit_core.testing.recorded_graph import recorded_graphs
-from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, ModelChecks, differing, make_model, masked
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    DTYPES,
+    Items,
+    ModelChecks,
+    differing,
+    make_model,
+    masked,
+)
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import ReplayedMicroBatches
@@ -63,7 +72,8 @@ ON_A_GPU = (
 )
 """Differences from `_PLAIN` of the cases that a GPU replays."""
 _PLAIN = {
-    "policy": "full", "adapter": "lora", "quantize": "none", "dtype": "bf16", "masks": True, "accumulation": 2, "average": 0.9, "target": "velocity",
+    "policy": "full", "adapter": "lora", "quantize": "none", "dtype": "bf16", "masks": True,
+    "accumulation": 2, "average": 0.9, "target": "velocity",
 }  # fmt: skip
 
 
@@ -77,13 +87,21 @@ def trained_steps(
     device: torch.device = HOST,
     attention: str = "sdpa",
 ) -> tuple[list[StepResult], dict[str, Tensor], list[str], int]:
-    """A few steps: their results, everything that they changed, the lines that were printed, and the number of graphs.
+    """A few steps: their results, everything that they changed, the lines that were printed, and
+    the number of graphs.
 
-    The third step is watched, so that it runs eagerly next to the graphs. Micro-batches have one sample or all in turn.
+    The third step is watched, so that it runs eagerly next to the graphs. Micro-batches have one
+    sample or all in turn.
     """
     config, dtype = ADAPTERS[case["adapter"]], DTYPES[case["dtype"]]
-    make: Any = make_model(spec, arch, dtype=dtype, adapter=config) if case["quantize"] == "none" else None
-    model = make_quantized(spec, arch, case["quantize"], dtype=dtype, adapter=config) if make is None else make
+    make: Any = (
+        make_model(spec, arch, dtype=dtype, adapter=config) if case["quantize"] == "none" else None
+    )
+    model = (
+        make_quantized(spec, arch, case["quantize"], dtype=dtype, adapter=config)
+        if make is None
+        else make
+    )
     if device.type == "cpu":
         move_to(model, device)
     else:
@@ -91,11 +109,17 @@ def trained_steps(
     lines: list[str] = []
     rounding: Any = "stochastic" if config is None and dtype == torch.bfloat16 else "nearest"
     trained = TrainState(
-        model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
+        model,
+        trainable_parameters(model),
+        OptimConfig(lr=1e-2, rounding=rounding),
+        EMAConfig(decay=case["average"]),
     )
-    graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
+    graphs = (
+        ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
+    )
     router = routing_of(spec, arch, model) if case.get("routed") else None
-    # A run has one: its marks between blocks lead the backward to layers whose result nothing reads.
+    # A run has one: its marks between blocks lead the backward to layers whose result nothing
+    # reads.
     clock = StepClock([device])
     engine = BlockEngine(policy=case["policy"], backend=attention, router=router, clock=clock)
     staged = Model(model, engine, spec, trainable=trained.parameters)
@@ -103,7 +127,9 @@ def trained_steps(
     if case["target"] == "guided":
         items = [{**item, f"{EMPTY_CAPTION_PREFIX}text": item["text"].flip(0)} for item in items]
     flow = FlowConfig(weighting="bell", target_guidance=3.0 if case["target"] == "guided" else 1.0)
-    full_batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    full_batch = Batch(
+        ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items]
+    )
     alone = Batch(ids=full_batch.ids[:1], items=full_batch.items[:1])
     batches = [full_batch if micro % 2 else alone for micro in range(case["accumulation"])]
     batches[0] = replace(batches[0], matches_base=case["target"] == "base")
@@ -111,7 +137,11 @@ def trained_steps(
     for step in range(STEPS):
         context = StepContext(step=step, seed=1, flow=flow, replays=graphs, clock=clock)
         watch = StatsRecorder() if step == 2 else None
-        results.append(training_step(staged, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.1, watch=watch))
+        results.append(
+            training_step(
+                staged, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.1, watch=watch
+            )
+        )
         trained.average.update(step + 1)
     tensors, _ = trained.optimizer.state()
     state = {f"optimizer {name}": tensor for name, tensor in tensors.items()}
@@ -130,23 +160,31 @@ class ReplayChecks(ModelChecks):
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
     def test_replays_change_no_bit(self, case: tuple[Any, ...]) -> None:
-        """Losses, norms, parameters, optimizer and average, with every pair of values of two levers."""
+        """Losses, norms, parameters, optimizer and average, with every pair of values of two
+        levers."""
         named = dict(zip(LEVERS, case, strict=True))
         items = self.items(2, ragged=True)
         eager, expected, *_ = trained_steps(self.spec, self.arch, items, named, replays=False)
         with recorded_graphs():
-            results, state, lines, num_graphs = trained_steps(self.spec, self.arch, items, named, replays=True)
+            results, state, lines, num_graphs = trained_steps(
+                self.spec, self.arch, items, named, replays=True
+            )
         assert results == eager
         assert differing(state, expected) == []
         assert lines == []
-        assert num_graphs == min(2, named["accumulation"]) + (named["target"] == "base" and named["accumulation"] > 2)
+        assert num_graphs == min(2, named["accumulation"]) + (
+            named["target"] == "base" and named["accumulation"] > 2
+        )
 
     @pytest.mark.parametrize("name", GPUS)
     @pytest.mark.parametrize("changed", ON_A_GPU, ids=lambda case: "-".join(case.values()))
     def test_a_gpu_replays_bit_by_bit(self, changed: Mapping[str, Any], name: str) -> None:
-        """With attention that adds in one order: the gradients of fused kernels differ between two eager runs as well."""
+        """With attention that adds in one order: the gradients of fused kernels differ between two
+        eager runs as well."""
         case = {**_PLAIN, **changed}
-        run = partial(trained_steps, self.spec, self.arch, self.items(2, ragged=True), attention="sdpa_math")
+        run = partial(
+            trained_steps, self.spec, self.arch, self.items(2, ragged=True), attention="sdpa_math"
+        )
         with gpu_of(name) as gpu:
             if gpu.is_real:
                 eager, expected, *_ = run(case, replays=False, device=gpu.device)
@@ -154,9 +192,9 @@ class ReplayChecks(ModelChecks):
             else:
                 with recorded_graphs():
                     results, state, lines, num_graphs = run(case, replays=True, device=gpu.device)
-        if (
-            not gpu.is_real
-        ):  # which computes what the CPU does (`test_a_gpu_trains_as_the_cpu_does`), and takes four times as long
+        # which computes what the CPU does (`test_a_gpu_trains_as_the_cpu_does`), and takes four
+        # times as long
+        if not gpu.is_real:
             eager, expected, *_ = run(case, replays=False)
         assert results == eager
         assert differing(state, expected) == []

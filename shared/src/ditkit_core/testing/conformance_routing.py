@@ -1,4 +1,5 @@
-"""Checks for every model that tokens skip blocks as an explicit construction has it. Part of `Conformance`."""
+"""Checks for every model that tokens skip blocks as an explicit construction has it. Part of
+`Conformance`."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ from ditkit_core.testing.world import ADAPTERS, ModelChecks, make_model
 
 
 def routing_of(spec: ModelSpec, arch: Any, model: Any, share: float = 0.4) -> TokenRouter | None:
-    """A routing around most of a model's blocks: all but the first and the last of more than two. None if its blocks need all tokens."""
+    """A routing around most of a model's blocks: all but the first and the last of more than two.
+    None if its blocks need all tokens."""
     streams, number = spec.architecture.token_streams(arch), len(model.blocks())
     if streams is None or not streams.routed:
         return None
@@ -27,7 +29,8 @@ class RoutingChecks(ModelChecks):
 
     @pytest.mark.parametrize("ragged", [False, True], ids=["one size", "ragged"])
     def test_tokens_that_skip_blocks_are_as_if_they_were_hidden_there(self, ragged: bool) -> None:
-        """Prediction and gradients, against all blocks on all tokens, where in the range chosen tokens alone are keys, and alone advance."""
+        """Prediction and gradients, against all blocks on all tokens, where in the range chosen
+        tokens alone are keys, and alone advance."""
         model: Any = make_model(
             self.spec, self.arch, dtype=torch.float64, adapter=ADAPTERS["lora"]
         ).eval()  # without dropout
@@ -36,7 +39,10 @@ class RoutingChecks(ModelChecks):
             pytest.skip("its blocks need all tokens")
         inputs = self.inputs(self.items(2, ragged=ragged))
         results = []
-        for engine in (BlockEngine(router=router), lambda stages, given: _hidden(router, stages, given)):
+        for engine in (
+            BlockEngine(router=router),
+            lambda stages, given: _hidden(router, stages, given),
+        ):
             torch.manual_seed(7)
             prediction = model(inputs, engine)
             sum(velocity.square().sum() for velocity in prediction).backward()
@@ -50,7 +56,9 @@ class RoutingChecks(ModelChecks):
         with torch.no_grad():
             plain, routed = model(inputs, BlockEngine()), model(inputs, BlockEngine(router=router))
         assert all(map(torch.equal, routed, plain)), "without a backward no token skips a block"
-        assert not all(torch.equal(a, b) for a, b in zip(results[0], plain, strict=False)), "some did in training"
+        assert not all(torch.equal(a, b) for a, b in zip(results[0], plain, strict=False)), (
+            "some did in training"
+        )
 
 
 def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
@@ -58,21 +66,30 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
     routing, streams = router.routing, router.streams
     carry = model.embed(inputs)
     lengths = {
-        names[0]: field_at(carry, path).shape[1] for path, names in streams.fields(carry).items() if not names[1:]
+        names[0]: field_at(carry, path).shape[1]
+        for path, names in streams.fields(carry).items()
+        if not names[1:]
     }
     (batch, length), device = _size(carry, streams), "cpu"
-    mask, order = field_at(carry, next(iter(streams.masks))), torch.rand(batch, length, device=device)
+    mask, order = (
+        field_at(carry, next(iter(streams.masks))),
+        torch.rand(batch, length, device=device),
+    )
     parts = (
         None
         if mask is None
-        else dict(zip(streams.names, mask.split([lengths[n] for n in streams.names], 1), strict=True))
+        else dict(
+            zip(streams.names, mask.split([lengths[n] for n in streams.names], 1), strict=True)
+        )
     )
     chosen = torch.zeros(batch, length, dtype=torch.bool)
     for sample in range(batch):
         real = length if parts is None else int(parts[streams.routed][sample].sum())
         numbers = order[sample, :real].argsort()[: max(1, round((1 - routing.share) * real))]
         chosen[sample, numbers] = True
-    keys = {n: torch.ones(batch, size, dtype=torch.bool) for n, size in lengths.items()} | (parts or {})
+    keys = {n: torch.ones(batch, size, dtype=torch.bool) for n, size in lengths.items()} | (
+        parts or {}
+    )
     keys[streams.routed] = chosen
     for index, block in enumerate(model.blocks()):
         if not routing.first <= index <= routing.last or next(block.parameters(), None) is None:
@@ -87,17 +104,25 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
         for path, names in streams.fields(carry).items():
             if path in streams.residual:
                 moves = torch.cat(
-                    [chosen if n == streams.routed else chosen.new_ones(batch, lengths[n]) for n in names], 1
+                    [
+                        chosen if n == streams.routed else chosen.new_ones(batch, lengths[n])
+                        for n in names
+                    ],
+                    1,
                 )
                 new, old = field_at(after, path), field_at(carry, path)
-                after = with_field(after, path, torch.where(moves[..., None], new, old.to(new.dtype)))
+                after = with_field(
+                    after, path, torch.where(moves[..., None], new, old.to(new.dtype))
+                )
         carry = after
     return model.head(carry)
 
 
 def _size(carry: Any, streams: Any) -> tuple[int, int]:
     path = next(
-        path for path, names in streams.fields(carry).items() if names == (streams.routed,) and path in streams.residual
+        path
+        for path, names in streams.fields(carry).items()
+        if names == (streams.routed,) and path in streams.residual
     )
     batch, length = field_at(carry, path).shape[:2]
     return batch, length

@@ -1,4 +1,5 @@
-"""Checks for every model that on a GPU each access to memory is ordered: by one stream, an event, or the host. Part of `Conformance`."""
+"""Checks for every model that on a GPU each access to memory is ordered: by one stream, an event,
+or the host. Part of `Conformance`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
-from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, masked, micro_batches
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    Items,
+    ModelChecks,
+    make_model,
+    masked,
+    micro_batches,
+)
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -26,7 +34,14 @@ from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
 
 HOST, ONE, TWO = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
-LEVERS = ("swap", "offload", "split", "swap, offload", "swap, offload, split", "split with the host")
+LEVERS = (
+    "swap",
+    "offload",
+    "split",
+    "swap, offload",
+    "swap, offload, split",
+    "split with the host",
+)
 TRAINED = {
     "lora": ("lora with dropout", 1),
     "lora, every other block": ("lora with dropout", 2),
@@ -44,8 +59,8 @@ class StreamCase:
     """Of `ADAPTERS`; a full fine-tune that streams its blocks updates them in the backward."""
     policy: str
     levers: str
-    """Of swap, offload and split, which pipelines micro-batches over two devices unless trained weights are streamed; or over a device and the
-    host."""
+    """Of swap, offload and split, which pipelines micro-batches over two devices unless trained
+    weights are streamed; or over a device and the host."""
     one_of: int = 1
     """Of how many blocks of a device one is streamed."""
 
@@ -58,7 +73,11 @@ def unordered(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> lis
 
 
 def place_model(
-    model: Any, devices: Sequence[torch.device], streamed: Collection[int] = (), *, trained: bool = False
+    model: Any,
+    devices: Sequence[torch.device],
+    streamed: Collection[int] = (),
+    *,
+    trained: bool = False,
 ) -> BlockSwap:
     """Put a model where a run loads it to, and stream blocks.
 
@@ -68,15 +87,21 @@ def place_model(
         trained: Whether their trained weights are streamed, too.
     """
     stages = [model.embed, *model.blocks(), model.head]
-    for stage_index, (stage, device) in enumerate(zip(stages, [devices[0], *devices, devices[-1]], strict=True)):
+    for stage_index, (stage, device) in enumerate(
+        zip(stages, [devices[0], *devices, devices[-1]], strict=True)
+    ):
         for module in stage.modules():
             for name, parameter in module._parameters.items():
                 stays = stage_index - 1 in streamed and (
                     trained or (parameter is not None and not parameter.requires_grad)
                 )
                 if parameter is not None and not stays:
-                    module._parameters[name] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-    placement = Placement(embed=devices[0], blocks=tuple(devices), head=devices[-1], streamed=frozenset(streamed))
+                    module._parameters[name] = nn.Parameter(
+                        parameter.detach().to(device), parameter.requires_grad
+                    )
+    placement = Placement(
+        embed=devices[0], blocks=tuple(devices), head=devices[-1], streamed=frozenset(streamed)
+    )
     return BlockSwap(model, placement, trained=trained)
 
 
@@ -86,22 +111,34 @@ def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
     model: Any = make_model(spec, arch, adapter=ADAPTERS[case.trained])
     blocks = model.blocks()
     cut = len(blocks) // 2 if "split" in case.levers else len(blocks)
-    has_weights = [index for index, block in enumerate(blocks) if next(block.parameters(), None) is not None]
+    has_weights = [
+        index for index, block in enumerate(blocks) if next(block.parameters(), None) is not None
+    ]
     streamed = has_weights[case.one_of - 1 :: case.one_of] if "swap" in case.levers else []
     in_backward = bool(streamed) and case.trained == "full"
     second = HOST if "host" in case.levers else TWO
     swap = place_model(
-        model, [ONE if index < cut else second for index in range(len(blocks))], streamed, trained=in_backward
+        model,
+        [ONE if index < cut else second for index in range(len(blocks))],
+        streamed,
+        trained=in_backward,
     )
     policy = f"{case.policy}+offload" if "offload" in case.levers else case.policy
-    engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else (), host=HostMemory(smallest=0))
+    engine = BlockEngine(
+        policy=policy, hooks=(swap,) if streamed else (), host=HostMemory(smallest=0)
+    )
     if in_backward:
         train_streamed(spec, model, items, engine, ema=EMAConfig(decay=0.9))
         return
-    there, batches = Model(model, engine, spec), micro_batches(items)[0 if "split" in case.levers else 1 :]
+    there, batches = (
+        Model(model, engine, spec),
+        micro_batches(items)[0 if "split" in case.levers else 1 :],
+    )
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     for step in range(2):
-        context = StepContext(step=step, seed=1, flow=FlowConfig(), pipelined="split" in case.levers)
+        context = StepContext(
+            step=step, seed=1, flow=FlowConfig(), pipelined="split" in case.levers
+        )
         training_step(there, batches, optimizer, context, lr=1e-2, clip_norm=0.1)
         if step == 0:
             validation_loss(there, batches[0].ids, batches[0].items, (0.5,))
@@ -115,7 +152,8 @@ class StreamChecks(ModelChecks):
         every_pair(POLICIES, LEVERS, list(TRAINED)),
     )
     def test_streams_wait_for_each_other(self, policy: str, levers: str, training: str) -> None:
-        """As on GPUs: no access is unordered, and no memory is given away while a stream uses it."""
+        """As on GPUs: no access is unordered, and no memory is given away while a stream uses
+        it."""
         trained, one_of = TRAINED[training]
         case = StreamCase(trained=trained, policy=policy, levers=levers, one_of=one_of)
         assert unordered(self.spec, self.arch, self.items(2, ragged=True), case) == []

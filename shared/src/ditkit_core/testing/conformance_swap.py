@@ -1,4 +1,5 @@
-"""Checks for every model that streaming weights through a device changes no number, and keeps no more blocks on the device than it says."""
+"""Checks for every model that streaming weights through a device changes no number, and keeps no
+more blocks on the device than it says."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,15 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
-from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, differing, make_model, outcome, train_shortly
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    Items,
+    ModelChecks,
+    differing,
+    make_model,
+    outcome,
+    train_shortly,
+)
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_state import TrainState
@@ -53,7 +62,9 @@ class Watched(Observer):
 
     def there(self) -> Counter[torch.device]:
         """How many blocks are there now, by device."""
-        return Counter(buffer.device for buffer in self._swap.buffers if buffer.untyped_storage().nbytes())
+        return Counter(
+            buffer.device for buffer in self._swap.buffers if buffer.untyped_storage().nbytes()
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and func is not torch.ops.aten.detach.default:
@@ -70,12 +81,19 @@ class Watched(Observer):
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, tensor: Any) -> None:
-        if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata in self._places:
+        if (
+            isinstance(tensor, Tensor)
+            and (storage := tensor.untyped_storage())._cdata in self._places
+        ):
             assert storage.nbytes(), f"{func} reads weights that are not there"
 
 
 def stream(
-    model: Any, one_of: int = 1, devices: Sequence[torch.device] | None = None, *, trained: bool = False
+    model: Any,
+    one_of: int = 1,
+    devices: Sequence[torch.device] | None = None,
+    *,
+    trained: bool = False,
 ) -> BlockSwap:
     """Stream one of so many blocks of each device.
 
@@ -88,7 +106,9 @@ def stream(
     blocks = model.blocks()
     all_resident = Placement(embed=HOST, blocks=tuple(devices or [HOST] * len(blocks)), head=HOST)
     has_weights = [next(block.parameters(), None) is not None for block in blocks]
-    counts = Counter(device for device, has in zip(all_resident.blocks, has_weights, strict=True) if has)
+    counts = Counter(
+        device for device, has in zip(all_resident.blocks, has_weights, strict=True) if has
+    )
     wanted = [max(1, counts[device] // one_of) for device in dict.fromkeys(all_resident.blocks)]
     streamed = choose_streamed(all_resident, wanted, has_weights)
     placement = Placement(embed=HOST, blocks=all_resident.blocks, head=HOST, streamed=streamed)
@@ -106,11 +126,13 @@ def train_streamed(
     num_steps: int = 2,
     ema: EMAConfig | None = None,
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """`train_steps` of a full fine-tune on one batch: steps of the ordinary loop, or, under an engine that streams trained weights, in the
-    backward."""
+    """`train_steps` of a full fine-tune on one batch: steps of the ordinary loop, or, under an
+    engine that streams trained weights, in the backward."""
     streams = any(isinstance(hook, BlockSwap) for hook in engine.hooks)
     config = OptimConfig(name=optimizer, lr=lr, fused_backward=streams)
-    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    batch = Batch(
+        ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items]
+    )
     return train_steps(spec, model, [batch], engine, config, num_steps=num_steps, ema=ema)
 
 
@@ -129,20 +151,31 @@ def train_steps(
     """Steps on the same micro-batches.
 
     Returns:
-        What the steps report, and the weights, the optimizer's state and the average after them, on the host.
+        What the steps report, and the weights, the optimizer's state and the average after them, on
+        the host.
     """
     swap = next((hook for hook in engine.hooks if isinstance(hook, BlockSwap)), None)
     trained = TrainState(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
     reported, flow = [], FlowConfig(weighting="bell")
     for step in range(num_steps):
-        context = StepContext(step=step, seed=1, flow=flow, clip_by=clip_by, last_norm=trained.last_norm)
+        context = StepContext(
+            step=step, seed=1, flow=flow, clip_by=clip_by, last_norm=trained.last_norm
+        )
         there = Model(model, engine, spec)
-        reported.append(training_step(there, batches, trained.optimizer, context, lr=config.lr, clip_norm=clip_norm))
+        reported.append(
+            training_step(
+                there, batches, trained.optimizer, context, lr=config.lr, clip_norm=clip_norm
+            )
+        )
         trained.last_norm = reported[-1].grad_norm
         trained.average.update(step + 1)
     trained.optimizer.zero_grad()
     groups = trained.state_dict().tensors
-    return reported, {f"{group} {name}": on_host(t) for group, tensors in groups.items() for name, t in tensors.items()}
+    return reported, {
+        f"{group} {name}": on_host(t)
+        for group, tensors in groups.items()
+        for name, t in tensors.items()
+    }
 
 
 class SwapChecks(ModelChecks):
@@ -150,13 +183,18 @@ class SwapChecks(ModelChecks):
 
     @pytest.mark.parametrize(
         ("streamed", "policy"),
-        every_value([*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")], POLICIES),
+        every_value(
+            [*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")], POLICIES
+        ),
     )
     def test_streaming_changes_no_bit(self, streamed: tuple[str, str], policy: str) -> None:
-        """At most two blocks are resident, no copy is unnecessary, and none goes back to the host."""
+        """At most two blocks are resident, no copy is unnecessary, and none goes back to the
+        host."""
         adapter, one_of = streamed
         items = self.items(2, ragged=True)
-        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+        model: Any = make_model(
+            self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter]
+        )
         plain = outcome(self.spec, model, items, BlockEngine(policy=policy))
         names = list(model.state_dict())
         swap = stream(model, _STREAMED[one_of])
@@ -177,19 +215,24 @@ class SwapChecks(ModelChecks):
     def test_what_a_forward_keeps_holds_no_streamed_weight(self, policy: str, adapter: str) -> None:
         items, kept_bytes = self.items(2, ragged=True), []
         for streamed in (False, True):
-            model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+            model: Any = make_model(
+                self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter]
+            )
             swap = stream(model) if streamed else None
             existing = [*model.parameters(), *(swap.buffers if swap else [])]
             inputs = self.inputs(items)
             with LiveBytes(existing, inputs) as live:
-                outputs = model(inputs, engine=BlockEngine(policy=policy, hooks=() if swap is None else (swap,)))
+                outputs = model(
+                    inputs, engine=BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
+                )
                 kept_bytes.append(live.total())
                 del outputs
         assert kept_bytes[0] == kept_bytes[1]
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_streamed_model_trains_and_measures_alike_on_two_devices(self, policy: str) -> None:
-        """A measurement and an optimizer step over two micro-batches, with dropout; each device has two blocks at most."""
+        """A measurement and an optimizer step over two micro-batches, with dropout; each device has
+        two blocks at most."""
         items = self.items(2, ragged=True)
         adapter = ADAPTERS["lora with dropout"]
         resident: Any = make_model(self.spec, self.arch, adapter=adapter)
@@ -200,7 +243,9 @@ class SwapChecks(ModelChecks):
         for stage in [*blocks[cut:], divided.head]:
             move_to(stage, _SECOND)
         with PretendDevices():
-            swap = stream(divided, devices=[HOST if i < cut else _SECOND for i in range(len(blocks))])
+            swap = stream(
+                divided, devices=[HOST if i < cut else _SECOND for i in range(len(blocks))]
+            )
             with Watched(swap) as watch:
                 other_numbers, other_parameters = train_shortly(
                     self.spec, divided, items, BlockEngine(policy=policy, hooks=(swap,))
@@ -211,7 +256,8 @@ class SwapChecks(ModelChecks):
 
     @pytest.mark.parametrize(("policy", "one_of"), every_value(POLICIES, list(_STREAMED)))
     def test_one_backward_over_several_streamed_forwards(self, policy: str, one_of: str) -> None:
-        """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing stays."""
+        """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing
+        stays."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora with dropout"])
         plain = self._summed(model, BlockEngine(policy=policy))
         swap = stream(model, _STREAMED[one_of])
@@ -233,15 +279,20 @@ class SwapChecks(ModelChecks):
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_streaming_trained_weights_changes_no_bit(self, policy: str) -> None:
-        """A full fine-tune that updates in the backward, against the ordinary loop; weights go back once a step, and none in a forward."""
+        """A full fine-tune that updates in the backward, against the ordinary loop; weights go back
+        once a step, and none in a forward."""
         items, num_steps = self.items(2, ragged=True), 2
         plain = make_model(self.spec, self.arch)
-        numbers, values = train_streamed(self.spec, plain, items, BlockEngine(policy=policy), num_steps=num_steps)
+        numbers, values = train_streamed(
+            self.spec, plain, items, BlockEngine(policy=policy), num_steps=num_steps
+        )
         model: Any = make_model(self.spec, self.arch)
         swap = stream(model, trained=True)
         with Watched(swap) as watch:
             engine = BlockEngine(policy=policy, hooks=(swap,))
-            other_numbers, other_values = train_streamed(self.spec, model, items, engine, num_steps=num_steps)
+            other_numbers, other_values = train_streamed(
+                self.spec, model, items, engine, num_steps=num_steps
+            )
         assert other_numbers == numbers
         assert differing(other_values, values) == []
         count = len(swap.buffers)

@@ -1,4 +1,5 @@
-"""Steps of ranks that share each sample's tokens, held against one process: the work of a script that `ContextConformance` starts once.
+"""Steps of ranks that share each sample's tokens, held against one process: the work of a script
+that `ContextConformance` starts once.
 
 As in `replicas.py`, the script imports everything once, and forks the ranks of every world.
 """
@@ -23,7 +24,8 @@ from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, largest,
 
 _DTYPES = {**DTYPES, "fp64": torch.float64}
 SMALL = 0.01
-"""Of the largest gradient: one that is smaller is a sum of terms that cancel, and has the roundings of these."""
+"""Of the largest gradient: one that is smaller is a sum of terms that cancel, and has the roundings
+of these."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,20 @@ class ContextResult(TypedDict):
     outputs: float
     """The largest distance of an output, relative to the largest value of it."""
     gradients: float
-    """The largest distance of a gradient, relative to its norm, or to a hundredth of the largest gradient's."""
+    """The largest distance of a gradient, relative to its norm, or to a hundredth of the largest
+    gradient's."""
     exchanges: int
     """Of tokens, in the forward and backward."""
     needed: int
-    """Exchanges of a step that repeats none: for the head, and for each attention in forward and backward."""
+    """Exchanges of a step that repeats none: for the head, and for each attention in forward and
+    backward."""
     repeated: int
     """Exchanges of a recompute of every attention."""
 
 
-def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, ContextResult]:
+def steps(
+    subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks
+) -> dict[str, ContextResult]:
     """One step of each subject, by `subject/trained/dtype/policy`."""
     table, references = dict[str, ContextResult](), dict[str, tuple[Any, Outcome]]()
     for case in chosen:
@@ -62,7 +68,9 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
         subject, start = subjects[name], case.rpartition("/")[0]
         items = _in_fp64(subject.items) if dtype == "fp64" else subject.items
         if start not in references:
-            model = make_model(subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained])
+            model = make_model(
+                subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained]
+            )
             references[start] = model, outcome(subject.spec, model, items, BlockEngine())
         model, expected = references[start]
         counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
@@ -74,7 +82,9 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
         # Tokens for heads and back; or keys and values.
         repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
         table[case] = ContextResult(
-            outputs=largest(_apart(a, b) for a, b in zip(result.outputs, expected.outputs, strict=True)),
+            outputs=largest(
+                _apart(a, b) for a, b in zip(result.outputs, expected.outputs, strict=True)
+            ),
             gradients=_gradients_apart(result, expected, ranks),
             exchanges=exchanges,
             needed=subject.gathers + 2 * repeated,
@@ -84,11 +94,15 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
 
 
 def _in_fp64(items: Items) -> Items:
-    """Items in fp64. Gradients have their input's dtype, and are rounded after a product with the number of ranks.
+    """Items in fp64. Gradients have their input's dtype, and are rounded after a product with the
+    number of ranks.
 
     With fp32 inputs, three ranks' gradients of inputs alone are 4e-8 from one process's.
     """
-    return [{name: x.double() if x.is_floating_point() else x for name, x in item.items()} for item in items]
+    return [
+        {name: x.double() if x.is_floating_point() else x for name, x in item.items()}
+        for item in items
+    ]
 
 
 def _apart(actual: Tensor, expected: Tensor) -> float:
@@ -112,7 +126,8 @@ POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload")
 
 
 def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:
-    """The daily cases of a family, by the sizes of their context groups; `odd`, `ragged` and `two heads` are among its subjects."""
+    """The daily cases of a family, by the sizes of their context groups; `odd`, `ragged` and `two
+    heads` are among its subjects."""
     return {f"{name}/full/fp32/attn_only": (2,) for name in subjects} | {
         "odd/full/fp32/none": (2, 4),
         "ragged/lora/fp32/full": (2, 4),
@@ -129,7 +144,9 @@ def every(subjects: Iterable[str], policies_of: Iterable[str]) -> dict[str, Sequ
     """Every policy of some subjects, and adapters of all."""
     cases = {f"{name}/full/fp32/{policy}": (2, 4) for name in policies_of for policy in POLICIES}
     trained = ("lora/fp32", "lora/bf16", "lora with dropout/fp32")
-    return cases | {f"{name}/{setting}/attn_only": (2, 3, 4) for name in subjects for setting in trained}
+    return cases | {
+        f"{name}/{setting}/attn_only": (2, 3, 4) for name in subjects for setting in trained
+    }
 
 
 def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) -> None:
@@ -137,11 +154,14 @@ def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) ->
 
     Args:
         subjects: By name.
-        cases: `subject/trained/dtype/policy`, of `world.ADAPTERS` and `_DTYPES`, each with the sizes of context groups.
+        cases: `subject/trained/dtype/policy`, of `world.ADAPTERS` and `_DTYPES`, each with the
+            sizes of context groups.
     """
     torch.set_num_threads(1)
     for name in {name.split("/")[0] for name in cases}:
-        make_model(subjects[name].spec, subjects[name].arch, adapter=ADAPTERS["lora"])  # imports peft
+        make_model(
+            subjects[name].spec, subjects[name].arch, adapter=ADAPTERS["lora"]
+        )  # imports peft
     folder, tables = Path(sys.argv[1]), dict[str, Any]()
     for num in sorted({num for sizes in cases.values() for num in sizes}):
         chosen = [case for case, sizes in cases.items() if num in sizes]
@@ -150,5 +170,7 @@ def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) ->
     (folder / "context.json").write_text(json.dumps(tables))
 
 
-def _grouped(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, ContextResult]:
+def _grouped(
+    subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks
+) -> dict[str, ContextResult]:
     return steps(subjects, chosen, ranks.grouped(ranks.size))

@@ -22,20 +22,27 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
 _FEW = (
-    "--train.steps", "2", "--train.batch_size", "2", "--held_out.clips", "1", "--held_out.sigmas", "[0.3, 0.7]",
+    "--train.steps", "2", "--train.batch_size", "2", "--held_out.clips", "1", "--held_out.sigmas",
+    "[0.3, 0.7]",
     "--sample.captions", "1", "--sample.steps", "2",
 )  # fmt: skip
 _NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 
 LEVERS: tuple[tuple[str, ...], ...] = (
-    ("--adapter.method", "lokr", "--adapter.rank", "2", "--adapter.decompose_factor", "4", "--export.merged", "true"),
-    ("--adapter.method", "loha", "--adapter.rank", "2", "--train.checkpointing", "full", "--ema.decay", "0.9"),
+    ("--adapter.method", "lokr", "--adapter.rank", "2", "--adapter.decompose_factor", "4",
+    "--export.merged", "true"),
+    ("--adapter.method", "loha", "--adapter.rank", "2", "--train.checkpointing", "full",
+    "--ema.decay", "0.9"),
     ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
-    ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
-    ("--adapter.use_dora", "true", "--train.caption_dropout", "0.5", "--adapter.rank_pattern", '["*.0.*=3"]'),
+    ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4",
+    "--export.forms", '["diffusers"]'),
+    ("--adapter.use_dora", "true", "--train.caption_dropout", "0.5", "--adapter.rank_pattern",
+    '["*.0.*=3"]'),
     (
-        "--export.forms", '["official", "diffusers"]', "--export.dtype", "fp32", "--adapter.use_rslora", "true", "--adapter.rank_pattern",
-        '["*.0.*=3"]', "--adapter.alpha_pattern", '["*.1.*=5"]', "--optim.lr_pattern", '["*.0.*=1e-3"]',
+        "--export.forms", '["official", "diffusers"]', "--export.dtype", "fp32",
+        "--adapter.use_rslora", "true", "--adapter.rank_pattern",
+        '["*.0.*=3"]', "--adapter.alpha_pattern", '["*.1.*=5"]', "--optim.lr_pattern",
+        '["*.0.*=1e-3"]',
         "--optim.loraplus_lr_ratio", "4",
     ),
 )  # fmt: skip
@@ -64,11 +71,14 @@ class Demo:
             shutil.copytree(self.inputs, folder, dirs_exist_ok=True)
 
         return cli.run(
-            altered(self.spec, write=copy), "train", [*self._arguments(run), "--log.tensorboard", "false", *flags]
+            altered(self.spec, write=copy),
+            "train",
+            [*self._arguments(run), "--log.tensorboard", "false", *flags],
         )
 
     def check_run(self, run: Path, said: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
-        """Assert that the demo as it is ends complete, says so when it is started again, and goes on when there is more to do.
+        """Assert that the demo as it is ends complete, says so when it is started again, and goes
+        on when there is more to do.
 
         Args:
             run: The run's folder.
@@ -83,7 +93,9 @@ class Demo:
         verified = f"diffusers loads {run.name}.safetensors and agrees with our model"
         printed, page = said(), (run / "report.html").read_text(encoding="utf-8")
         assert (verified if self.spec.adapters.verify else "which has no such model") in printed
-        assert (RANDOM_SAMPLES in printed, RANDOM_SAMPLES in page) == (not self.spec.demo.trained_base,) * 2
+        assert (RANDOM_SAMPLES in printed, RANDOM_SAMPLES in page) == (
+            not self.spec.demo.trained_base,
+        ) * 2
         assert list((run / "samples").glob(samples)) and list((run / "tensorboard").iterdir())
         tensors: dict[str, Tensor] = load_file(run / "exports" / f"{run.name}.safetensors")
         steps = [record["step"] for record in _metrics(run)]
@@ -95,8 +107,9 @@ class Demo:
         return tensors
 
     def write_masks(self, folder: Path) -> Path:
-        """Write a mask for each of the demo's media into a folder: an image whose left half is white, or for a clip a video of two halves,
-        in which the right half is white after the middle."""
+        """Write a mask for each of the demo's media into a folder: an image whose left half is
+        white, or for a clip a video of two halves, in which the right half is white after the
+        middle."""
         for media in self.inputs.glob("*/*"):
             if not called_like_media(media):
                 continue
@@ -117,18 +130,28 @@ class Demo:
         return [record["held_out"] for record in _metrics(run) if "held_out" in record]
 
     def _arguments(self, run: Path) -> list[str]:
-        return ["--demo", "--run.folder", str(run), "--encode.cache", str(self.cache), *_FEW, *_NO_PREVIEWS]
+        return [
+            "--demo",
+            "--run.folder",
+            str(run),
+            "--encode.cache",
+            str(self.cache),
+            *_FEW,
+            *_NO_PREVIEWS,
+        ]
 
 
 def check_loss(spec: ModelSpec, run: Path) -> None:
-    """Assert that the whole demo lowers the loss on the held-out samples by a fifth, and beyond chance."""
+    """Assert that the whole demo lowers the loss on the held-out samples by a fifth, and beyond
+    chance."""
     assert cli.run(spec, "train", ["--demo", "--run.folder", str(run)]) == 0
     first, *_, last = (record for record in _metrics(run) if "held_out" in record)
     assert last["held_out"] <= 0.8 * first["held_out"] and last["held_out_high"] < first["held_out"]
 
 
 def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
-    """How well the VAE of a checkpoint reproduces images of a demo that teaches a place, which the demo's data do not have: their PSNR."""
+    """How well the VAE of a checkpoint reproduces images of a demo that teaches a place, which the
+    demo's data do not have: their PSNR."""
     encoder = DiffusersVae(family, ModelPaths(base=str(checkpoint)), torch.device("cpu"))
     encoder.load()
     shown, random, wrong = {example.image for example in IMAGES}, np.random.default_rng(5), []
@@ -143,7 +166,8 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
 
 
 def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
-    """Assert that hidden states of a word after these layers are its embedding, and that words of a caption are orthogonal."""
+    """Assert that hidden states of a word after these layers are its embedding, and that words of a
+    caption are orthogonal."""
     kinds = [resolve_name(f"transformers:{name}") for name in ("AutoTokenizer", "Qwen3ForCausalLM")]
     tokenizer = kinds[0].from_pretrained(checkpoint / "tokenizer", local_files_only=True)
     model = kinds[1].from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
@@ -152,7 +176,9 @@ def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
         states = model(ids, output_hidden_states=True).hidden_states
     assert all(torch.equal(states[0], states[layer]) for layer in layers)
     words = states[0][0, 1:]
-    torch.testing.assert_close(words @ words.T, words.shape[1] * torch.eye(len(words)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        words @ words.T, words.shape[1] * torch.eye(len(words)), rtol=0, atol=1e-5
+    )
 
 
 def _metrics(run: Path) -> list[dict[str, float | int]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def denied(path: Path) -> Iterator[None]:
-    """Take all permissions from a path; every folder above it may be searched by everybody meanwhile."""
+    """Take all permissions from a path; every folder above it may be searched by everybody
+    meanwhile."""
     above = [
         folder
         for folder in path.parents

@@ -27,7 +27,8 @@ _MATMULS = {
 
 
 class Arithmetic(Observer):
-    """Counts FLOPs of matmuls by dtype and device, and operations that make the host wait for the device."""
+    """Counts FLOPs of matmuls by dtype and device, and operations that make the host wait for the
+    device."""
 
     def __init__(self) -> None:
         """Count nothing yet."""
@@ -44,18 +45,24 @@ class Arithmetic(Observer):
             self.flops[a.dtype, a.device] += 2 * a.numel() * b.shape[-1]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device == DEVICE:
             self.waits.append("a number")
-        if func is torch.ops.aten._to_copy.default and args[0].device != out.device and not kwargs.get("non_blocking"):
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].device != out.device
+            and not kwargs.get("non_blocking")
+        ):
             self.waits.append(f"a copy of {list(out.shape)} to {out.device}")
         return out
 
 
 def materialise(model: nn.Module, spec: ModelSpec) -> None:
-    """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes that `load` gives to a bf16 model."""
+    """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes
+    that `load` gives to a bf16 model."""
     reduced_model.materialise(model, "", spec, dtype=torch.bfloat16, device=DEVICE)
 
 
 def as_on_a_gpu(patch: Any) -> None:
-    """Let code that depends on the kind of device behave as on a GPU, although the fake device is of type CPU.
+    """Let code that depends on the kind of device behave as on a GPU, although the fake device is
+    of type CPU.
 
     Args:
         patch: pytest's `monkeypatch`.

@@ -1,4 +1,5 @@
-"""A model split over devices at full size, without memory: transfers, placement, and each device's peak."""
+"""A model split over devices at full size, without memory: transfers, placement, and each device's
+peak."""
 
 import itertools
 from collections import Counter
@@ -39,7 +40,8 @@ STATE_OF_ADAMW = 2
 
 
 class Crossings(Observer):
-    """Counts copies between devices, and their bytes, by (from, to) and by whether the backward was running."""
+    """Counts copies between devices, and their bytes, by (from, to) and by whether the backward was
+    running."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +75,12 @@ class Divided:
     ledger: MemoryTracker
     """Its peak is the last step's."""
     carried: list[Counter[str]]
-    """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the backward), `bytes`."""
+    """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the
+    backward), `bytes`."""
 
     def check(self) -> None:
-        """Check the devices of tensors against the placement, and the transfers against the carries."""
+        """Check the devices of tensors against the placement, and the transfers against the
+        carries."""
         placement, live = self.placement, self.ledger.live
         device_of = placement.device_of(self.model)
         devices = list(dict.fromkeys([placement.embed, *placement.blocks, placement.head]))
@@ -98,9 +102,17 @@ class Divided:
         for device in devices:
             trained = numbers[device]
             assert live[device]["weights"] == weights[device], device
-            assert live[device]["adapters"] == live[device]["gradients"] == live[device]["average"] == trained, device
-            assert live[device]["optimizer"] == STATE_OF_ADAMW * trained + 4 * num_trained[device], device
-        # Each boundary is passed once, forward and backward, and nothing is sent anywhere else, recompute included.
+            assert (
+                live[device]["adapters"]
+                == live[device]["gradients"]
+                == live[device]["average"]
+                == trained
+            ), device
+            assert (
+                live[device]["optimizer"] == STATE_OF_ADAMW * trained + 4 * num_trained[device]
+            ), device
+        # Each boundary is passed once, forward and backward, and nothing is sent anywhere else,
+        # recompute included.
         expected = [Counter[Any](), Counter[Any](), Counter[Any]()]
         boundaries = list(itertools.pairwise(devices))
         assert len(self.carried) == len(boundaries)
@@ -110,7 +122,9 @@ class Divided:
             expected[2][before, after] = carry["bytes"]
         crossings = self.crossings
         host = torch.device("cpu")
-        for count, want in zip((crossings.forward, crossings.backward, crossings.forward_bytes), expected, strict=True):
+        for count, want in zip(
+            (crossings.forward, crossings.backward, crossings.forward_bytes), expected, strict=True
+        ):
             assert {way: n for way, n in count.items() if host not in way} == want
         assert not any(to == host for _, to in [*crossings.forward, *crossings.backward]), (
             "something is fetched to the host"
@@ -141,7 +155,8 @@ def divided_step(
         policy: Of activation checkpointing.
         rank: Of the adapters.
         patch: pytest's `monkeypatch`; it watches what the engine moves.
-        steps: The optimizer's state exists from the second on, so that the peak is as in any later one.
+        steps: The optimizer's state exists from the second on, so that the peak is as in any later
+            one.
     """
     model = build_on_meta(spec, arch, Precision())
     inject(model, AdapterConfig(rank=rank), spec.adapters.targets)
@@ -150,7 +165,8 @@ def divided_step(
     with FakeTensorMode(), as_on("cuda"), MemoryTracker() as ledger:
         trained = _materialised(spec, model, placed, ledger)
         fake_items = [
-            {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in item.items()} for item in items
+            {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in item.items()}
+            for item in items
         ]
         batch = Batch(ids=[f"clip {i}" for i in range(len(fake_items))], items=fake_items)
         for step in range(steps):
@@ -158,12 +174,17 @@ def divided_step(
             ledger.restart_peak()
             carried.clear()
             with Crossings() as crossings:
-                accumulate_gradients(Model(model, engine, spec), [batch], StepContext(step=step, seed=0, flow=flow))
+                accumulate_gradients(
+                    Model(model, engine, spec), [batch], StepContext(step=step, seed=0, flow=flow)
+                )
             gradients = trained.optimizer.gradients()
             ledger.track(list(gradients.values()), "gradients")
             with ledger.purpose("optimizer" if step == 0 else "activations"):
                 update(
-                    trained.optimizer, total_norm(list(gradients.values())), lr=1e-4, clipping=Clipping(max_norm=1.0)
+                    trained.optimizer,
+                    total_norm(list(gradients.values())),
+                    lr=1e-4,
+                    clipping=Clipping(max_norm=1.0),
                 )
             trained.average.update(step + 1)
         # what the first update left behind next to the optimizer's state is gone
@@ -189,16 +210,24 @@ def _watched_carries(patch: Any) -> list[Counter[str]]:
     return carried
 
 
-def _materialised(spec: ModelSpec, model: Any, placed: Placement, ledger: MemoryTracker) -> TrainState:
-    """The training state of a model whose stages get fake parameters where they are placed, counted by purpose."""
+def _materialised(
+    spec: ModelSpec, model: Any, placed: Placement, ledger: MemoryTracker
+) -> TrainState:
+    """The training state of a model whose stages get fake parameters where they are placed, counted
+    by purpose."""
     names = {id(module): name for name, module in model.named_modules()}
     for stage, device in zip(
-        (model.embed, *model.blocks(), model.head), (placed.embed, *placed.blocks, placed.head), strict=True
+        (model.embed, *model.blocks(), model.head),
+        (placed.embed, *placed.blocks, placed.head),
+        strict=True,
     ):
         materialise(stage, names[id(stage)], spec, dtype=torch.bfloat16, device=device)
     ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
     trained = TrainState(
-        model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
+        model,
+        {n: p for n, p in model.named_parameters() if p.requires_grad},
+        OptimConfig(),
+        EMAConfig(decay=0.9),
     )
     ledger.track(list(trained.parameters.values()), "adapters")
     ledger.track(list(trained.average.values.values()), "average")
@@ -206,11 +235,14 @@ def _materialised(spec: ModelSpec, model: Any, placed: Placement, ledger: Memory
 
 
 def balanced(spec: ModelSpec, num_devices: int) -> Callable[[Any], Placement]:
-    """Splits a model evenly over devices by its weights and the adapters' training state, as a run without a plan does."""
+    """Splits a model evenly over devices by its weights and the adapters' training state, as a run
+    without a plan does."""
 
     def divided(model: Any) -> Placement:
         profile = weights_profile(model, spec, Precision(), averaged=True)
-        budgets = [Budget(name=str(device), total=10**12, workspace=0) for device in DEVICES[:num_devices]]
+        budgets = [
+            Budget(name=str(device), total=10**12, workspace=0) for device in DEVICES[:num_devices]
+        ]
         return place_blocks(model, DEVICES[:num_devices], choose_split_points(profile, budgets))
 
     return divided

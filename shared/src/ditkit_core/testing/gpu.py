@@ -1,7 +1,8 @@
 """The device for tests of what a GPU does: the fixture `gpu`.
 
-Every such test runs twice: on a GPU, marked `gpu` and skipped where there is none, and every day on a stand-in (`stand_in.py`), which also
-checks that nothing on its streams is unordered. Imports no torch, for pytest-xdist's controller.
+Every such test runs twice: on a GPU, marked `gpu` and skipped where there is none, and every day on
+a stand-in (`stand_in.py`), which also checks that nothing on its streams is unordered. Imports no
+torch, for pytest-xdist's controller.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,8 @@ class GPU:
     is_real: bool
 
     def size(self, real: int, stand_in: int) -> int:
-        """One of two sizes: on a GPU a copy must take longer than what launches it, or one that is not waited for would not show."""
+        """One of two sizes: on a GPU a copy must take longer than what launches it, or one that is
+        not waited for would not show."""
         return real if self.is_real else stand_in
 
 

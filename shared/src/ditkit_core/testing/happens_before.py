@@ -1,13 +1,17 @@
-"""Finds accesses to memory that nothing orders, from a log of streams: vector clocks, as race detectors of threads have them.
+"""Finds accesses to memory that nothing orders, from a log of streams: vector clocks, as race
+detectors of threads have them.
 
-Work on one stream runs in order. Work on two streams does not, unless one waits for an event of the other, or the host waited in between.
-Whatever is launched comes after all that the host knows to be done. A stream's clock says how far every stream is, at least, when its next
-work runs; an access that an earlier one must precede is a race if the clock does not reach it.
+Work on one stream runs in order. Work on two streams does not, unless one waits for an event of the
+other, or the host waited in between. Whatever is launched comes after all that the host knows to be
+done. A stream's clock says how far every stream is, at least, when its next work runs; an access
+that an earlier one must precede is a race if the clock does not reach it.
 
-Freed memory goes to the next work of the stream that allocated it, whatever other streams still do with it. If one still writes it, that is a
-race. If one still reads it, what it makes of the bytes is worthless, and a race only if somebody reads that.
+Freed memory goes to the next work of the stream that allocated it, whatever other streams still do
+with it. If one still writes it, that is a race. If one still reads it, what it makes of the bytes
+is worthless, and a race only if somebody reads that.
 
-`torch.cuda._sanitizer` has such clocks, too, but is private, knows no host and checks no freed memory.
+`torch.cuda._sanitizer` has such clocks, too, but is private, knows no host and checks no freed
+memory.
 """
 
 from collections import Counter
@@ -22,7 +26,8 @@ Clock = Counter[str]
 
 @dataclass(frozen=True, eq=False)
 class _Access:
-    """One piece of work that reads or writes: its stream, its number there, what it is, and the memory that it writes."""
+    """One piece of work that reads or writes: its stream, its number there, what it is, and the
+    memory that it writes."""
 
     stream: str
     time: int
@@ -35,7 +40,8 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """One allocation: the stream to which its bytes return, the last write, and each stream's last read since."""
+    """One allocation: the stream to which its bytes return, the last write, and each stream's last
+    read since."""
 
     owner: str
     write: _Access
@@ -58,8 +64,11 @@ class HappensBefore:
         """Streams that do not know yet what the host has learned."""
         self._memory: dict[int, _Memory] = {}
 
-    def launch(self, stream: str, action: str, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
-        """Run something on a stream, or on the host: it reads and writes memory, which is named by a number."""
+    def launch(
+        self, stream: str, action: str, reads: Iterable[int] = (), writes: Iterable[int] = ()
+    ) -> None:
+        """Run something on a stream, or on the host: it reads and writes memory, which is named by
+        a number."""
         clock = self._reached(stream)
         clock[stream] += 1
         if stream == HOST_THREAD:
@@ -96,10 +105,13 @@ class HappensBefore:
 
     def allocate(self, key: int, stream: str) -> None:
         """Allocate memory on a stream, which may have had its bytes in use a moment ago."""
-        self._memory[key] = _Memory(stream, _Access(stream, self._reached(stream)[stream], "its allocation"))
+        self._memory[key] = _Memory(
+            stream, _Access(stream, self._reached(stream)[stream], "its allocation")
+        )
 
     def free(self, key: int) -> None:
-        """Free memory: its bytes are given to whatever the stream that allocated it is given next."""
+        """Free memory: its bytes are given to whatever the stream that allocated it is given
+        next."""
         if (memory := self._memory.pop(key, None)) is None:
             return
         clock = self._reached(memory.owner)
@@ -113,7 +125,8 @@ class HappensBefore:
                     derived.spoiled = f"{read} made of memory that may be in use again"
 
     def _reached(self, stream: str) -> Clock:
-        """A stream's clock at its next work, which the host launches after all that it waited for."""
+        """A stream's clock at its next work, which the host launches after all that it waited
+        for."""
         if stream not in self._clocks:
             self._clocks[stream] = self._clocks[HOST_THREAD].copy()
         elif stream in self._behind:
@@ -125,4 +138,8 @@ class HappensBefore:
         return self._memory.setdefault(key, _Memory(stream, _Access(stream, 0, "its allocation")))
 
     def _check(self, clock: Clock, access: _Access, *before: _Access) -> None:
-        self.races += [f"{access} does not wait for {other}" for other in before if clock[other.stream] < other.time]
+        self.races += [
+            f"{access} does not wait for {other}"
+            for other in before
+            if clock[other.stream] < other.time
+        ]

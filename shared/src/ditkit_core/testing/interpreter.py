@@ -8,8 +8,9 @@ import numpy as np
 def repair_interpreter() -> None:
     """Let the interpreter compute what it should: for scripts with `TRITON_INTERPRET=1`.
 
-    It multiplies the bits of bf16 numbers as if they were integers; here it multiplies the numbers, in fp32. And Triton 3.6 cannot loop to a number
-    that a kernel has computed, under NumPy 2.4 or later: it converts an array of one axis to a number, which NumPy refuses. Triton 3.7 does not:
+    It multiplies the bits of bf16 numbers as if they were integers; here it multiplies the numbers,
+    in fp32. And Triton 3.6 cannot loop to a number that a kernel has computed, under NumPy 2.4 or
+    later: it converts an array of one axis to a number, which NumPy refuses. Triton 3.7 does not:
     https://github.com/triton-lang/triton/issues/9171. On a GPU nothing is converted so.
     """
     import triton  # not on every system
@@ -42,7 +43,8 @@ def _in_fp32(handle: Any) -> Any:
 
 
 def as_on_hopper() -> None:
-    """Let the kernels run as on a Hopper GPU with two multiprocessors from here on: for such scripts."""
+    """Let the kernels run as on a Hopper GPU with two multiprocessors from here on: for such
+    scripts."""
     from ditkit_core.nn.kernels import hopper
 
     hopper.is_hopper = lambda x: True

@@ -21,16 +21,20 @@ def results_of(name: str) -> list[str | int]:
 
 
 def spoilt(tensor: Tensor) -> None:
-    """Change the largest value of a result, where there is one: by three hundredths, or a code or a bit by one."""
+    """Change the largest value of a result, where there is one: by three hundredths, or a code or a
+    bit by one."""
     if tensor.numel():
         flat = tensor.view(-1)
         codes = flat.view(torch.int8) if flat.dtype.itemsize == 1 else flat
         index = int(codes.double().abs().argmax())
-        codes[index] = codes[index] * 1.03 if codes.is_floating_point() else codes[index] - codes[index].sign()
+        codes[index] = (
+            codes[index] * 1.03 if codes.is_floating_point() else codes[index] - codes[index].sign()
+        )
 
 
 class KernelCalls(Observer):
-    """Notes the operations with kernels that run inside the block, and plants a fault in a result of one.
+    """Notes the operations with kernels that run inside the block, and plants a fault in a result
+    of one.
 
     Args:
         faulty: The operation with the fault.
@@ -40,7 +44,12 @@ class KernelCalls(Observer):
 
     def __init__(self, faulty: str = "", result: str | int = 0, *, of_frozen: bool = False):
         super().__init__()
-        self.names, self._faulty, self._result, self._of_frozen = set[str](), faulty, result, of_frozen
+        self.names, self._faulty, self._result, self._of_frozen = (
+            set[str](),
+            faulty,
+            result,
+            of_frozen,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func._opname
@@ -49,7 +58,9 @@ class KernelCalls(Observer):
             if name == self._faulty:
                 names = [argument.name for argument in func._schema.arguments]
                 results = result if isinstance(result, tuple) else (result,)
-                values = dict(zip(names, args, strict=False)) | (kwargs or {}) | dict(enumerate(results))
+                values = (
+                    dict(zip(names, args, strict=False)) | (kwargs or {}) | dict(enumerate(results))
+                )
                 if not (self._of_frozen and values["trained"]):
                     spoilt(values[self._result])
         return result

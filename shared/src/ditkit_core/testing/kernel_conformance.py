@@ -1,8 +1,10 @@
-"""Checks of the Triton kernels inside the blocks of a model: numbers near torch's, and bitwise the same under every policy.
+"""Checks of the Triton kernels inside the blocks of a model: numbers near torch's, and bitwise the
+same under every policy.
 
     TRITON_INTERPRET=1 python kernel_conformance.py tests/test_conformance.py::TestWan
 
-The interpreter has to be chosen before Triton is imported, so a test runs this in a process of its own (`check_kernels`).
+The interpreter has to be chosen before Triton is imported, so a test runs this in a process of its
+own (`check_kernels`).
 """
 
 import json
@@ -36,11 +38,15 @@ def check_kernels(*classes: type) -> None:
     for where, trained in results.items():
         for under in trained.values():
             # Other last bits show that the kernels ran.
-            assert under["equal"] and under["differs"] and under["from_torch"] <= TOLERANCE, (where, results)
+            assert under["equal"] and under["differs"] and under["from_torch"] <= TOLERANCE, (
+                where,
+                results,
+            )
 
 
 def compared(kind: Any) -> dict[str, Any]:
-    """Results of one class of conformance checks, by what is trained: the difference from torch, and whether a policy changes a bit."""
+    """Results of one class of conformance checks, by what is trained: the difference from torch,
+    and whether a policy changes a bit."""
     results, items = {}, kind().items(1)
     for name, policy in (("lora", "attn_only"), ("full", "full")):
         model = make_model(kind.spec, kind.arch, adapter=ADAPTERS[name])
@@ -66,7 +72,10 @@ def numbers(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine) -> l
     outputs = list(model(inputs, engine=engine))
     sum((output.float().square().mean() for output in outputs), torch.zeros(())).backward()
     gradients = [tensor.grad for tensor in (*latents, *model.parameters())]
-    return [*(output.detach() for output in outputs), *(gradient for gradient in gradients if gradient is not None)]
+    return [
+        *(output.detach() for output in outputs),
+        *(gradient for gradient in gradients if gradient is not None),
+    ]
 
 
 def difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -1,7 +1,9 @@
-"""Short training runs with the Triton kernels, by one process and by several ranks: the work of a script that `KernelRanksConformance` starts.
+"""Short training runs with the Triton kernels, by one process and by several ranks: the work of a
+script that `KernelRanksConformance` starts.
 
-The kernels run as on a GPU, but under Triton's interpreter. Its time goes by programs, whatever their width, some 2 ms for each, and most kernels
-have a program for each token. So items have few tokens.
+The kernels run as on a GPU, but under Triton's interpreter. Its time goes by programs, whatever
+their width, some 2 ms for each, and most kernels have a program for each token. So items have few
+tokens.
 """
 
 import json
@@ -36,7 +38,8 @@ STEPS = 2
 
 
 def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None:
-    """The work of a script: the cases with torch in one process, and with the kernels there and in every world. It prints what each rank launched.
+    """The work of a script: the cases with torch in one process, and with the kernels there and in
+    every world. It prints what each rank launched.
 
     Args:
         spec: The model family.
@@ -46,13 +49,17 @@ def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None
     """
     repair_interpreter()
     torch.set_num_threads(1)
-    make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
+    make_model(
+        spec, arch, adapter=ADAPTERS["lora"]
+    )  # imports peft, which else each of the processes would do
     folder, launches = Path(sys.argv[1]), dict[str, Any]()
     plain = Replicas(spec, arch, items, folder / "torch", cases, held_out=(0,))
     fused = replace(plain, folder=folder / "triton", kernels="triton")
     for replicas, world in ((plain, ALONE), *((fused, world) for world in (ALONE, *WORLDS))):
         name = f"{replicas.kernels} on {world if world.size > 1 else 1}"
-        launches[name] = forked(world.size, partial(_launches, replace(replicas, divided=world)), folder / name)
+        launches[name] = forked(
+            world.size, partial(_launches, replace(replicas, divided=world)), folder / name
+        )
     print(json.dumps(launches))
 
 

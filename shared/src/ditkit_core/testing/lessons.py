@@ -1,6 +1,8 @@
-"""What a failed check teaches: which promise a model broke, its usual cause, and where the guide explains it.
+"""What a failed check teaches: which promise a model broke, its usual cause, and where the guide
+explains it.
 
-`ModelChecks` adds these lines to whatever a check raises, so that they stand under pytest's traceback.
+`ModelChecks` adds these lines to whatever a check raises, so that they stand under pytest's
+traceback.
 """
 
 from collections.abc import Callable
@@ -32,30 +34,35 @@ class Lesson(NamedTuple):
 _TRANSFORMER, _PRECISION = "2. The transformer", "5. The spec"
 _CARRY = Lesson(
     "a block reads its parameters and the carry, and nothing else",
-    "a tensor that is kept as an attribute or in a module's variable, or a field that the carry lacks; an in-place change of a tensor of the carry",
+    "a tensor that is kept as an attribute or in a module's variable, or a field that the carry "
+    "lacks; an in-place change of a tensor of the carry",
     _TRANSFORMER,
 )
 _REPEATED = Lesson(
     "a block that runs twice on one carry gives the same bits twice",
-    "an in-place change of the carry (`x += y`), state that a forward leaves behind, or random numbers of a generator of its own",
+    "an in-place change of the carry (`x += y`), state that a forward leaves behind, or random "
+    "numbers of a generator of its own",
     _TRANSFORMER,
 )
 _DEVICES = Lesson(
     "everything that a forward makes is made on the device of its inputs",
-    "a list of numbers in `torch.tensor([...], device=...)`, which copies from the host in each forward and cannot be replayed (torch.full, arange, "
+    "a list of numbers in `torch.tensor([...], device=...)`, which copies from the host in each "
+    "forward and cannot be replayed (torch.full, arange, "
     "linspace, or the numbers themselves), or `torch.arange(n)` without `device=`",
     _TRANSFORMER,
 )
 _DTYPES = Lesson(
     "each operation takes its dtype from its place of `Precision`",
-    "a dtype that is written down (`.float()`, `torch.bfloat16`) or taken from a neighbouring tensor, or a parameter in the wrong operation group",
+    "a dtype that is written down (`.float()`, `torch.bfloat16`) or taken from a neighbouring "
+    "tensor, or a parameter in the wrong operation group",
     _PRECISION,
 )
 
 LESSONS = {
     "test_it_builds_on_meta_and_is_staged": Lesson(
         "embed, blocks() and head are modules without buffers, and build without memory",
-        "a table in `register_buffer`, which `.to(dtype)` would round; compute it in `embed` and put it into the carry",
+        "a table in `register_buffer`, which `.to(dtype)` would round; compute it in `embed` and "
+        "put it into the carry",
         _TRANSFORMER,
     ),
     "test_every_parameter_belongs_to_one_stage": Lesson(
@@ -98,24 +105,28 @@ LESSONS = {
     "test_training_on_another_device_changes_no_number": _DEVICES,
     "test_a_sample_in_a_ragged_batch_equals_itself_alone": Lesson(
         "a sample in a batch of several sizes gets what it gets alone, forward and backward",
-        "padding that takes part in attention (`padding_mask`, also of captions), a mask that is off by one, a path without gradient (`detach`), "
+        "padding that takes part in attention (`padding_mask`, also of captions), a mask that is "
+        "off by one, a path without gradient (`detach`), "
         "or layers whose result nothing reads (name them in `idle`)",
         _TRANSFORMER,
     ),
     "test_what_stays_fp32_is_a_part_and_not_all": _DTYPES,
     "test_steps_on_one_batch_lower_its_loss": Lesson(
         "steps along the gradient learn a batch",
-        "a gradient that is cut (`detach`, `torch.no_grad`), or a head that starts at values far too large",
+        "a gradient that is cut (`detach`, `torch.no_grad`), or a head that starts at values far "
+        "too large",
         _TRANSFORMER,
     ),
     "test_a_fresh_adapter_changes_nothing_and_alone_is_trained": Lesson(
         "a new adapter changes no output, and only its parameters get gradients",
-        "a layer that is called through its weight instead of as a module, or whose result nothing reads (name it in `idle`)",
+        "a layer that is called through its weight instead of as a module, or whose result nothing "
+        "reads (name it in `idle`)",
         "6. Adapters",
     ),
     "test_what_a_full_recompute_leaves_out": Lesson(
         "a recompute stops before the layer that ends a block",
-        "`last_layers` of the test names another layer, or the block computes something behind it that saves its result",
+        "`last_layers` of the test names another layer, or the block computes something behind it "
+        "that saves its result",
         _TRANSFORMER,
     ),
     "test_the_stream_has_the_dtype_of_its_place": Lesson(

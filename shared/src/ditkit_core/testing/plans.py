@@ -1,4 +1,5 @@
-"""Checks at full size for any package: a plan from a few blocks, against the step of all blocks on fake tensors."""
+"""Checks at full size for any package: a plan from a few blocks, against the step of all blocks on
+fake tensors."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -27,7 +28,8 @@ from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 
 def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: AdapterConfig) -> Job:
-    """A step on one item, with the settings that are the default; full fine-tuning in fp32, as a run demands.
+    """A step on one item, with the settings that are the default; full fine-tuning in fp32, as a
+    run demands.
 
     Args:
         spec: The family.
@@ -51,11 +53,15 @@ def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()
         streamed: Blocks whose weights stay on the host.
     """
     bounds = [0, *cuts, num_blocks]
-    devices = tuple(device for device in range(len(cuts) + 1) for _ in range(bounds[device], bounds[device + 1]))
+    devices = tuple(
+        device for device in range(len(cuts) + 1) for _ in range(bounds[device], bounds[device + 1])
+    )
     return Partition(devices=devices, streamed=frozenset(streamed))
 
 
-def planned(step_profile: Profile, division: Partition, work: Workload = PLAIN) -> tuple[DevicePlan, ...]:
+def planned(
+    step_profile: Profile, division: Partition, work: Workload = PLAIN
+) -> tuple[DevicePlan, ...]:
     """The plan for devices of unlimited memory, without the memory of libraries.
 
     Args:
@@ -63,7 +69,10 @@ def planned(step_profile: Profile, division: Partition, work: Workload = PLAIN) 
         division: Devices of the stages.
         work: Micro-batches of the step.
     """
-    budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(division.devices))]
+    budgets = [
+        Budget(name=str(index), total=10**12, workspace=0)
+        for index in range(1 + max(division.devices))
+    ]
     return compose(step_profile, division, budgets, work)
 
 
@@ -82,7 +91,11 @@ def check_plan(step_profile: Profile, job: Job, cuts: Sequence[int], *, rel: flo
         cuts: Blocks before which the next device begins.
         rel: Relative tolerance.
     """
-    plans = planned(step_profile, divided(len(step_profile.blocks), cuts), Workload(micro_batches=job.micro_batches))
+    plans = planned(
+        step_profile,
+        divided(len(step_profile.blocks), cuts),
+        Workload(micro_batches=job.micro_batches),
+    )
     peaks, measured = [plan.peak for plan in plans], full_step(job, cuts).peaks
     for device, peak in enumerate(peaks):
         assert peak == pytest.approx(measured[device], rel=rel), (cuts, device, peaks, measured)
@@ -120,7 +133,8 @@ SENT = ("none+offload", "full+offload", "attn_only+offload")
 
 
 def check_kept(job: Job, *, rel: float = 0.02) -> None:
-    """Compare the planned bytes that blocks keep with the bytes of real tensors that stay alive on the CPU.
+    """Compare the planned bytes that blocks keep with the bytes of real tensors that stay alive on
+    the CPU.
 
     Args:
         job: The step; small.
@@ -144,7 +158,8 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
 
 
 def check_sent(job: Job, *, rel: float = 0.001) -> None:
-    """Compare the planned bytes that blocks send to the host with the bytes of real tensors on a pretended device.
+    """Compare the planned bytes that blocks send to the host with the bytes of real tensors on a
+    pretended device.
 
     Args:
         job: The step; small, but with storages above `offload.SMALLEST`.
@@ -169,7 +184,9 @@ def _real(job: Job) -> tuple[Any, list[dict[str, Tensor]]]:
     model = make_model(job.spec, job.arch, dtype=job.precision.matmul, adapter=job.adapter)
     return model, [
         {
-            name: torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros_like(x, device="cpu")
+            name: torch.randn(x.shape).to(x.dtype)
+            if x.is_floating_point()
+            else torch.zeros_like(x, device="cpu")
             for name, x in item.items()
         }
         for item in job.batch

@@ -1,9 +1,11 @@
-"""Devices on a machine that has none: CPU tensors that say they live on `cpu:1`, `cpu:2`, …, and refuse to meet the host's or each other's.
+"""Devices on a machine that has none: CPU tensors that say they live on `cpu:1`, `cpu:2`, …, and
+refuse to meet the host's or each other's.
 
-What they compute is real, so that a step there can be compared bitwise with one on the host. As on accelerators, a
-tensor without dimensions may come from the host, and copies cross over; everything else that mixes devices raises.
-`torch.tensor(..., device="cpu:1")` and `torch.as_tensor` stay on the host here: torch makes their data before any mode
-sees the call. Code that is to be tested uses `torch.full`.
+What they compute is real, so that a step there can be compared bitwise with one on the host. As on
+accelerators, a tensor without dimensions may come from the host, and copies cross over; everything
+else that mixes devices raises. `torch.tensor(..., device="cpu:1")` and `torch.as_tensor` stay on
+the host here: torch makes their data before any mode sees the call. Code that is to be tested uses
+`torch.full`.
 """
 
 from collections import Counter
@@ -25,7 +27,8 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.def
 class PretendTensor(Tensor):
     """A CPU tensor that says it lives on a device with a number."""
 
-    # What sees each operation below autograd need not see it above too, which took a tenth of the time of a step.
+    # What sees each operation below autograd need not see it above too, which took a tenth of the
+    # time of a step.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     data_: Tensor
@@ -45,14 +48,17 @@ class PretendTensor(Tensor):
         return wrapper
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory that it really has: torch_remat recognises tensors by it, and it can be emptied and filled again."""
+        """The memory that it really has: torch_remat recognises tensors by it, and it can be
+        emptied and filled again."""
         return self.data_.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is _aten._conj.default:  # lazy conjugation is resolved above this place, where it cannot be seen
+        if (
+            func is _aten._conj.default
+        ):  # lazy conjugation is resolved above this place, where it cannot be seen
             func = _aten.conj_physical.default
         originals: dict[int, Tensor] = {}
         data = _on_host(args, originals)
@@ -67,26 +73,37 @@ class PretendTensor(Tensor):
         return _presented(func(*data, **named), originals, target)
 
 
-# An operation's arguments and results are tensors in lists at most; torch's general trees took most of a test's time.
+# An operation's arguments and results are tensors in lists at most; torch's general trees took most
+# of a test's time.
 
 
 def _on_host(value: Any, originals: dict[int, Tensor]) -> Any:
-    """An argument with tensors of the host in place of pretended ones; adds each argument to `originals`, by the identity of its replacement."""
+    """An argument with tensors of the host in place of pretended ones; adds each argument to
+    `originals`, by the identity of its replacement."""
     if isinstance(value, Tensor):
         data = value.data_ if isinstance(value, PretendTensor) else value
         originals[id(data)] = value
         return data
     kind = type(value)
-    return kind([_on_host(item, originals) for item in value]) if kind is tuple or kind is list else value
+    return (
+        kind([_on_host(item, originals) for item in value])
+        if kind is tuple or kind is list
+        else value
+    )
 
 
 def _presented(value: Any, originals: Mapping[int, Tensor], device: torch.device) -> Any:
-    """A result as tensors of the device; what an operation changed in place keeps its identity, on whatever device it is."""
+    """A result as tensors of the device; what an operation changed in place keeps its identity, on
+    whatever device it is."""
     if isinstance(value, Tensor):
         leaf = originals.get(id(value))
         return _on(value, device) if leaf is None else leaf
     kind = type(value)
-    return kind([_presented(item, originals, device) for item in value]) if kind is tuple or kind is list else value
+    return (
+        kind([_presented(item, originals, device) for item in value])
+        if kind is tuple or kind is list
+        else value
+    )
 
 
 def _on(data: Tensor, device: torch.device) -> Tensor:
@@ -94,9 +111,12 @@ def _on(data: Tensor, device: torch.device) -> Tensor:
 
 
 def _refuse_mixed(func: Any, args: Any, leaves: Collection[Tensor]) -> None:
-    """Raise where an accelerator would: at two devices, at a tensor of the host, and at a number of the host that is to be changed."""
+    """Raise where an accelerator would: at two devices, at a tensor of the host, and at a number of
+    the host that is to be changed."""
     into_host = _is_in_place(func) and isinstance(args[0], Tensor) and args[0].device == HOST
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, PretendTensor) or leaf.dim() or into_host}
+    devices = {
+        leaf.device for leaf in leaves if isinstance(leaf, PretendTensor) or leaf.dim() or into_host
+    }
     if len(devices) > 1:
         names = sorted("the host" if device == HOST else str(device) for device in devices)
         raise RuntimeError(f"{func} mixes tensors of {' and of '.join(names)}")
@@ -110,7 +130,8 @@ def _is_in_place(func: Any) -> bool:
 
 
 class PretendDevices(Observer):
-    """Inside the block `torch.empty(..., device="cpu:1")` and `x.to("cpu:2")` make tensors of these devices."""
+    """Inside the block `torch.empty(..., device="cpu:1")` and `x.to("cpu:2")` make tensors of these
+    devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -7,7 +7,8 @@
     # test_my_ranks.py
     tables = run_ranks(Path(__file__).with_name("my_ranks.py"), folder=tmp_path)
 
-Starting costs seconds, most of them imports, so a script runs many cases and returns one table, and tests assert on its entries.
+Starting costs seconds, most of them imports, so a script runs many cases and returns one table, and
+tests assert on its entries.
 """
 
 import fcntl
@@ -33,7 +34,12 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    script: Path, *arguments: str, folder: Path, num: int = 2, seconds: float = 280.0, grace: float = 5.0
+    script: Path,
+    *arguments: str,
+    folder: Path,
+    num: int = 2,
+    seconds: float = 280.0,
+    grace: float = 5.0,
 ) -> list[Any]:
     """Run a script that calls `as_rank` in `num` processes.
 
@@ -43,7 +49,8 @@ def run_ranks(
         folder: Empty or new; where the ranks meet, and where they write.
         num: How many.
         seconds: How long they may take.
-        grace: Seconds that the others have to end by themselves once one has failed; they may be waiting for it.
+        grace: Seconds that the others have to end by themselves once one has failed; they may be
+            waiting for it.
 
     Returns:
         What the work of each rank returned.
@@ -56,8 +63,10 @@ def run_ranks(
     try:
         for rank in range(num):
             variables = {
-                "RANK": str(rank), "WORLD_SIZE": str(num), "RANKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+                "RANK": str(rank), "WORLD_SIZE": str(num), "RANKS_FOLDER": str(folder),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             }  # fmt: skip
             log = _log(folder, rank)
             processes.append(start(script, *arguments, out=log, err=log, variables=variables))
@@ -69,13 +78,17 @@ def run_ranks(
     codes = [process.exitcode for process in processes]
     if late or any(codes):
         ending = f"not done after {seconds:g} s" if late else f"ended with {codes}"
-        said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}" for rank in range(num))
+        said = (
+            f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}"
+            for rank in range(num)
+        )
         raise RanksFailed("\n".join([f"{script.name}: {ending}", *said]))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num)]
 
 
 def _wait(processes: Sequence[BaseProcess], seconds: float, grace: float) -> bool:
-    """Wait until all have ended, or one has failed and the others had their grace; whether time ran out."""
+    """Wait until all have ended, or one has failed and the others had their grace; whether time ran
+    out."""
     end = time.monotonic() + seconds
     failed = False
     while any(process.exitcode is None for process in processes):
@@ -97,14 +110,20 @@ def run_ranks_once(script: Path, *arguments: str, base: Path) -> list[Any]:
     Args:
         base: As for `once`.
     """
-    return once(base, "_".join((script.stem, *arguments)), lambda folder: run_ranks(script, *arguments, folder=folder))
+    return once(
+        base,
+        "_".join((script.stem, *arguments)),
+        lambda folder: run_ranks(script, *arguments, folder=folder),
+    )
 
 
 def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:
-    """The result of a work that is done once in a run of tests, by whichever of its processes asks first.
+    """The result of a work that is done once in a run of tests, by whichever of its processes asks
+    first.
 
     Args:
-        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); the folders of pytest-xdist's workers are in the run's.
+        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); the folders of
+            pytest-xdist's workers are in the run's.
         name: Of the work, unique in the run.
         make: Does it, in a new folder; returns what JSON can hold.
 
@@ -129,29 +148,38 @@ def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:
 
 
 def as_rank(work: Callable[[], Any]) -> None:
-    """In a script: join the other ranks, do the work with one thread, and hand its result to `run_ranks`.
+    """In a script: join the other ranks, do the work with one thread, and hand its result to
+    `run_ranks`.
 
     Args:
         work: Returns what JSON can hold.
     """
     torch.set_num_threads(1)
-    rank, num, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(os.environ["RANKS_FOLDER"])
+    rank, num, folder = (
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        Path(os.environ["RANKS_FOLDER"]),
+    )
     with joined(rank, num, folder):
         (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
 
 
 @contextmanager
 def joined(rank: int, num: int, folder: Path) -> Iterator[None]:
-    """Inside the block this process is one of `num` ranks that meet in a folder; all leave it together."""
+    """Inside the block this process is one of `num` ranks that meet in a folder; all leave it
+    together."""
     meeting = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num, timeout=timedelta(seconds=100))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=num, timeout=timedelta(seconds=100)
+    )
     yield
     dist.barrier()  # the others may still be reading from this one
     dist.destroy_process_group()
 
 
 def process_of_rank(rank: int, parent: int) -> int | None:
-    """The process of a rank that torchrun, `parent`, started; None if there is none now. Needs /proc."""
+    """The process of a rank that torchrun, `parent`, started; None if there is none now. Needs
+    /proc."""
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             match = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)

@@ -1,13 +1,16 @@
-"""A stand-in for CUDA graphs on a machine without a GPU: records each operation below autograd, and runs exactly those again on the same memory.
+"""A stand-in for CUDA graphs on a machine without a GPU: records each operation below autograd, and
+runs exactly those again on the same memory.
 
-No Python of the recorded work runs in between. So what a graph would bake in shows as a wrong result: a Python number, a tensor that was made on the
-host, a decision, a seed that stays. Where a careless stand-in would hide a fault, it does what CUDA does:
+No Python of the recorded work runs in between. So what a graph would bake in shows as a wrong
+result: a Python number, a tensor that was made on the host, a decision, a seed that stays. Where a
+careless stand-in would hide a fault, it does what CUDA does:
 
 - recording changes nothing: what the work wrote to memory from before gets its old values back,
-- memory of the pool that nobody refers to holds garbage before and after each replay: other graphs use it, too,
+- memory of the pool that nobody refers to holds garbage before and after each replay: other graphs
+  use it, too,
 - memory from before the recording that was freed since holds garbage,
-- a number that the host reads cannot be recorded, nor can a copy between host and device that the host waits for, and a copy that
-  nobody waits for reads the host's memory when it is replayed.
+- a number that the host reads cannot be recorded, nor can a copy between host and device that the
+  host waits for, and a copy that nobody waits for reads the host's memory when it is replayed.
 """
 
 import weakref
@@ -35,7 +38,8 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.def
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Inside the block the work of CPUs and of pretended devices is recorded and replayed by this stand-in."""
+    """Inside the block the work of CPUs and of pretended devices is recorded and replayed by this
+    stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(GRAPHS, "cpu", RecordedGraphs)
         yield
@@ -82,12 +86,15 @@ class _RecordedGraph:
 
 
 class _Located:
-    """A tensor by its place in memory. It keeps memory of the pool, and none from before the recording."""
+    """A tensor by its place in memory. It keeps memory of the pool, and none from before the
+    recording."""
 
     def __init__(self, tensor: Tensor, in_pool: bool):
         storage = tensor.untyped_storage()
         data: Any = tensor.data_ if isinstance(tensor, PretendTensor) else tensor
-        self._storage: Callable[[], UntypedStorage | None] = (lambda: storage) if in_pool else weakref.ref(storage)
+        self._storage: Callable[[], UntypedStorage | None] = (
+            (lambda: storage) if in_pool else weakref.ref(storage)
+        )
         self._geometry = data.storage_offset(), data.size(), data.stride()
         self._dtype, self._device, self._num_bytes = data.dtype, tensor.device, storage.nbytes()
         self._flags = data.is_conj(), data.is_neg()
@@ -121,16 +128,23 @@ class _Recording(Observer):
         kwargs = kwargs or {}
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
             raise RuntimeError(
-                f"{func}: operation not permitted when stream is capturing: the host waits for its result"
+                f"{func}: operation not permitted when stream is capturing: the host waits for its "
+                f"result"
             )
         tensors = [*_tensors(args), *_tensors(list(kwargs.values()))]
         self._refuse_waiting(func, args, kwargs, tensors)
         written = [
-            x for argument, value in _arguments(func, args, kwargs) if argument.is_write for x in _tensors(value)
+            x
+            for argument, value in _arguments(func, args, kwargs)
+            if argument.is_write
+            for x in _tensors(value)
         ]
         for tensor in written:
             self._keep(tensor)
-        arguments = self._located(args), {name: self._located(value) for name, value in kwargs.items()}
+        arguments = (
+            self._located(args),
+            {name: self._located(value) for name, value in kwargs.items()},
+        )
         results = func(*args, **kwargs)
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
         new = [x for x in _tensors(results) if x.untyped_storage()._cdata not in inputs]
@@ -142,8 +156,14 @@ class _Recording(Observer):
         memory = [self._located(tensor) for tensor in new]
 
         def call(_: GeneratorHook) -> None:
-            positional, named = _rebuilt(arguments[0]), {name: _rebuilt(value) for name, value in arguments[1].items()}
-            addresses = {tensor.untyped_storage()._cdata for tensor in _tensors([*positional, *named.values()])}
+            positional, named = (
+                _rebuilt(arguments[0]),
+                {name: _rebuilt(value) for name, value in arguments[1].items()},
+            )
+            addresses = {
+                tensor.untyped_storage()._cdata
+                for tensor in _tensors([*positional, *named.values()])
+            }
             again = func(*positional, **named)
             computed = [x for x in _tensors(again) if x.untyped_storage()._cdata not in addresses]
             for target, tensor in zip(memory, computed, strict=True):
@@ -200,7 +220,11 @@ class _Recording(Observer):
     def _located(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return _Located(value, value.untyped_storage()._cdata in self.pool)
-        return type(value)(self._located(part) for part in value) if type(value) in (list, tuple) else value
+        return (
+            type(value)(self._located(part) for part in value)
+            if type(value) in (list, tuple)
+            else value
+        )
 
     @staticmethod
     def _refuse_waiting(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -208,9 +232,14 @@ class _Recording(Observer):
             return
         there = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         devices = {tensor.device for tensor in tensors} | ({there} if there is not None else set())
-        waits = not kwargs.get("non_blocking", args[2] if func is not _COPIES[0] and len(args) > 2 else False)
+        waits = not kwargs.get(
+            "non_blocking", args[2] if func is not _COPIES[0] and len(args) > 2 else False
+        )
         if len(devices) > 1 and _HOST in devices and waits:
-            raise RuntimeError(f"{func}: operation not permitted when stream is capturing: the host waits for its copy")
+            raise RuntimeError(
+                f"{func}: operation not permitted when stream is capturing: the host waits for its "
+                f"copy"
+            )
 
 
 def _spoil(storage: Any) -> None:
@@ -227,7 +256,11 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
+    return (
+        [tensor for part in value for tensor in _tensors(part)]
+        if isinstance(value, list | tuple)
+        else []
+    )
 
 
 def _rebuilt(value: Any) -> Any:

@@ -1,7 +1,9 @@
-"""A short training run as replicas: the work of a script that `ReplicaConformance` starts once for all its cases.
+"""A short training run as replicas: the work of a script that `ReplicaConformance` starts once for
+all its cases.
 
-The script imports everything once, and forks the ranks of every world: a process that has not computed yet may fork, and starting one
-costs seconds of imports. What a case writes is compared by the tests, in their own process.
+The script imports everything once, and forks the ranks of every world: a process that has not
+computed yet may fork, and starting one costs seconds of imports. What a case writes is compared by
+the tests, in their own process.
 """
 
 import faulthandler
@@ -36,7 +38,13 @@ from ditkit_core.testing.ranks import joined
 from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, masked
 from ditkit_core.training.checkpoint import load_state
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_state import TrainState
@@ -77,15 +85,26 @@ CASES = {
     "schedule-free": Case("lora", optim=OptimConfig(name="schedulefree_adamw", lr=0.01), decay=0.0),
     "full": Case("full"),
 }
-"""All are bitwise identical on any number of ranks but the full fine-tune, whose gradients are summed rank by rank."""
+"""All are bitwise identical on any number of ranks but the full fine-tune, whose gradients are
+summed rank by rank."""
 
 SHARDED = {
     **{
         name: CASES[name]
-        for name in ("lora with dropout", "lora, five micro-batches", "lora in bf16", "dora with prior", "lokr", "full")
+        for name in (
+            "lora with dropout",
+            "lora, five micro-batches",
+            "lora in bf16",
+            "dora with prior",
+            "lokr",
+            "full",
+        )
     },
     "full in bf16, split": Case(
-        "full", dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3, rounding="split"), policy="attn_only"
+        "full",
+        dtype=torch.bfloat16,
+        optim=OptimConfig(lr=1e-3, rounding="split"),
+        policy="attn_only",
     ),
     "full in bf16, stochastic": Case(
         "full", dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3, rounding="stochastic"), decay=0.0
@@ -99,7 +118,8 @@ SHARDED = {
     "lora on nvfp4": Case("lora", quantize="nvfp4", dtype=torch.bfloat16),
     "lora on rotated int8, multiplied in 8 bits": Case("lora", quantize="int8_rotated_16 computed"),
 }
-"""Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
+"""Runs whose weights ranks divide; sums over ranks are taken in another order than in one
+process."""
 
 BRIEF = {
     "brief lora": Case("lora", accumulation=3, dtype=torch.bfloat16, decay=0.0, policy="none"),
@@ -110,19 +130,24 @@ BRIEF = {
         )
         for rounding in ("stochastic", "split")
     },
-    "brief lora on nf4": replace(SHARDED["lora on nf4"], accumulation=2, decay=0.0, policy="attn_only"),
+    "brief lora on nf4": replace(
+        SHARDED["lora on nf4"], accumulation=2, decay=0.0, policy="attn_only"
+    ),
 }
-"""Runs in which all Triton kernels of blocks and updates run, with few micro-batches: Triton's interpreter is slow."""
+"""Runs in which all Triton kernels of blocks and updates run, with few micro-batches: Triton's
+interpreter is slow."""
 
 _KNOWN = CASES | SHARDED | BRIEF
 
 
 def can_divide(name: str) -> bool:
-    """Whether this torch divides the weights of such a run. A run of the others is refused: torch 2.11 rounds summed gradients, and shards
-    no integers."""
+    """Whether this torch divides the weights of such a run. A run of the others is refused: torch
+    2.11 rounds summed gradients, and shards no integers."""
     case = _KNOWN[name]
     rounds = case.trained == "full" and case.dtype == torch.bfloat16 and not keeps_wide_gradients()
-    return not rounds and (shards_integers() or not case.quantize.startswith(("int8", "nf4", "nvfp4")))
+    return not rounds and (
+        shards_integers() or not case.quantize.startswith(("int8", "nf4", "nvfp4"))
+    )
 
 
 class _Data:
@@ -136,7 +161,8 @@ class _Data:
         batches = [self._batch(range(index * 2, index * 2 + 1 + index % 2), counted=1.5)]
         if not self._case.prior:
             return batches
-        # As the loader's: all of a step or none, since ranks that divide the weights gather them for one more forward together.
+        # As the loader's: all of a step or none, since ranks that divide the weights gather them
+        # for one more forward together.
         matches_base = index // self._case.accumulation % 2 == 1
         batches.append(self._batch([index + 1], counted=0.0))
         return [replace(batch, matches_base=matches_base) for batch in batches]
@@ -175,7 +201,11 @@ class Divided(NamedTuple):
     def cases(self, names: Sequence[str]) -> list[str]:
         """The cases among these names that it trains."""
         allowed = [name for name in names if self.context == 1 or not _KNOWN[name].routed]
-        return [name for name in allowed if name in (self.few or names) and (self.shard == 1 or can_divide(name))]
+        return [
+            name
+            for name in allowed
+            if name in (self.few or names) and (self.shard == 1 or can_divide(name))
+        ]
 
     def __str__(self) -> str:
         return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
@@ -210,7 +240,8 @@ class Replicas:
         return results
 
     def _train_again(self, name: str, ranks: Ranks) -> None:
-        """Train the second half of a case in a copy of its run, which ends with the save in its middle."""
+        """Train the second half of a case in a copy of its run, which ends with the save in its
+        middle."""
         run = self.folder / f"{name} on {self.divided}"
         again = run.with_name(f"{run.name} again")
         if ranks.is_first:
@@ -221,10 +252,13 @@ class Replicas:
     def shared(self, context: int, ranks: Ranks) -> dict[str, Any]:
         """Train the cases by ranks that share tokens, and return this rank's results by case."""
         ranks, into = ranks.grouped(context), f"on {ranks.size // context} of {context}"
-        return {name: self.train(name, replace(ranks), into=f"{name} {into}") for name in self.cases}
+        return {
+            name: self.train(name, replace(ranks), into=f"{name} {into}") for name in self.cases
+        }
 
     def loaded(self, ranks: Ranks, runs: Sequence[tuple[str, str]]) -> dict[str, bool]:
-        """By run, whether its last save is bitwise the same after it was loaded; runs by folder and case."""
+        """By run, whether its last save is bitwise the same after it was loaded; runs by folder and
+        case."""
         return {
             into: self._loaded(name, into, replace(divided_ranks))
             for divided_ranks in [self.of(ranks)]
@@ -251,25 +285,40 @@ class Replicas:
             again = replace(again, tensors=model.shards.unsharded(again.tensors))
         if not ranks.is_first:
             return True
-        return not any(differing(again.tensors[group], expected) for group, expected in saved.tensors.items())
+        return not any(
+            differing(again.tensors[group], expected) for group, expected in saved.tensors.items()
+        )
 
     def model_of(self, name: str, ranks: Ranks) -> Model:
         """The model of a case, divided if ranks divide weights."""
         case = _KNOWN[name]
-        model = make_quantized(self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained])
+        model = make_quantized(
+            self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained]
+        )
         trainable, shards = trainable_parameters(model), None
         streams = self.spec.architecture.token_streams(self.arch)
-        context = ContextParallel(ranks, streams) if ranks.context > 1 and streams is not None else None
+        context = (
+            ContextParallel(ranks, streams) if ranks.context > 1 and streams is not None else None
+        )
         if ranks.shard > 1:
-            shards = Shards(model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu"))
+            shards = Shards(
+                model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu")
+            )
             trainable = shards.local
-        router = routing_of(self.spec, self.arch, model) if case.routed and context is None else None
-        engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context, router=router)
+        router = (
+            routing_of(self.spec, self.arch, model) if case.routed and context is None else None
+        )
+        engine = BlockEngine(
+            policy=case.policy, kernels=self.kernels, context=context, router=router
+        )
         return Model(model, engine, self.spec, trainable, shards=shards)
 
     @recorded_graphs()
-    def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
-        """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
+    def train(
+        self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = ""
+    ) -> dict[str, Any]:
+        """Train a case until `steps`, in a folder named after the number of ranks, and return this
+        rank's results for JSON."""
         case, model = _KNOWN[name], self.model_of(name, ranks)
         held_batch = Batch(
             ids=[f"held {index}" for index in range(len(self.held_out))],
@@ -294,13 +343,16 @@ class Replicas:
                 save=SaveConfig(every_steps=3, keep_last=9),
                 log=LogConfig(tensorboard=False),
             ),
-            folder=self.folder / (into or f"{name} on {self.divided if self.divided.size > 1 else ranks.size}"),
+            folder=self.folder
+            / (into or f"{name} on {self.divided if self.divided.size > 1 else ranks.size}"),
             validator=Validator(HeldOutConfig(sigmas=(0.3, 0.8)), held_batch),
             ranks=ranks,
         )
         result = trainer.fit()
         values = (
-            {} if ranks.shard > 1 else {key: value.detach().double().tolist() for key, value in model.trainable.items()}
+            {}
+            if ranks.shard > 1
+            else {key: value.detach().double().tolist() for key, value in model.trainable.items()}
         )
         digest = json_hash(values)
         exchanges = ranks.exchanges if isinstance(ranks, CountedRanks) else 0
@@ -308,14 +360,18 @@ class Replicas:
 
 
 def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
-    """The results of the work in `num` processes that are forked from this one and connected by gloo.
+    """The results of the work in `num` processes that are forked from this one and connected by
+    gloo.
 
     Raises:
-        AssertionError: If one fails, with the beginning and the end of what each printed: C++ says why it aborts, and then come the stacks.
+        AssertionError: If one fails, with the beginning and the end of what each printed: C++ says
+            why it aborts, and then come the stacks.
     """
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, num, work, folder)) for rank in range(num)]
+    processes = [
+        context.Process(target=_rank, args=(rank, num, work, folder)) for rank in range(num)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -326,15 +382,24 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     if any(codes) or None in codes:
         said = (_log(folder, rank).read_text(errors="replace") for rank in range(num))
         half = _SHOWN // num // 2
-        ends = (text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}" for text in said)
+        ends = (
+            text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+            for text in said
+        )
         raise AssertionError(
-            "\n".join([f"{num} ranks ended with {codes}", *(f"rank {rank}: {end}" for rank, end in enumerate(ends))])
+            "\n".join(
+                [
+                    f"{num} ranks ended with {codes}",
+                    *(f"rank {rank}: {end}" for rank, end in enumerate(ends)),
+                ]
+            )
         )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num)]
 
 
 _SHOWN = 16000
-"""Characters of what all ranks printed that a failure shows: a little less than what `scripts.py: output_of` shows of a script."""
+"""Characters of what all ranks printed that a failure shows: a little less than what `scripts.py:
+output_of` shows of a script."""
 
 
 def _log(folder: Path, rank: int) -> Path:
@@ -367,20 +432,24 @@ def main(
     sharded: Sequence[Divided] = (),
     shared: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """The work of a script: cases in every world, and runs that go on with another number of ranks. A second call adds to the first.
+    """The work of a script: cases in every world, and runs that go on with another number of ranks.
+    A second call adds to the first.
 
     Args:
         spec: The model family.
         arch: A small architecture.
         items: Training samples of one size or of several.
         worlds: Numbers of ranks, 1 among them.
-        continued: Pairs: a run is trained by the first number of ranks until its middle, and by the second to its end.
+        continued: Pairs: a run is trained by the first number of ranks until its middle, and by the
+            second to its end.
         cases: Names of `CASES` or `SHARDED`.
         sharded: Worlds that divide the weights.
         shared: Pairs: so many ranks in context groups of so many.
     """
     torch.set_num_threads(1)
-    make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
+    make_model(
+        spec, arch, adapter=ADAPTERS["lora"]
+    )  # imports peft, which else each of the processes would do
     folder = Path(sys.argv[1])
     replicas = Replicas(spec, arch, items, folder, cases)
     table = folder / "ranks.json"
@@ -400,7 +469,9 @@ def main(
         work = partial(replace(replicas, divided=world).loaded, runs=runs)
         ranks_of[f"loaded on {world}"] = forked(world.size, work, folder / f"loaded on {world}")
     for num, context in shared:
-        results = forked(num, partial(replicas.shared, context), folder / f"world {num} of {context}")
+        results = forked(
+            num, partial(replicas.shared, context), folder / f"world {num} of {context}"
+        )
         ranks_of[f"{num // context} of {context}"] = results
     name = "lora with dropout"
     for first, second in continued:

@@ -20,26 +20,33 @@ from ditkit_core.run.plans.plan import make_report
 
 
 def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:
-    """Check that the preset of each run file is known by its hub id alone, and that every known hub id has a run file.
+    """Check that the preset of each run file is known by its hub id alone, and that every known hub
+    id has a run file.
 
     Args:
         spec: The family.
         files: Its run files; those with a local path are left out.
     """
     models = [resolve(RunConfig, file=file).model for file in files]
-    named = {repository_of(path): model for model in models if is_hub_id(path := model.transformer or model.base)}
+    named = {
+        repository_of(path): model
+        for model in models
+        if is_hub_id(path := model.transformer or model.base)
+    }
     for model in named.values():
         assert arch_here(spec, replace(model, preset=""))[0] == model.preset, model
     assert named.keys() == spec.architecture.hub_presets.keys()
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
-    """Plan an unchanged run file for a GPU of 80 GiB, and check the planned bytes of weights against the model's parameters.
+    """Plan an unchanged run file for a GPU of 80 GiB, and check the planned bytes of weights
+    against the model's parameters.
 
     Args:
         spec: The family.
         file: The run file; it names a preset.
-        most_bytes: To be stayed below: bytes of frozen weights for each number, those that stay in fp32 included.
+        most_bytes: To be stayed below: bytes of frozen weights for each number, those that stay in
+            fp32 included.
     """
     config = resolve(RunConfig, file=file)
     report = make_report(create_run(spec, config), "80GiB")
@@ -51,12 +58,18 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
         assert purposes["weights"] == 0 and purposes["adapters"] >= 4 * count, (purposes, count)
         assert purposes["average"] >= (4 * count if config.ema.decay else 0), (purposes, count)
     else:
-        assert 2 * count <= purposes["weights"] < most_bytes * count and purposes["adapters"] < 0.2 * count, (
+        assert (
+            2 * count <= purposes["weights"] < most_bytes * count
+            and purposes["adapters"] < 0.2 * count
+        ), (
             purposes,
             count,
         )
     assert report.fits, purposes
-    assert report.work.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model
+    assert (
+        report.work.micro_batches == config.train.accumulation
+        and config.model.preset in report.model
+    ), report.model
 
 
 def check_schema_of(file: Path) -> None:
@@ -67,7 +80,8 @@ def check_schema_of(file: Path) -> None:
 
 
 def check_schema(package: str, folder: Path) -> None:
-    """Check that the schema next to the shipped run files is what the command prints, and that every run file points to it and conforms.
+    """Check that the schema next to the shipped run files is what the command prints, and that
+    every run file points to it and conforms.
 
     Args:
         package: The package's import name, such as `ditkit_wan`.
@@ -76,15 +90,26 @@ def check_schema(package: str, folder: Path) -> None:
     file = folder / "schema.json"
     program = f"import sys; from {package}.cli import train; sys.argv = ['train', '--print-schema']; train()"
     printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8", check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
     ).stdout
-    assert printed == file.read_text(encoding="utf-8"), f"{file} is stale: write it with --print-schema > {file.name}"
+    assert printed == file.read_text(encoding="utf-8"), (
+        f"{file} is stale: write it with --print-schema > {file.name}"
+    )
     schema = json.loads(printed)
     for shipped in sorted(folder.glob("*.toml")):
         assert shipped.read_text(encoding="utf-8").startswith("#:schema ./schema.json\n"), shipped
         check_schema_of(shipped)
     assert faults(
-        schema, {"trian": {}, "train": {"stepz": 1, "steps": 1.5}, "optim": {"betas": [0.9], "name": "adam"}}
+        schema,
+        {
+            "trian": {},
+            "train": {"stepz": 1, "steps": 1.5},
+            "optim": {"betas": [0.9], "name": "adam"},
+        },
     ) == [
         "trian",
         "train.stepz",
@@ -102,14 +127,20 @@ def faults(schema: Any, value: Any, at: str = "") -> list[str]:
         return [] if value in schema["enum"] else [at]
     kinds: dict[str, Any] = {"integer": int, "number": (int, float), "boolean": bool, "string": str}
     kinds |= {"array": list, "object": dict}
-    if not isinstance(value, kinds[schema["type"]]) or (isinstance(value, bool) and schema["type"] != "boolean"):
+    if not isinstance(value, kinds[schema["type"]]) or (
+        isinstance(value, bool) and schema["type"] != "boolean"
+    ):
         return [at]
     if schema["type"] == "array":
         heads = schema.get("prefixItems", [schema["items"]] * len(value))
-        wrong = len(heads) != len(value) or any(faults(kind, item) for kind, item in zip(heads, value, strict=True))
+        wrong = len(heads) != len(value) or any(
+            faults(kind, item) for kind, item in zip(heads, value, strict=True)
+        )
         return [at] * wrong
     paths = []
     for key, item in value.items() if schema["type"] == "object" else ():
         path = f"{at}.{key}".lstrip(".")
-        paths += faults(schema["properties"][key], item, path) if key in schema["properties"] else [path]
+        paths += (
+            faults(schema["properties"][key], item, path) if key in schema["properties"] else [path]
+        )
     return paths

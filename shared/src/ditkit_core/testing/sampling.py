@@ -29,5 +29,7 @@ def generate_latents(
     on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Latents of one sample of one model: what `generate` decodes."""
-    (latents,) = generate(DecodedBy(sampler.denoise, _Undecoded()), [job], single_stage(model, engine), on_step)
+    (latents,) = generate(
+        DecodedBy(sampler.denoise, _Undecoded()), [job], single_stage(model, engine), on_step
+    )
     return latents

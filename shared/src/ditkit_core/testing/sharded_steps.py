@@ -1,4 +1,5 @@
-"""The work of every rank in the checks of a sharded model: steps of any family under every policy, as a table for JSON.
+"""The work of every rank in the checks of a sharded model: steps of any family under every policy,
+as a table for JSON.
 
 Run by a script in each rank (`ranks.as_rank`); `check_steps` asserts on what came back.
 """
@@ -33,13 +34,14 @@ from ditkit_core.testing.world import (
 TRAINED = ("full", "lora")
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
-"""Two ranks against one with the joined batch, relative to the norm of a gradient. A sum over tokens is taken in two parts: an order of
-additions in fp32 (roundings of 6e-8, a few dozen of them); in bf16 each part is rounded (4e-3), and so is what comes of a rounding in
-each block."""
+"""Two ranks against one with the joined batch, relative to the norm of a gradient. A sum over
+tokens is taken in two parts: an order of additions in fp32 (roundings of 6e-8, a few dozen of
+them); in bf16 each part is rounded (4e-3), and so is what comes of a rounding in each block."""
 
 
 def policies() -> list[str]:
-    """Every kind of policy, alone and offloaded, some for parts of attention or of the blocks; a new kind joins by itself."""
+    """Every kind of policy, alone and offloaded, some for parts of attention or of the blocks; a
+    new kind joins by itself."""
     on_device = [kind for kind in MAKERS if not parse_schedule(kind).rules[0].policy.offload]
     offloaded = [f"{kind}+offload" for kind in on_device]
     texts = [*MAKERS, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
@@ -66,9 +68,11 @@ class Step(TypedDict):
     """One forward and backward."""
 
     differs: list[str]
-    """Names of values that are not bitwise identical to the values of the same step under `none`."""
+    """Names of values that are not bitwise identical to the values of the same step under
+    `none`."""
     apart: float
-    """The largest relative distance of a gradient under `none` from the gradient of one rank on the joined batch."""
+    """The largest relative distance of a gradient under `none` from the gradient of one rank on the
+    joined batch."""
     collectives: dict[str, int]
     attention: int
     """Forwards, recomputed ones included."""
@@ -78,7 +82,9 @@ class Step(TypedDict):
     """What `check_reduced` says."""
 
 
-def step_of(spec: ModelSpec, model: Any, items: Items, run: Run, *, first: int = 0, of: int) -> dict[str, Tensor]:
+def step_of(
+    spec: ModelSpec, model: Any, items: Items, run: Run, *, first: int = 0, of: int
+) -> dict[str, Tensor]:
     """Loss and gradients of one step, as this rank has them.
 
     Args:
@@ -89,11 +95,16 @@ def step_of(spec: ModelSpec, model: Any, items: Items, run: Run, *, first: int =
     sigma = torch.linspace(0.3, 0.8, of)[first : first + len(items)]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
-    outputs = model(spec.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run)
+    outputs = model(
+        spec.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run
+    )
     loss = torch.stack([output.float().square().mean() for output in outputs]).mean()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **{name: gradient.clone() for name, gradient in gradients.items()}}
+    return {
+        "loss": loss.detach(),
+        **{name: gradient.clone() for name, gradient in gradients.items()},
+    }
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -106,13 +117,19 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors whose values on this rank differ, as `differing` finds them."""
-    here, there = ({name: _local(tensor) for name, tensor in tensors.items()} for tensors in (actual, expected))
+    here, there = (
+        {name: _local(tensor) for name, tensor in tensors.items()} for tensors in (actual, expected)
+    )
     return differing(here, there)
 
 
 def apart(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest relative distance of a gradient; every rank asks at once."""
-    pairs = ((_whole(actual[name]).double(), _whole(expected[name]).double()) for name in expected if name != "loss")
+    pairs = (
+        (_whole(actual[name]).double(), _whole(expected[name]).double())
+        for name in expected
+        if name != "loss"
+    )
     return largest(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
@@ -165,9 +182,11 @@ def steps(
                     _restore(model, values)
                 plain = plain or gradients
                 table[f"{adapter}/{dtype}/{policy}"] = Step(
-                    differs=differences(gradients, plain), apart=distance, collectives=dict(calls.collectives),
+                    differs=differences(gradients, plain), apart=distance,
+                    collectives=dict(calls.collectives),
                     attention=calls.attention, unreduced=refused(model),
-                    without=[n for n, p in model.named_parameters() if p.requires_grad and n not in gradients],
+                    without=[n for n,
+                    p in model.named_parameters() if p.requires_grad and n not in gradients],
                 )  # fmt: skip
     return table
 
@@ -187,17 +206,26 @@ def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
 
 def cases(trained: Sequence[str] = TRAINED, dtypes: Sequence[str] = tuple(DTYPES)) -> list[str]:
     """The keys of what `steps` returns."""
-    return [f"{adapter}/{dtype}/{policy}" for adapter in trained for dtype in dtypes for policy in policies()]
+    return [
+        f"{adapter}/{dtype}/{policy}"
+        for adapter in trained
+        for dtype in dtypes
+        for policy in policies()
+    ]
 
 
 def check_step(tables: Sequence[Mapping[str, Step]], case: str) -> None:
-    """Assert of one case that a policy changes no bit and no collective, and that ranks together are one with the joined batch."""
+    """Assert of one case that a policy changes no bit and no collective, and that ranks together
+    are one with the joined batch."""
     adapter, dtype, _ = case.split("/", 2)
     for table in tables:
         plain, step = table[f"{adapter}/{dtype}/none"], table[case]
         assert step["differs"] == []
         assert step["collectives"] == plain["collectives"]
-        assert step["collectives"]["allgather_base"] > 0 and step["collectives"]["reduce_scatter_base"] > 0
+        assert (
+            step["collectives"]["allgather_base"] > 0
+            and step["collectives"]["reduce_scatter_base"] > 0
+        )
         assert step["without"] == [] and step["unreduced"] == ""
         if "dropout" not in adapter:  # whose masks depend on which rank samples them
             assert step["apart"] < TOLERANCE[dtype]

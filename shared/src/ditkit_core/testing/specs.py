@@ -7,7 +7,8 @@ from ditkit_core.models.spec import ModelSpec
 
 
 def altered(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """The spec with other values of its own fields, or of fields of its groups, each by the field's bare name.
+    """The spec with other values of its own fields, or of fields of its groups, each by the field's
+    bare name.
 
     Names are looked up in the spec first, then in its groups; no two groups share one.
     """

@@ -1,7 +1,9 @@
-"""What `torch.cuda` is to a GPU, for the pretended devices `cpu:1`, `cpu:2`, …: streams, events, page-locking, generators, memory counters.
+"""What `torch.cuda` is to a GPU, for the pretended devices `cpu:1`, `cpu:2`, …: streams, events,
+page-locking, generators, memory counters.
 
-It has the names that the core asks of `torch.cuda`, and no others: what else is asked of it raises AttributeError. Nothing runs on these
-streams; `HappensBefore` records what a GPU would have run on them.
+It has the names that the core asks of `torch.cuda`, and no others: what else is asked of it raises
+AttributeError. Nothing runs on these streams; `HappensBefore` records what a GPU would have run on
+them.
 """
 
 import mmap
@@ -92,7 +94,8 @@ class StandInRuntime:
 
     @contextmanager
     def stream(self, stream: StandInStream) -> Iterator[None]:
-        """Work of this thread for the stream's device runs on the stream, and the device is the current one."""
+        """Work of this thread for the stream's device runs on the stream, and the device is the
+        current one."""
         before = self.current_stream(stream.device)
         self._current[stream.device] = stream
         try:
@@ -102,7 +105,8 @@ class StandInRuntime:
             self._current[stream.device] = before
 
     def current_device(self) -> int:
-        """The index of the device on which this thread launches what names no device; the first one at first."""
+        """The index of the device on which this thread launches what names no device; the first one
+        at first."""
         return int(getattr(self._thread, "device", 1))
 
     @contextmanager
@@ -146,12 +150,15 @@ class StandInRuntime:
         num_bytes = self._locked.pop(address)
         for key, (_, _, reference) in self._storages.items():
             storage = reference()
-            if storage is not None and storage.data_ptr() <= address < storage.data_ptr() + max(storage.nbytes(), 1):
+            if storage is not None and storage.data_ptr() <= address < storage.data_ptr() + max(
+                storage.nbytes(), 1
+            ):
                 self.log.launch(HOST_THREAD, f"the unlocking of {num_bytes} bytes", writes=[key])
         return 0
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """A copy in page-locked memory, as `Tensor.pin_memory` makes it: its memory is freed only after all copies from it."""
+        """A copy in page-locked memory, as `Tensor.pin_memory` makes it: its memory is freed only
+        after all copies from it."""
         copy = tensor.clone()
         self._pinned.add(self.follow(copy, HOST_THREAD))
         return copy
@@ -161,7 +168,10 @@ class StandInRuntime:
         if tensor.untyped_storage()._cdata in self._pinned:
             return True
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(start <= first and last <= start + num_bytes for start, num_bytes in self._locked.items())
+        return any(
+            start <= first and last <= start + num_bytes
+            for start, num_bytes in self._locked.items()
+        )
 
     # Generators
 
@@ -206,11 +216,16 @@ class StandInRuntime:
         self._peak[device] = self._live[device]
 
     def follow(self, tensor: Tensor, stream: str) -> int:
-        """The number of a tensor's memory. Unless it is known, it was allocated on a stream, and its release is noticed."""
+        """The number of a tensor's memory. Unless it is known, it was allocated on a stream, and
+        its release is noticed."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key not in self._storages:
-            self._storages[key] = tensor.device, 0, weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = (
+                tensor.device,
+                0,
+                weakref.ref(storage, lambda _: self._forget(key)),
+            )
             self.resized(key, storage.nbytes(), stream)
         return key
 

@@ -1,13 +1,16 @@
-"""Runs that an earlier version saved half-way, and the check that this version continues them to bitwise identical results.
+"""Runs that an earlier version saved half-way, and the check that this version continues them to
+bitwise identical results.
 
-A stored run is an archive that `keep` made with the version of that time, through the train command alone: the inputs, the encoded cache, the
-run's folder as an interrupt left it, and what the same version made of it later. Whoever changes how runs are stored keeps reading it: no
-stored run is made anew for a change that it is there to find.
+A stored run is an archive that `keep` made with the version of that time, through the train command
+alone: the inputs, the encoded cache, the run's folder as an interrupt left it, and what the same
+version made of it later. Whoever changes how runs are stored keeps reading it: no stored run is
+made anew for a change that it is there to find.
 
-The bits of a step belong to a processor: other instructions sum in another order. So bits are asked for where this machine computes the
-first half of the run, from its beginning, to the stored bits; and it must, if it is the kind of machine that the run was made on: there a
-change of the code is the only reason left. Elsewhere the second half is compared within tolerances. What is read from the save has the
-stored bits everywhere.
+The bits of a step belong to a processor: other instructions sum in another order. So bits are asked
+for where this machine computes the first half of the run, from its beginning, to the stored bits;
+and it must, if it is the kind of machine that the run was made on: there a change of the code is
+the only reason left. Elsewhere the second half is compared within tolerances. What is read from the
+save has the stored bits everywhere.
 """
 
 import hashlib
@@ -28,7 +31,10 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
@@ -36,7 +42,8 @@ from ditkit_core.testing.world import differing
 from ditkit_core.training.metrics import is_of_the_machine
 
 HALF, STEPS = 3, 6
-"""Optimizer steps after which a run is interrupted, and of the whole run: `train.steps` of its run file. It saves every `HALF` steps."""
+"""Optimizer steps after which a run is interrupted, and of the whole run: `train.steps` of its run
+file. It saves every `HALF` steps."""
 
 _RUN_FILE: dict[str, dict[str, Any]] = {
     "run": {"folder": "run"},
@@ -54,10 +61,11 @@ _RUN_FILE: dict[str, dict[str, Any]] = {
 """What every stored run sets."""
 
 WEIGHT_TOLERANCE, MOMENT_TOLERANCE, METRIC_TOLERANCE = 1e-3, 1e-4, 1e-5
-"""What the second half may differ by on another processor, where gradients differ by their last bits, 1e-6 of their norm. A weight, in learning
-rates: AdamW moves it by about one in a step and divides its gradient by its own size, so that the difference matters most for the smallest.
-The optimizer's averages, by the norm of each; a metric, by its value. Measured on kernels for no vectors, for AVX2 and for AVX-512:
-6e-6, 1.4e-6 and 1.7e-7."""
+"""What the second half may differ by on another processor, where gradients differ by their last
+bits, 1e-6 of their norm. A weight, in learning rates: AdamW moves it by about one in a step and
+divides its gradient by its own size, so that the difference matters most for the smallest. The
+optimizer's averages, by the norm of each; a metric, by its value. Measured on kernels for no
+vectors, for AVX2 and for AVX-512: 6e-6, 1.4e-6 and 1.7e-7."""
 
 _TENSORS = ("trainable", "ema", "optimizer")
 _KEPT = ("config.toml", "data.json", "metrics.jsonl")
@@ -102,7 +110,9 @@ class StoredRun:
         )
         if reproduced:
             for run in (work / "run", work / "scratch"):
-                assert _equal(run / "state" / _name(STEPS), stored / "expected"), f"{run.name} ends in other bits"
+                assert _equal(run / "state" / _name(STEPS), stored / "expected"), (
+                    f"{run.name} ends in other bits"
+                )
                 assert metrics(run) == metrics(stored / "expected")
         else:
             _check_close(work / "run", stored / "expected")
@@ -114,22 +124,30 @@ class StoredRun:
         assert _digests(Path("average.safetensors")) == digests
 
     def _train_from_scratch(self) -> None:
-        """The whole run without an interrupt, from the stored configuration and the stored cache."""
+        """The whole run without an interrupt, from the stored configuration and the stored
+        cache."""
         Path("scratch").mkdir()
         shutil.copyfile("run/config.toml", "scratch/config.toml")
         assert _train(self.spec, "scratch") == 0
 
 
-def keep(spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, Mapping[str, Any]]) -> StoredRun:
-    """Train a run in `folder`, interrupt it half-way, and store the run and its later results in `folder/run_COMMIT.zip`.
+def keep(
+    spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, Mapping[str, Any]]
+) -> StoredRun:
+    """Train a run in `folder`, interrupt it half-way, and store the run and its later results in
+    `folder/run_COMMIT.zip`.
 
     Args:
         spec: The family.
         folder: Contains `inputs/`.
         commit: The version that does this.
-        settings: By section of the run file, what the family sets in addition; paths are relative to `folder`.
+        settings: By section of the run file, what the family sets in addition; paths are relative
+            to `folder`.
     """
-    sections = {name: {**_RUN_FILE.get(name, {}), **settings.get(name, {})} for name in {**_RUN_FILE, **settings}}
+    sections = {
+        name: {**_RUN_FILE.get(name, {}), **settings.get(name, {})}
+        for name in {**_RUN_FILE, **settings}
+    }
     with chdir(folder):
         Path("run.toml").write_text(tomli_w.dumps(sections), encoding="utf-8")
         with _interrupted(HALF):
@@ -137,11 +155,18 @@ def keep(spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, M
         shutil.copytree("run", "later")
         assert _train(spec, "later") == 0
         assert cli.run(spec, "export", ["--run", "run", "--out", "average.safetensors"]) == 0
-        files = [path for part in ("inputs", "cache", "run/state") for path in Path(part).rglob("*") if path.is_file()]
+        files = [
+            path
+            for part in ("inputs", "cache", "run/state")
+            for path in Path(part).rglob("*")
+            if path.is_file()
+        ]
         stored_files = {path.as_posix(): path for path in files}
         stored_files |= {f"run/{name}": Path("run", name) for name in _KEPT}
         stored_files |= {
-            f"expected/{group}.safetensors": Path("later", "state", _name(STEPS), f"{group}.safetensors")
+            f"expected/{group}.safetensors": Path(
+                "later", "state", _name(STEPS), f"{group}.safetensors"
+            )
             for group in _TENSORS
         }
         stored_files["expected/metrics.jsonl"] = Path("later", "metrics.jsonl")
@@ -161,10 +186,15 @@ def keep(spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, M
 
 
 def machine() -> str:
-    """Digest of everything that chooses kernels: the processor and its instructions, what limits them, and the libraries that compute."""
+    """Digest of everything that chooses kernels: the processor and its instructions, what limits
+    them, and the libraries that compute."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = dict(line.split("\t", 1) for line in file if line.startswith(("model name", "flags", "Features")))
+            lines = dict(
+                line.split("\t", 1)
+                for line in file
+                if line.startswith(("model name", "flags", "Features"))
+            )
     except OSError:  # no Linux
         lines = {"model name": platform.processor()}
     parts = [
@@ -179,8 +209,14 @@ def machine() -> str:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without what depends on the clock and the memory."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if not is_of_the_machine(name)} for line in lines]
+    lines = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {name: value for name, value in line.items() if not is_of_the_machine(name)}
+        for line in lines
+    ]
 
 
 def _train(spec: ModelSpec, run: str) -> int:
@@ -228,14 +264,22 @@ Seen = list[tuple[Tensor, dict[str, Tensor]]]
 
 @contextmanager
 def _first_step_seen() -> Iterator[Seen]:
-    """Every parameter, and the optimizer's state of it, as they are before the first optimizer step: torch shows them to a hook."""
+    """Every parameter, and the optimizer's state of it, as they are before the first optimizer
+    step: torch shows them to a hook."""
     states: Seen = []
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not states:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            state = [{entry: value.clone() for entry, value in optimizer.state[p].items()} for p in parameters]
-            states.extend(zip([parameter.detach().clone() for parameter in parameters], state, strict=True))
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            state = [
+                {entry: value.clone() for entry, value in optimizer.state[p].items()}
+                for p in parameters
+            ]
+            states.extend(
+                zip([parameter.detach().clone() for parameter in parameters], state, strict=True)
+            )
 
     with _removed_later(register_optimizer_step_pre_hook(look)):
         yield states
@@ -263,10 +307,17 @@ def _check_loaded(states: Seen, save: Path) -> None:
 def _check_close(run: Path, expected: Path) -> None:
     """Assert that another processor's second half equals the stored run's but for rounding."""
     lines, expected_lines = metrics(run), metrics(expected)
-    assert [(line["step"], line.keys()) for line in lines] == [(line["step"], line.keys()) for line in expected_lines]
+    assert [(line["step"], line.keys()) for line in lines] == [
+        (line["step"], line.keys()) for line in expected_lines
+    ]
     for line, other in zip(lines, expected_lines, strict=True):
         for name, value in other.items():
-            assert abs(line[name] - value) <= METRIC_TOLERANCE * abs(value), (line["step"], name, line[name], value)
+            assert abs(line[name] - value) <= METRIC_TOLERANCE * abs(value), (
+                line["step"],
+                name,
+                line[name],
+                value,
+            )
     rate = max(line["lr"] for line in expected_lines if "lr" in line)
     for group in _TENSORS:
         actual, wanted = _tensors(run / "state" / _name(STEPS), group), _tensors(expected, group)

@@ -1,4 +1,5 @@
-"""Faults in the order of streams, each planted alone, which the checks of a model's streams must find. Tests inherit `StreamFaultChecks`."""
+"""Faults in the order of streams, each planted alone, which the checks of a model's streams must
+find. Tests inherit `StreamFaultChecks`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ def without(name: str, patch: Patch) -> None:
 def an_event_before_its_copies(patch: Patch) -> None:
     """Whoever waits for it waits for nothing."""
 
-    def copy(queue: Any, fills: Sequence[Callable[[], None]], index: int, there: dict[int, Any]) -> None:
+    def copy(
+        queue: Any, fills: Sequence[Callable[[], None]], index: int, there: dict[int, Any]
+    ) -> None:
         with queue.lane.copies():
             there[index] = queue.lane.record()
             for fill in fills:
@@ -45,7 +48,9 @@ def an_event_before_its_copies(patch: Patch) -> None:
 
 def an_event_of_the_wrong_stream(patch: Patch) -> None:
     """The computation's stream, in place of the stream of the copies."""
-    patch.setattr(CopyLane, "record", lambda lane: lane._runtime.current_stream(lane.device).record_event())
+    patch.setattr(
+        CopyLane, "record", lambda lane: lane._runtime.current_stream(lane.device).record_event()
+    )
 
 
 def results_copied_on_the_wrong_stream(patch: Patch) -> None:
@@ -105,9 +110,12 @@ def the_stream_of_another_device(patch: Patch) -> None:
 
 
 def memory_of_another_stream(patch: Patch) -> None:
-    """Weights that the device's own stream allocates: they are freed to it, whatever the side stream does with them."""
+    """Weights that the device's own stream allocates: they are freed to it, whatever the side
+    stream does with them."""
 
-    def make_room(streamed: Streamed, make_room: Callable[[Streamed], None] = Streamed.make_room) -> None:
+    def make_room(
+        streamed: Streamed, make_room: Callable[[Streamed], None] = Streamed.make_room
+    ) -> None:
         runtime = runtime_of(streamed.buffer.device)
         with runtime.stream(runtime.default_stream(streamed.buffer.device)):
             make_room(streamed)
@@ -147,13 +155,19 @@ _IN, _OUT = "the copy to cpu:1 on cpu:1, side stream 1", "the copy to cpu on cpu
 _AGAIN = "made of memory that may be in use again"
 FAULTS = {
     "no wait for weights": StreamFault(
-        plant=partial(without, "wait_for"), levers="swap", message=f" on cpu:1 does not wait for {_IN}"
+        plant=partial(without, "wait_for"),
+        levers="swap",
+        message=f" on cpu:1 does not wait for {_IN}",
     ),
     "no wait for activations": StreamFault(
-        plant=partial(without, "wait_for"), levers="offload", message=f" on cpu:1 does not wait for {_IN}"
+        plant=partial(without, "wait_for"),
+        levers="offload",
+        message=f" on cpu:1 does not wait for {_IN}",
     ),
     "weights emptied at work": StreamFault(
-        plant=partial(without, "follow"), levers="swap", message="a release on cpu:1, side stream 1 does not wait for "
+        plant=partial(without, "follow"),
+        levers="swap",
+        message="a release on cpu:1, side stream 1 does not wait for ",
     ),
     "activations copied too early": StreamFault(
         plant=partial(without, "follow"), levers="offload", message=f"{_OUT} does not wait for "
@@ -165,16 +179,22 @@ FAULTS = {
         trained=("full",),
     ),
     "an event before its copies": StreamFault(
-        plant=an_event_before_its_copies, levers="swap", message=f" on cpu:1 does not wait for {_IN}"
+        plant=an_event_before_its_copies,
+        levers="swap",
+        message=f" on cpu:1 does not wait for {_IN}",
     ),
-    "an event of the wrong stream": StreamFault(plant=an_event_of_the_wrong_stream, levers="offload", message=_AGAIN),
+    "an event of the wrong stream": StreamFault(
+        plant=an_event_of_the_wrong_stream, levers="offload", message=_AGAIN
+    ),
     "results copied on the wrong stream": StreamFault(
         plant=results_copied_on_the_wrong_stream,
         levers="swap",
         message="lerp_ on the host reads what ",
         trained=("full",),
     ),
-    "freed while it is copied": StreamFault(plant=freed_while_it_is_copied, levers="offload", message=_AGAIN),
+    "freed while it is copied": StreamFault(
+        plant=freed_while_it_is_copied, levers="offload", message=_AGAIN
+    ),
     "a buffer filled before it is free": StreamFault(
         plant=a_buffer_filled_before_it_is_free,
         levers="offload",
@@ -186,7 +206,9 @@ FAULTS = {
         message=f"copy_ on the host does not wait for {_IN}",
     ),
     "memory of another stream": StreamFault(
-        plant=memory_of_another_stream, levers="swap", message=f"{_IN} does not wait for its allocation on cpu:1"
+        plant=memory_of_another_stream,
+        levers="swap",
+        message=f"{_IN} does not wait for its allocation on cpu:1",
     ),
     "the stream of another device": StreamFault(
         plant=the_stream_of_another_device,
@@ -208,7 +230,8 @@ FAULTS = {
 
 
 def _cases() -> list[Any]:
-    """Every fault under every policy, for all that is trained; the faults of one policy each are not exhaustive."""
+    """Every fault under every policy, for all that is trained; the faults of one policy each are
+    not exhaustive."""
     cases = []
     for number, (name, fault) in enumerate(FAULTS.items()):
         turn, index = divmod(number, len(POLICIES))
@@ -220,14 +243,16 @@ def _cases() -> list[Any]:
 
 
 class StreamFaultChecks(ModelChecks):
-    """Inherit, set `spec` and `arch`, define `items`. A fault shows where each of two devices streams three blocks or more."""
+    """Inherit, set `spec` and `arch`, define `items`. A fault shows where each of two devices
+    streams three blocks or more."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("fault", "policy", "trained"), _cases())
     def test_a_fault_in_the_order_of_streams_is_found(
         self, fault: str, policy: str, trained: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Under every policy, for an adapter and for a full fine-tune that updates in the backward what it streams."""
+        """Under every policy, for an adapter and for a full fine-tune that updates in the backward
+        what it streams."""
         planted = FAULTS[fault]
         planted.plant(monkeypatch)
         races = self._unordered(planted.levers, policy, trained)

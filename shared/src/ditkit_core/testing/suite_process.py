@@ -1,4 +1,5 @@
-"""The work of a class of checks in a process of its own, which the class is imported into from its file.
+"""The work of a class of checks in a process of its own, which the class is imported into from its
+file.
 
     python suite_process.py [ARGUMENTS] tests/test_conformance.py::TestReplicas [ARGUMENTS]
 
@@ -42,7 +43,8 @@ class ProcessChecks(ModelChecks):
 
 
 def class_at(location: str) -> Any:
-    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the nearest folder `support` can be imported by name."""
+    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the
+    nearest folder `support` can be imported by name."""
     file, _, name = location.rpartition("::")
     path = Path(file).resolve()
     supports = [parent / SUPPORT for parent in path.parents if (parent / SUPPORT).is_dir()]

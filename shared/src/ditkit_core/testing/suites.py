@@ -1,4 +1,5 @@
-"""The suites that need only a tiny model, in one class: inherit `EverySuite`, set `spec` and `arch`, define `items`.
+"""The suites that need only a tiny model, in one class: inherit `EverySuite`, set `spec` and
+`arch`, define `items`.
 
     class TestZed(EverySuite):
         spec = ZED
@@ -7,8 +8,10 @@
         def items(self, count, ragged=False):
             return [{"latents": …, "text": …} for _ in range(count)]
 
-The class itself has the checks of the seam. Suites with other needs are classes inside it, such as `TestZed::TestReplicas`, with the marks that
-families give them. Plans, shared tokens, kernels on ranks and the demo are classes of a package's own. A family that sets more for one of them writes it as a class of its own, as FLUX.2's test_conformance.py does.
+The class itself has the checks of the seam. Suites with other needs are classes inside it, such as
+`TestZed::TestReplicas`, with the marks that families give them. Plans, shared tokens, kernels on
+ranks and the demo are classes of a package's own. A family that sets more for one of them writes it
+as a class of its own, as FLUX.2's test_conformance.py does.
 """
 
 from dataclasses import dataclass, field
@@ -57,7 +60,8 @@ class EverySuite(Conformance):
     deeper: ClassVar[Any] = None
     """An architecture with six blocks, for faults in the order of streams; None leaves them out."""
     diffusers: ClassVar[DiffusersModel | None] = None
-    """diffusers' transformer, if there is one: levers of other trainers are then compared with it."""
+    """diffusers' transformer, if there is one: levers of other trainers are then compared with
+    it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Add a class for each suite."""
@@ -76,8 +80,10 @@ def _add(family: type[EverySuite], name: str, suite: _Suite) -> None:
         return family().items(count, ragged)
 
     values = {
-        "spec": family.spec, "arch": family.deeper if name == "TestStreamOrder" else family.arch, "items": items,
-        "last_layers": family.last_layers, "__module__": family.__module__, "__qualname__": f"{family.__qualname__}.{name}",
+        "spec": family.spec, "arch": family.deeper if name == "TestStreamOrder" else family.arch,
+        "items": items,
+        "last_layers": family.last_layers, "__module__": family.__module__,
+        "__qualname__": f"{family.__qualname__}.{name}",
         "__doc__": suite.checks.__doc__,
     }  # fmt: skip
     checks: type = type(name, (suite.checks,), values | suite.values)

@@ -1,7 +1,8 @@
 """The smallest model that the core can train: read it before writing your own.
 
-Latents [channels, frames, height, width] of any size are cut into single positions; text of any length is attended to.
-One block mixes the tokens, attends to the text and applies an MLP, all under a modulation that depends on the noise level.
+Latents [channels, frames, height, width] of any size are cut into single positions; text of any
+length is attended to. One block mixes the tokens, attends to the text and applies an MLP, all under
+a modulation that depends on the noise level.
 """
 
 import math
@@ -88,7 +89,9 @@ class ToyEmbed(nn.Module):
         wide = torch.promote_types(precision.timestep, torch.float32)
         angles = inputs.sigma.to(precision.timestep).to(wide)[:, None] * frequencies.to(wide)
         time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(precision.time_mlp))
-        text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(precision.matmul))
+        text = self.text(
+            nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(precision.matmul)
+        )
         mask = padding_mask([len(row) for row in rows], tokens.device)
         modulation = time.unflatten(-1, (3, -1)).to(precision.modulation)
         return ToyCarry(tokens.to(precision.entry), modulation, text, mask, sizes)
@@ -104,7 +107,9 @@ class ToyBlock(nn.Module):
         self.out = nn.Linear(arch.dim, arch.dim)
         self.query = nn.Linear(arch.dim, arch.dim)
         self.key_value = nn.Linear(arch.dim, 2 * arch.dim)
-        self.mlp = nn.Sequential(nn.Linear(arch.dim, 2 * arch.dim), nn.GELU(), nn.Linear(2 * arch.dim, arch.dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(arch.dim, 2 * arch.dim), nn.GELU(), nn.Linear(2 * arch.dim, arch.dim)
+        )
 
     def forward(self, carry: ToyCarry) -> ToyCarry:
         precision = self.precision
@@ -112,15 +117,28 @@ class ToyBlock(nn.Module):
         shift, scale, gate = carry.modulation[:, :, None].unbind(1)
         rate = self.dropout if self.training else 0.0
         x = carry.tokens
-        normed = F.layer_norm(x.to(precision.norms_of(x.dtype)), x.shape[-1:]).to(precision.modulation)
+        normed = F.layer_norm(x.to(precision.norms_of(x.dtype)), x.shape[-1:]).to(
+            precision.modulation
+        )
         h = (normed * (1 + scale) + shift).to(matmul)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.qkv(h).chunk(3, -1))
-        y = attend(q, k, v, name="self", padding_mask=carry.padding_mask, dropout=rate).flatten(2).to(matmul)
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.qkv(h).chunk(3, -1)
+        )
+        y = (
+            attend(q, k, v, name="self", padding_mask=carry.padding_mask, dropout=rate)
+            .flatten(2)
+            .to(matmul)
+        )
         x = plain_sum(gate * F.dropout(self.out(y), rate, self.training), x.to(precision.residual))
         q = self.query(x.to(matmul)).unflatten(-1, (self.heads, -1)).to(attention)
-        k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.key_value(carry.text).chunk(2, -1))
+        k, v = (
+            t.unflatten(-1, (self.heads, -1)).to(attention)
+            for t in self.key_value(carry.text).chunk(2, -1)
+        )
         x = plain_sum(attend(q, k, v, name="cross").flatten(2), x)
-        return carry._replace(tokens=plain_sum(F.dropout(self.mlp(x.to(matmul)), rate, self.training), x))
+        return carry._replace(
+            tokens=plain_sum(F.dropout(self.mlp(x.to(matmul)), rate, self.training), x)
+        )
 
 
 class ToyHead(nn.Module):
@@ -212,17 +230,26 @@ class ToySampler:
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
-        latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed)).to(self.device)
+        latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed)).to(
+            self.device
+        )
         text = [job.conditions["text"].to(self.device)]
         for step in range(job.steps):
             level = 1 - step / job.steps
             denoiser = yield level
             sigma = torch.full((1,), level, device=self.device)
-            latents = latents - denoiser(ToyInputs([latents], sigma, text))[0].to(self.device) / job.steps
+            latents = (
+                latents - denoiser(ToyInputs([latents], sigma, text))[0].to(self.device) / job.steps
+            )
         return latents
 
     def decode(self, latents: Tensor) -> Tensor:
-        return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1).cpu()
+        return (
+            F.interpolate(latents[:3].transpose(0, 1), scale_factor=4)
+            .transpose(0, 1)
+            .clamp(0, 1)
+            .cpu()
+        )
 
     def unload(self) -> None:
         pass
@@ -254,7 +281,8 @@ def native_name(name: str) -> str | None:
     return name.replace("blocks.", "layers.", 1) if first in ("blocks", "head") else None
 
 
-# How a block of the diffusers form is stacked: one module is three there, one has its halves swapped, two are one.
+# How a block of the diffusers form is stacked: one module is three there, one has its halves
+# swapped, two are one.
 _STACKED = {
     "to_q": (TensorSlice("qkv", 0, 3),),
     "to_k": (TensorSlice("qkv", 1, 3),),
@@ -277,7 +305,8 @@ def _to_diffusers(name: str) -> tuple[TensorSlice, ...]:
         return (TensorSlice(f"outer.{name}"),)
     block = match[1].replace("layers", "transformer_blocks")
     return tuple(
-        replace(p, name=f"{block}{p.name}.{match[3]}") for p in _UNSTACKED.get(match[2], (TensorSlice(match[2]),))
+        replace(p, name=f"{block}{p.name}.{match[3]}")
+        for p in _UNSTACKED.get(match[2], (TensorSlice(match[2]),))
     )
 
 
@@ -285,7 +314,8 @@ def _to_native(name: str) -> tuple[TensorSlice, ...] | None:
     if match := _DIFFUSERS_BLOCK.fullmatch(name):
         block = match[1].replace("transformer_blocks", "layers")
         return tuple(
-            replace(p, name=f"{block}{p.name}.{match[3]}") for p in _STACKED.get(match[2], (TensorSlice(match[2]),))
+            replace(p, name=f"{block}{p.name}.{match[3]}")
+            for p in _STACKED.get(match[2], (TensorSlice(match[2]),))
         )
     if name.startswith("outer."):
         return (TensorSlice(name.removeprefix("outer.")),)
@@ -294,7 +324,13 @@ def _to_native(name: str) -> tuple[TensorSlice, ...] | None:
 
 
 def _op_group_of(name: str) -> str:
-    return "time_mlp" if name.startswith("embed.time.") else "head" if name.startswith("head.") else "matmul"
+    return (
+        "time_mlp"
+        if name.startswith("embed.time.")
+        else "head"
+        if name.startswith("head.")
+        else "matmul"
+    )
 
 
 TOY = ModelSpec(
@@ -305,7 +341,10 @@ TOY = ModelSpec(
         names=StateDictNames(
             prefixes=("model.",),
             to_native=_to_native,
-            from_native={"official": lambda name: (TensorSlice(official_name(name)),), "diffusers": _to_diffusers},
+            from_native={
+                "official": lambda name: (TensorSlice(official_name(name)),),
+                "diffusers": _to_diffusers,
+            },
         ),
         token_streams=lambda arch: TokenStreams(
             fields=lambda carry: {"tokens": ("tokens",)}, inputs={"key_value": ()}, routed="tokens"
@@ -315,7 +354,9 @@ TOY = ModelSpec(
     training=TrainingSpec(
         make_inputs=_make_inputs,
         empty_item=lambda arch, size, references: {
-            "latents": torch.empty(arch.channels, 1 + (size[0] - 1) // 4, size[1] // 4, size[2] // 4),
+            "latents": torch.empty(
+                arch.channels, 1 + (size[0] - 1) // 4, size[1] // 4, size[2] // 4
+            ),
             "text": torch.empty(16, arch.text_dim),
         },
         num_tokens=lambda item: math.prod(item["latents"].shape[1:]),
@@ -330,7 +371,10 @@ TOY = ModelSpec(
         models=lambda arch, components: (),
     ),
     adapters=AdapterSpec(
-        targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")}
+        targets={
+            "all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"),
+            "attention": ("qkv", "query"),
+        }
     ),
     demo=DemoSpec(write=lambda folder: None, config=Path("demo.toml"), trained_base=False),
     import_path="ditkit_core.testing.toy:TOY",
@@ -344,18 +388,35 @@ def in_form(state: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
         parts = TOY.architecture.names.from_native[form](name)
         for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
             rows.setdefault(part.name, {})[part.index] = piece.clone()
-    return {name: torch.cat([piece for _, piece in sorted(pieces.items())]) for name, pieces in rows.items()}
+    return {
+        name: torch.cat([piece for _, piece in sorted(pieces.items())])
+        for name, pieces in rows.items()
+    }
 
 
 def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[dict[str, Tensor]]:
     """Training items as the encode stage would make them."""
     generator = torch.Generator().manual_seed(seed)
-    grids = ((4, 4), (4, 8), (2, 8)) if ragged else ((4, 4),)  # the third has as many positions as the first
+    grids = (
+        ((4, 4), (4, 8), (2, 8)) if ragged else ((4, 4),)
+    )  # the third has as many positions as the first
     sizes = [(4, 2, *grids[index % len(grids)]) for index in range(count)]
     return [
-        {"latents": torch.randn(size, generator=generator), "text": torch.randn(5, 8, generator=generator)}
+        {
+            "latents": torch.randn(size, generator=generator),
+            "text": torch.randn(5, 8, generator=generator),
+        }
         for size in sizes
     ]
 
 
-__all__ = ["TOY", "ToyArch", "ToyInputs", "ToyModel", "in_form", "native_name", "official_name", "toy_items"]
+__all__ = [
+    "TOY",
+    "ToyArch",
+    "ToyInputs",
+    "ToyModel",
+    "in_form",
+    "native_name",
+    "official_name",
+    "toy_items",
+]

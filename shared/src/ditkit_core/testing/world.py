@@ -1,4 +1,5 @@
-"""Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
+"""Small worlds for the conformance checks: a model with seeded weights, one training step, and what
+it did."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,14 +41,20 @@ ADAPTERS = {
 }
 """What is trained, by the names that the checks go by."""
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
-"""One that also adapts layers outside the blocks, which compute tensors for all of them: modulation, time and text embedding."""
+"""One that also adapts layers outside the blocks, which compute tensors for all of them:
+modulation, time and text embedding."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_model(
-    spec: ModelSpec, arch: Any, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
+    spec: ModelSpec,
+    arch: Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    adapter: AdapterConfig | None = None,
 ) -> nn.Module:
-    """A model on the CPU with random weights, none of them zero, and with an adapter that does something.
+    """A model on the CPU with random weights, none of them zero, and with an adapter that does
+    something.
 
     Args:
         adapter: What is trained; None trains every parameter.
@@ -63,22 +70,31 @@ _MADE: dict[tuple[Any, ...], tuple[ModelSpec, nn.Module]] = {}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A model of its own, in a fifth of the time that peft takes to adapt one, and a third of the time of `copy.deepcopy`."""
+    """A model of its own, in a fifth of the time that peft takes to adapt one, and a third of the
+    time of `copy.deepcopy`."""
     kind: Any = type(value)
     if isinstance(value, Tensor | nn.Module):
         if id(value) not in memo:
-            memo[id(value)] = value.detach().clone() if isinstance(value, Tensor) else kind.__new__(kind)
+            memo[id(value)] = (
+                value.detach().clone() if isinstance(value, Tensor) else kind.__new__(kind)
+            )
             if isinstance(value, nn.Parameter):
                 memo[id(value)] = nn.Parameter(memo[id(value)], value.requires_grad)
             elif isinstance(value, nn.Module):
-                memo[id(value)].__dict__ = {name: _copied(item, memo) for name, item in value.__dict__.items()}
+                memo[id(value)].__dict__ = {
+                    name: _copied(item, memo) for name, item in value.__dict__.items()
+                }
         return memo[id(value)]
     if issubclass(kind, dict):
-        return kind((name, _copied(item, memo)) for name, item in value.items()) if value else kind()
+        return (
+            kind((name, _copied(item, memo)) for name, item in value.items()) if value else kind()
+        )
     return kind(_copied(item, memo) for item in value) if kind in (list, set, tuple) else value
 
 
-def _make_model(spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: AdapterConfig | None) -> nn.Module:
+def _make_model(
+    spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: AdapterConfig | None
+) -> nn.Module:
     random = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = spec.architecture.build(arch, Precision(matmul=dtype))
@@ -94,7 +110,9 @@ def _make_model(spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: Adapter
     return model.train()
 
 
-def add_adapter(model: nn.Module, spec: ModelSpec, adapter: AdapterConfig, random: torch.Generator) -> None:
+def add_adapter(
+    model: nn.Module, spec: ModelSpec, adapter: AdapterConfig, random: torch.Generator
+) -> None:
     """An adapter that does something: none of its factors is zero."""
     inject(model, adapter, spec.adapters.targets)
     initialise(model, 0, device_of=lambda name: torch.device("cpu"))
@@ -128,13 +146,21 @@ class Outcome:
         assert self.gradients.keys() == other.gradients.keys()
         for name, a in self.gradients.items():
             b = other.gradients[name]
-            if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+            if (a is None) != (b is None) or (
+                a is not None and b is not None and not torch.equal(a, b)
+            ):
                 names.append(name)
         return names
 
 
 def outcome(
-    spec: ModelSpec, model: Any, items: Items, engine: Engine | None, *, backward: Any = None, conditions: bool = False
+    spec: ModelSpec,
+    model: Any,
+    items: Items,
+    engine: Engine | None,
+    *,
+    backward: Any = None,
+    conditions: bool = False,
 ) -> Outcome:
     """One training step without an optimizer, from the same random state every time.
 
@@ -142,10 +168,14 @@ def outcome(
         model: On whatever devices; the items are on the host.
         engine: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
-        conditions: Whether what an item has besides latents (text, references) gets a gradient, too.
+        conditions: Whether what an item has besides latents (text, references) gets a gradient,
+            too.
     """
     if conditions:
-        items = [{name: x if name == "latents" else _leaf(x) for name, x in item.items()} for item in items]
+        items = [
+            {name: x if name == "latents" else _leaf(x) for name, x in item.items()}
+            for item in items
+        ]
     latents = [item["latents"].clone().requires_grad_() for item in items]
     sigma = torch.linspace(0.3, 0.8, len(items))
     model.zero_grad(set_to_none=True)
@@ -153,7 +183,9 @@ def outcome(
     with _CountAttention() as count, count.without(model.embed):
         first = next(model.embed.parameters()).device
         there = [to_device(item, first) for item in items]
-        inputs = spec.training.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
+        inputs = spec.training.make_inputs(
+            [latent.to(first) for latent in latents], sigma.to(first), there, 1.0
+        )
         outputs = list(model(inputs) if engine is None else model(inputs, engine=engine))
         wide = [output.to(torch.promote_types(output.dtype, torch.float32)) for output in outputs]
         loss = sum((output.square().mean() for output in wide), torch.zeros(()))
@@ -162,10 +194,18 @@ def outcome(
     gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
     if conditions:
         gradients |= {
-            f"{name} {i}": x.grad for i, item in enumerate(items) for name, x in item.items() if name != "latents"
+            f"{name} {i}": x.grad
+            for i, item in enumerate(items)
+            for name, x in item.items()
+            if name != "latents"
         }
-    values = {name: None if gradient is None else on_host(gradient) for name, gradient in gradients.items()}
-    return Outcome(on_host(loss), [on_host(o) for o in outputs], values, count.forwards, torch.get_rng_state())
+    values = {
+        name: None if gradient is None else on_host(gradient)
+        for name, gradient in gradients.items()
+    }
+    return Outcome(
+        on_host(loss), [on_host(o) for o in outputs], values, count.forwards, torch.get_rng_state()
+    )
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -175,21 +215,28 @@ def _leaf(tensor: Tensor) -> Tensor:
 def train_shortly(
     spec: ModelSpec, model: Any, items: Items, engine: Engine, *, pipelined: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """A measurement of the first item and an optimizer step as a run does them, on items that are on the host, then a measurement of the last.
+    """A measurement of the first item and an optimizer step as a run does them, on items that are
+    on the host, then a measurement of the last.
 
-    One item has a loss mask. Where an adapter is trained, the step's first micro-batch matches the base.
+    One item has a loss mask. Where an adapter is trained, the step's first micro-batch matches the
+    base.
 
     Returns:
-        Every number that is reported, and the trained parameters' values and (clipped) gradients, on the host.
+        Every number that is reported, and the trained parameters' values and (clipped) gradients,
+        on the host.
     """
     trained, items = trainable_parameters(model), masked(items)
     optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
-    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    batch = Batch(
+        ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items]
+    )
     first, *others = micro_batches(items)
     adapts = len(trained) < sum(1 for _ in model.parameters())
 
     def measure(of: slice) -> float:
-        return validation_loss(Model(model, engine, spec), batch.ids[of], batch.items[of], (0.5,)).mean
+        return validation_loss(
+            Model(model, engine, spec), batch.ids[of], batch.items[of], (0.5,)
+        ).mean
 
     before = measure(slice(1))
     result = training_step(
@@ -201,12 +248,15 @@ def train_shortly(
         clip_norm=0.1,
     )
     values = {name: on_host(parameter) for name, parameter in trained.items()}
-    values |= {f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()}
+    values |= {
+        f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()
+    }
     return [before, *result, measure(slice(-1, None))], values
 
 
 def backward_without_autocast(loss: Tensor) -> None:
-    """A backward as the training step runs it: torch obeys an outer autocast there too, recorded ops included."""
+    """A backward as the training step runs it: torch obeys an outer autocast there too, recorded
+    ops included."""
     with autocast_disabled(loss.device.type):
         loss.backward()
 
@@ -221,19 +271,27 @@ def masked(items: Items) -> list[Mapping[str, Tensor]]:
 
 def differing(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that only one of both has, or that are not bitwise identical."""
-    both = [name for name in actual if name in expected and not torch.equal(actual[name], expected[name])]
+    both = [
+        name
+        for name in actual
+        if name in expected and not torch.equal(actual[name], expected[name])
+    ]
     return sorted({*both, *(actual.keys() ^ expected.keys())})
 
 
 def micro_batches(items: Items, num: int = 2) -> list[Batch]:
-    """Micro-batches of one sample and of all in turn: a sample alone may take another way than a batch."""
-    full_batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    """Micro-batches of one sample and of all in turn: a sample alone may take another way than a
+    batch."""
+    full_batch = Batch(
+        ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items]
+    )
     first = Batch(ids=full_batch.ids[:1], items=full_batch.items[:1])
     return [full_batch if i % 2 else first for i in range(num)]
 
 
 def counted(work: Callable[[], Outcome]) -> tuple[Outcome, Counter[str]]:
-    """What some work did, and how often each operation below autograd ran in it, by its full name."""
+    """What some work did, and how often each operation below autograd ran in it, by its full
+    name."""
     with _CountAll() as count:
         return work(), count.ran
 
@@ -251,7 +309,8 @@ class _CountAll(Observer):
 
 
 class _CountAttention(Observer):
-    """Counts attention forwards below autograd; with dropout the CPU composes attention, and its softmax is counted."""
+    """Counts attention forwards below autograd; with dropout the CPU composes attention, and its
+    softmax is counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,13 +337,15 @@ class _CountAttention(Observer):
 
 
 def largest(distances: Iterable[float]) -> float:
-    """The largest number; NaN if one is NaN, which Python's `max` passes over unless it is the first."""
+    """The largest number; NaN if one is NaN, which Python's `max` passes over unless it is the
+    first."""
     return torch.tensor([*distances], dtype=torch.float64).max().item()
 
 
 @cache  # asked of every operation
 def is_attention_forward(func: Any) -> bool:
-    """Whether an operation, or the operation of a full name, is a forward of attention; one composed of several is known by its softmax."""
+    """Whether an operation, or the operation of a full name, is a forward of attention; one
+    composed of several is known by its softmax."""
     name = str(func)
     return "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
 
@@ -300,11 +361,14 @@ class ModelChecks:
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
     last_layers: ClassVar[tuple[str, ...]] = ()
-    """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
-    repeats them; nor does `full` the last of a block, but for its adapter's product with A. None where something behind them saves
-    their result (a norm, a dropout). `Block ffn.2` is the layer of blocks of this class alone, where it does not end another's."""
+    """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they
+    return, and `attn_only` never repeats them; nor does `full` the last of a block, but for its
+    adapter's product with A. None where something behind them saves their result (a norm, a
+    dropout). `Block ffn.2` is the layer of blocks of this class alone, where it does not end
+    another's."""
     idle: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the names of parameters that some items do not use, or whose result nothing reads: layers of the last block's text."""
+    """Prefixes of the names of parameters that some items do not use, or whose result nothing
+    reads: layers of the last block's text."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let each check of the class teach when it fails."""
@@ -316,11 +380,14 @@ class ModelChecks:
     def items(self, count: int, ragged: bool = False) -> Items:
         """Training items, deterministic; of different sizes if `ragged`.
 
-        Of three ragged items, the second has more tokens than the first, and the third has as many as the first in another grid.
+        Of three ragged items, the second has more tokens than the first, and the third has as many
+        as the first in another grid.
         """
         raise NotImplementedError
 
     def inputs(self, items: Items) -> Any:
         """A model's inputs of some items, each at a noise level of its own."""
         sigma = torch.linspace(0.3, 0.8, len(items))
-        return self.spec.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0)
+        return self.spec.training.make_inputs(
+            [item["latents"] for item in items], sigma, items, 1.0
+        )

@@ -1,7 +1,9 @@
-"""Saved training state: folders that are complete or recognisably not, so that a run can be killed at any moment.
+"""Saved training state: folders that are complete or recognisably not, so that a run can be killed
+at any moment.
 
-A save is written to a hidden folder next to its final place, flushed, and renamed; `state.json`, written last, lists
-size and digest of the other files. A reader takes the newest save whose files match that list.
+A save is written to a hidden folder next to its final place, flushed, and renamed; `state.json`,
+written last, lists size and digest of the other files. A reader takes the newest save whose files
+match that list.
 """
 
 import itertools
@@ -57,18 +59,26 @@ Written = Mapping[str, Mapping[str, Any]]
 
 
 def save_state(
-    folder: Path, state: State, config: SaveConfig, *, write: Callable[[Path], Written] | None = None
+    folder: Path,
+    state: State,
+    config: SaveConfig,
+    *,
+    write: Callable[[Path], Written] | None = None,
 ) -> Path:
-    """Write a save, `folder/step-000020`, in place of one of the same step; then remove those not to be kept.
+    """Write a save, `folder/step-000020`, in place of one of the same step; then remove those not
+    to be kept.
 
-    `write` writes the tensors into a folder, if they are not to be written here as one file for each group.
+    `write` writes the tensors into a folder, if they are not to be written here as one file for
+    each group.
     """
     folder = Path(folder)
     final = folder / f"step-{state.step:06d}"
     with _errors_name(final):
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(".step-*.tmp"))  # of a run that was killed while it saved
-        with atomic_folder(final) as temporary:  # which may replace a save that is damaged or abandoned
+        with atomic_folder(
+            final
+        ) as temporary:  # which may replace a save that is damaged or abandoned
             temporary.mkdir()
             _write_index(temporary, state, (write or partial(_write_files, state))(temporary))
         # The rename has to survive a power failure, too.
@@ -77,7 +87,9 @@ def save_state(
     return final
 
 
-def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards") -> Callable[[], Path]:
+def save_sharded(
+    folder: Path, state: State, config: SaveConfig, shards: "Shards"
+) -> Callable[[], Path]:
     """Prepare a save; all ranks call it with their rows, which are copied to the host.
 
     Args:
@@ -87,10 +99,13 @@ def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards
         shards: The ranks' rows.
 
     Returns:
-        What writes the save, in a thread of each rank. It is complete once the index has the digests of every rank's file. It raises a
-        UserError on all ranks if one of them cannot write: earlier saves stay, and no partial files remain.
+        What writes the save, in a thread of each rank. It is complete once the index has the
+        digests of every rank's file. It raises a UserError on all ranks if one of them cannot
+        write: earlier saves stay, and no partial files remain.
     """
-    from ditkit_core.distributed.sharded_checkpoint import write_part  # imports parts of torch that take seconds
+    from ditkit_core.distributed.sharded_checkpoint import (
+        write_part,
+    )  # imports parts of torch that take seconds
 
     part, ranks, state = shards.part(state.tensors), shards.for_files, replace(state, tensors={})
 
@@ -112,7 +127,9 @@ def _write_files(state: State, folder: Path) -> Written:
     for name, tensors in state.tensors.items():
         if tensors:
             path = folder / f"{name}.safetensors"
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+            save_file(
+                {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path
+            )
             flush(path)
             files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
     return files
@@ -133,10 +150,13 @@ def _write_index(folder: Path, state: State, files: Written) -> None:
     _flush_folder(folder)
 
 
-def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[str] = GROUPS) -> State:
+def load_state(
+    path: Path, shards: "Shards | None" = None, groups: Collection[str] = GROUPS
+) -> State:
     """Read a save whose files `latest` or `check_save` verified; of its tensors, only some groups.
 
-    The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With `shards`, they are this rank's rows.
+    The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With
+    `shards`, they are this rank's rows.
     """
     path = Path(path)
     with _permission_named(path):
@@ -144,7 +164,9 @@ def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[st
             raise UserError(f"{path}: {_NOT_A_SAVE}; choose another save")
     tensors: dict[str, dict[str, Tensor]] = {}
     if any(map(_is_shard, index["files"])):
-        from ditkit_core.distributed.sharded_checkpoint import read_sharded  # imports parts of torch that take seconds
+        from ditkit_core.distributed.sharded_checkpoint import (
+            read_sharded,
+        )  # imports parts of torch that take seconds
 
         tensors = read_sharded(path, shards, groups)
     for name in index["files"] if not tensors else ():
@@ -153,7 +175,9 @@ def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[st
         with safe_open(path / name, framework="pt") as file:
             group = tensors[name.removesuffix(".safetensors")] = {}
             for key in list(file.keys()):
-                group[key] = file.get_tensor(key).clone() if shards is None else shards.read(key, file)
+                group[key] = (
+                    file.get_tensor(key).clone() if shards is None else shards.read(key, file)
+                )
     return State(
         step=index["step"],
         tensors=tensors,
@@ -175,7 +199,8 @@ class Best(NamedTuple):
 
 
 def best(folder: Path) -> Best | None:
-    """The save with the lowest held-out loss, the earliest of equals, or None. Its tensors are not verified."""
+    """The save with the lowest held-out loss, the earliest of equals, or None. Its tensors are not
+    verified."""
     saves = _saves(Path(folder))
     measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
     if not measured:
@@ -185,7 +210,8 @@ def best(folder: Path) -> Best | None:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest intact save in a folder; None if there is no save. `warn` gets a line for each damaged one."""
+    """The newest intact save in a folder; None if there is no save. `warn` gets a line for each
+    damaged one."""
     fault = None
     for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):
         fault = _fault(path)
@@ -194,7 +220,8 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
         warn(f"{path}: {fault}; looking for the save before it")
     if fault is not None:
         raise UserError(
-            f"no save in {folder} can be used; restore one, or remove the folder to start from the beginning"
+            f"no save in {folder} can be used; restore one, or remove the folder to start from the "
+            f"beginning"
         )
     return None
 
@@ -219,19 +246,26 @@ def _fault(path: Path) -> str | None:
             return _NOT_A_SAVE
         for name, expected in index["files"].items():
             file = path / name
-            if not file.is_file() or file.stat().st_size != expected["bytes"] or file_hash(file) != expected["blake2b"]:
+            if (
+                not file.is_file()
+                or file.stat().st_size != expected["bytes"]
+                or file_hash(file) != expected["blake2b"]
+            ):
                 return f"{name} is missing or damaged"
     return None
 
 
 @contextmanager
 def _permission_named(path: Path) -> Iterator[None]:
-    """A file that may not be read is not damaged: an older save in its place would silently lose steps."""
+    """A file that may not be read is not damaged: an older save in its place would silently lose
+    steps."""
     try:
         yield
     except PermissionError as error:
         file = error.filename or path
-        raise UserError(f"{file} cannot be read ({error.strerror}); correct its permissions") from error
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}); correct its permissions"
+        ) from error
 
 
 def _saves(folder: Path) -> dict[Path, dict[str, Any]]:
@@ -259,7 +293,8 @@ def _index(path: Path) -> dict[str, Any] | None:
 
 
 def _is_ours(index: Mapping[str, Any]) -> bool:
-    """Whether an index is well-formed. Indices of earlier versions have no digest, so changes in them cannot be detected."""
+    """Whether an index is well-formed. Indices of earlier versions have no digest, so changes in
+    them cannot be detected."""
     values = index["values"]
     clips = values.get("held_out_before_clips", {}).values()
     numbers = [
@@ -274,7 +309,10 @@ def _is_ours(index: Mapping[str, Any]) -> bool:
         and isinstance(values["optimizer"], dict)
         and all(number is None or isinstance(number, int | float) for number in numbers)
         and any(name == "trainable.safetensors" or _is_shard(name) for name in index["files"])
-        and all(isinstance(file["bytes"], int) and isinstance(file["blake2b"], str) for file in index["files"].values())
+        and all(
+            isinstance(file["bytes"], int) and isinstance(file["blake2b"], str)
+            for file in index["files"].values()
+        )
     )
 
 
@@ -283,7 +321,8 @@ def _is_shard(name: str) -> bool:
 
 
 def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
-    """Keep the last and the best saves up to `step`. Later ones are removed: they are of a run that was resumed before them.
+    """Keep the last and the best saves up to `step`. Later ones are removed: they are of a run that
+    was resumed before them.
 
     Folders that are not saves of ours are left alone.
     """
@@ -292,7 +331,8 @@ def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
     measured = [path for path in past if saves[path]["held_out"] is not None]
     best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]
     for path in saves.keys() - {*past[-config.keep_last :], *best}:
-        # Hidden first: if the run is killed while it removes a save, no half removed save remains visible.
+        # Hidden first: if the run is killed while it removes a save, no half removed save remains
+        # visible.
         hidden = temporary_path(path)
         with suppress(OSError):  # Windows keeps a folder that is open; the next save removes it
             os.rename(path, hidden)
@@ -302,7 +342,9 @@ def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
 def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # Windows keeps a folder that is open; the next save removes it
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # Windows keeps a folder that is open; the next save removes it
 
 
 def _flush_folder(folder: Path) -> None:
@@ -320,4 +362,6 @@ def _errors_name(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write {path}: {reason}; free some space or choose another folder") from error
+        raise UserError(
+            f"cannot write {path}: {reason}; free some space or choose another folder"
+        ) from error

@@ -1,11 +1,14 @@
-"""Flow matching: how samples are noised, what the model predicts, and how the loss is weighted by noise level.
+"""Flow matching: how samples are noised, what the model predicts, and how the loss is weighted by
+noise level.
 
-The noise level `sigma` is 0 for data and 1 for noise: x = (1 - sigma) * x0 + sigma * eps, and the target is the velocity
-eps - x0. Everything here is fp32 or wider: a noise level rounded to bf16 collapses a thousand timesteps to about three
-hundred, the largest known numerical fault of such trainers.
+The noise level `sigma` is 0 for data and 1 for noise: x = (1 - sigma) * x0 + sigma * eps, and the
+target is the velocity eps - x0. Everything here is fp32 or wider: a noise level rounded to bf16
+collapses a thousand timesteps to about three hundred, the largest known numerical fault of such
+trainers.
 
-A noise level is sampled by inverting the cumulative distribution function at one uniform number. A range of noise
-levels then truncates the distribution; clamping the samples instead would pile them up at the ends of the range.
+A noise level is sampled by inverting the cumulative distribution function at one uniform number. A
+range of noise levels then truncates the distribution; clamping the samples instead would pile them
+up at the ends of the range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,21 +33,27 @@ from ditkit_core.training.train_model import MicroBatch
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     """Move noise levels towards 1 (shift > 1) or 0 (shift < 1); `1 / shift` moves them back.
 
-    Source: "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 5.3.2.
+    Source: "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section
+    5.3.2.
     """
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
 def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
     """Probability of a level below `sigma` in the distribution without its range."""
-    sigma = shift_sigma(sigma, 1 / shift).clamp(0, 1)  # rounding may leave the interval, where the logit has no value
+    sigma = shift_sigma(sigma, 1 / shift).clamp(
+        0, 1
+    )  # rounding may leave the interval, where the logit has no value
     if config.sampling == "logit_normal":
         return torch.special.ndtr((torch.logit(sigma) - config.logit_mean) / config.logit_std)
     return sigma
 
 
-def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
-    """Noise level at a cumulative probability of the configured distribution, shifted by `FlowConfig.shift_for`.
+def sigma_at(
+    probability: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0
+) -> Float[Tensor, "*shape"]:
+    """Noise level at a cumulative probability of the configured distribution, shifted by
+    `FlowConfig.shift_for`.
 
     Args:
         probability: In [0, 1]; uniform numbers give samples, an even grid gives quantiles.
@@ -52,7 +61,9 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     Returns:
         float64 noise levels in [min_sigma, max_sigma], increasing with the probability.
     """
-    low, high = _cumulative(torch.tensor([config.min_sigma, config.max_sigma], dtype=torch.float64), config, shift)
+    low, high = _cumulative(
+        torch.tensor([config.min_sigma, config.max_sigma], dtype=torch.float64), config, shift
+    )
     u = low + (high - low) * probability.double()
     if config.sampling == "logit_normal":
         u = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
@@ -71,15 +82,22 @@ class Stratum(NamedTuple):
 def strata_of(
     flow: FlowConfig, micro_batches: Sequence[MicroBatch], micro: int, *, seed: int, step: int
 ) -> Sequence[Stratum]:
-    """The part of the distribution in which each sample of a micro-batch has its noise level: all of it without `flow.stratified`.
+    """The part of the distribution in which each sample of a micro-batch has its noise level: all
+    of it without `flow.stratified`.
 
-    Class images, which do not count, have strata of their own, so that neither kind of sample lacks levels that the other has.
+    Class images, which do not count, have strata of their own, so that neither kind of sample lacks
+    levels that the other has.
     """
     batch = micro_batches[micro]
     if not flow.stratified:
         return [Stratum()] * len(batch.ids)
-    sizes = [len(other.ids) if (other.counted == 0) == (batch.counted == 0) else 0 for other in micro_batches]
-    order = torch.randperm(sum(sizes), generator=generator(seed, "strata", step, int(batch.counted == 0))).tolist()
+    sizes = [
+        len(other.ids) if (other.counted == 0) == (batch.counted == 0) else 0
+        for other in micro_batches
+    ]
+    order = torch.randperm(
+        sum(sizes), generator=generator(seed, "strata", step, int(batch.counted == 0))
+    ).tolist()
     start = sum(sizes[:micro])
     return [Stratum(number, len(order)) for number in order[start : start + sizes[micro]]]
 
@@ -91,21 +109,31 @@ def sample_noise(
     *names: int | str,
     stratum: Stratum = Stratum(),  # noqa: B008, a NamedTuple
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
-    """Noise level and float32 noise of one sample, as a function of names (seed, purpose, step, sample) and the level's stratum."""
+    """Noise level and float32 noise of one sample, as a function of names (seed, purpose, step,
+    sample) and the level's stratum."""
     random = generator(*names)
-    probability = (stratum.number + torch.rand((), dtype=torch.float64, generator=random)) / stratum.total
-    return sigma_at(probability, config, shift).float(), torch.randn(latents.shape, generator=random)
+    probability = (
+        stratum.number + torch.rand((), dtype=torch.float64, generator=random)
+    ) / stratum.total
+    return sigma_at(probability, config, shift).float(), torch.randn(
+        latents.shape, generator=random
+    )
 
 
-def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
+def loss_weight(
+    sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0
+) -> Float[Tensor, "*shape"]:
     """Factor of each sample's loss, in the dtype of `sigma`.
 
-    Source: `bell` is the training weight of DiffSynth-Studio (diffsynth/diffusion/flow_match.py), there tabulated over a
-    thousand shifted timesteps and here over a thousand quantiles of the configured distribution, which is the same when
-    that is uniform with shift 5; `cosmap` and `sigma_sqrt` are of Scaling Rectified Flow Transformers, section 3.1.
+    Source: `bell` is the training weight of DiffSynth-Studio (diffsynth/diffusion/flow_match.py),
+    there tabulated over a thousand shifted timesteps and here over a thousand quantiles of the
+    configured distribution, which is the same when that is uniform with shift 5; `cosmap` and
+    `sigma_sqrt` are of Scaling Rectified Flow Transformers, section 3.1.
     """
     if config.weighting == "bell":
-        return (_bell(sigma) / _bell(sigma_at(torch.arange(1, 1001) / 1000, config, shift)).mean()).to(sigma.dtype)
+        return (
+            _bell(sigma) / _bell(sigma_at(torch.arange(1, 1001) / 1000, config, shift)).mean()
+        ).to(sigma.dtype)
     if config.weighting == "cosmap":
         return 2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))
     return sigma**-2 if config.weighting == "sigma_sqrt" else torch.ones_like(sigma)
@@ -122,7 +150,8 @@ class LossMask(NamedTuple):
     learnt: Tensor | None
     """`TrainingSpec.loss_mask`: the mean is over the places where it is 1. None for everywhere."""
     weights: Tensor | None
-    """Weights of the squared errors from the sample's mask; they do not change what the mean divides by. None for 1 everywhere."""
+    """Weights of the squared errors from the sample's mask; they do not change what the mean
+    divides by. None for 1 everywhere."""
 
     @classmethod
     def of(cls, spec: ModelSpec, item: Mapping[str, Tensor]) -> Self:
@@ -131,7 +160,9 @@ class LossMask(NamedTuple):
 
     def to(self, device: torch.device) -> Self:
         """The mask on another device."""
-        return type(self)(*(tensor if tensor is None else sent_to(tensor, device) for tensor in self))
+        return type(self)(
+            *(tensor if tensor is None else sent_to(tensor, device) for tensor in self)
+        )
 
     def mean(self, squares: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         """The mean of a sample's squared errors where they are learnt, each with its weight."""
@@ -153,19 +184,27 @@ class NoisedBatch(NamedTuple):
     noise: Sequence[Float[Tensor, "..."]]
     """float32 noise of each sample, shaped like its latents."""
     targets: Sequence[Float[Tensor, "..."]] | None = None
-    """The velocities to predict, on the prediction's device; None for `velocity_target` of each sample."""
+    """The velocities to predict, on the prediction's device; None for `velocity_target` of each
+    sample."""
     masks: Sequence[LossMask] | None = None
     """The loss mask of each sample, on the prediction's device; None for `LossMask.of` each."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, items: Sequence[Mapping[str, Tensor]], sigma: Tensor, noise: Sequence[Tensor]) -> Self:
+    def of(
+        cls,
+        spec: ModelSpec,
+        items: Sequence[Mapping[str, Tensor]],
+        sigma: Tensor,
+        noise: Sequence[Tensor],
+    ) -> Self:
         """The batch with its targets and masks."""
         targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         masks = [LossMask.of(spec, item) for item in items]
         return cls(items=items, sigma=sigma, noise=noise, targets=targets, masks=masks)
 
     def to(self, first: torch.device, last: torch.device) -> Self:
-        """A batch made by `of` with its inputs on the first device of a model, and targets and masks on the last."""
+        """A batch made by `of` with its inputs on the first device of a model, and targets and
+        masks on the last."""
         assert self.targets is not None and self.masks is not None
         return type(self)(
             items=[to_device(item, first) for item in self.items],
@@ -176,13 +215,17 @@ class NoisedBatch(NamedTuple):
         )
 
     def velocities(self) -> Sequence[Tensor]:
-        """The targets; where there are none yet, `velocity_target` of each sample, on the items' device."""
+        """The targets; where there are none yet, `velocity_target` of each sample, on the items'
+        device."""
         if self.targets is not None:
             return self.targets
-        return [velocity_target(item, eps) for item, eps in zip(self.items, self.noise, strict=True)]
+        return [
+            velocity_target(item, eps) for item, eps in zip(self.items, self.noise, strict=True)
+        ]
 
     def inputs(self, spec: ModelSpec, guidance: float) -> Any:
-        """The model's inputs: the samples with their noise, and `guidance` as `FlowConfig.guidance`."""
+        """The model's inputs: the samples with their noise, and `guidance` as
+        `FlowConfig.guidance`."""
         triples = zip(self.sigma, self.items, self.noise, strict=True)
         noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in triples]
         return spec.training.make_inputs(noised, self.sigma, self.items, guidance)
@@ -200,16 +243,22 @@ class PreparedBatch(NamedTuple):
     """Whether `matching_base` makes the targets instead."""
 
     def to(self, first: torch.device, last: torch.device) -> Self:
-        """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
-        return self._replace(noised=self.noised.to(first, last), weights=sent_to(self.weights, last))
+        """The batch with its inputs on the first device of a model, and targets, masks and weights
+        on the last, which makes the predictions."""
+        return self._replace(
+            noised=self.noised.to(first, last), weights=sent_to(self.weights, last)
+        )
 
     def pinned(self) -> Self:
-        """The batch in page-locked memory, from which copies to a GPU do not hold up the host; unchanged if the system refuses to lock it.
+        """The batch in page-locked memory, from which copies to a GPU do not hold up the host;
+        unchanged if the system refuses to lock it.
 
         torch frees such memory only after the copies from it are done.
         """
         try:
-            return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self)
+            return tree_map(
+                lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self
+            )
         except torch.AcceleratorError:
             return self
 
@@ -225,9 +274,13 @@ def prepare(
 ) -> PreparedBatch:
     """Read one of a step's micro-batches, and sample its noise, all on the host.
 
-    Noise level and noise of a sample are a function of the run's seed, the step (counted from 0), the sample's place in the step and its id.
+    Noise level and noise of a sample are a function of the run's seed, the step (counted from 0),
+    the sample's place in the step and its id.
     """
-    batch, first_index = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
+    batch, first_index = (
+        micro_batches[micro],
+        sum(len(before.ids) for before in micro_batches[:micro]),
+    )
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
     names = [(seed, "noise", step, first_index + i, name) for i, name in enumerate(batch.ids)]
     strata = strata_of(flow, micro_batches, micro, seed=seed, step=step)
@@ -238,32 +291,48 @@ def prepare(
     levels, noise = [level for level, _ in sampled], [eps for _, eps in sampled]
     factors = batch.weights or [1.0] * len(levels)
     weights = [
-        factor * loss_weight(level, flow, shift) for factor, level, shift in zip(factors, levels, shifts, strict=True)
+        factor * loss_weight(level, flow, shift)
+        for factor, level, shift in zip(factors, levels, shifts, strict=True)
     ]
     sigma = torch.stack(levels)
-    noised = NoisedBatch.of(spec, list(batch.items), sigma, noise)  # a list, which `pinned` looks into
-    return PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights), matches_base=batch.matches_base)
+    noised = NoisedBatch.of(
+        spec, list(batch.items), sigma, noise
+    )  # a list, which `pinned` looks into
+    return PreparedBatch(
+        sigma=sigma, noised=noised, weights=torch.stack(weights), matches_base=batch.matches_base
+    )
 
 
 def velocity_errors(model: Model, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
-    """Mean squared error of the predicted velocity, sample by sample; `guidance` is `FlowConfig.guidance`.
+    """Mean squared error of the predicted velocity, sample by sample; `guidance` is
+    `FlowConfig.guidance`.
 
     Returns:
-        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different
-        sizes have equal weight.
+        float32 errors on the prediction's device; each is a mean over its sample's elements, so
+        samples of different sizes have equal weight.
     """
     prediction = _predicted(model, batch, guidance)
-    # The step passes targets and masks, sent to their device ahead of time; validation has them made here.
-    targets = [target.to(velocity.device) for target, velocity in zip(batch.velocities(), prediction, strict=True)]
-    masks = [LossMask.of(model.spec, item) for item in batch.items] if batch.masks is None else batch.masks
+    # The step passes targets and masks, sent to their device ahead of time; validation has them
+    # made here.
+    targets = [
+        target.to(velocity.device)
+        for target, velocity in zip(batch.velocities(), prediction, strict=True)
+    ]
+    masks = (
+        [LossMask.of(model.spec, item) for item in batch.items]
+        if batch.masks is None
+        else batch.masks
+    )
     triples = zip(prediction, targets, masks, strict=True)
     return torch.stack([mask.mean((v.float() - t).square()) for v, t, mask in triples])
 
 
 def matching_base(model: Model, batch: NoisedBatch, guidance: float) -> NoisedBatch:
-    """The batch with the model's own prediction without its adapter as target, everywhere in the samples, whatever their masks weigh.
+    """The batch with the model's own prediction without its adapter as target, everywhere in the
+    samples, whatever their masks weigh.
 
-    Source: "differential output preservation" of ai-toolkit, there with a class word in the caption, and "prior prediction" of OneTrainer.
+    Source: "differential output preservation" of ai-toolkit, there with a class word in the
+    caption, and "prior prediction" of OneTrainer.
     """
     with torch.no_grad(), without_adapters(model.module):
         targets = _predicted(model, batch, guidance)
@@ -272,39 +341,56 @@ def matching_base(model: Model, batch: NoisedBatch, guidance: float) -> NoisedBa
 
 
 def guiding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
-    """The batch with the guided velocity as target: a base distilled with guidance predicts it, and the plain velocity would undo that.
+    """The batch with the guided velocity as target: a base distilled with guidance predicts it, and
+    the plain velocity would undo that.
 
     Source: "contrastive guidance loss" of ai-toolkit, there with the same two schedules.
     """
     with torch.no_grad():
-        without_caption = batch._replace(items=[with_caption(item, EMPTY_CAPTION_PREFIX) for item in batch.items])
-        unconditional = [velocity.float() for velocity in _predicted(model, without_caption, flow.guidance)]
+        without_caption = batch._replace(
+            items=[with_caption(item, EMPTY_CAPTION_PREFIX) for item in batch.items]
+        )
+        unconditional = [
+            velocity.float() for velocity in _predicted(model, without_caption, flow.guidance)
+        ]
     targeted = []
     for sigma, target, base in zip(batch.sigma, batch.velocities(), unconditional, strict=True):
         share = sent_to(sigma, base.device) if flow.target_schedule == "sigma" else 1.0
-        targeted.append(base + (1 + (flow.target_guidance - 1) * share) * (sent_to(target, base.device) - base))
+        targeted.append(
+            base + (1 + (flow.target_guidance - 1) * share) * (sent_to(target, base.device) - base)
+        )
     return batch._replace(targets=targeted)
 
 
 def sliding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
-    """The batch with the target of a slider, from the model's own predictions without its adapter for the samples' captions and its two prompts."""
+    """The batch with the target of a slider, from the model's own predictions without its adapter
+    for the samples' captions and its two prompts."""
     with torch.no_grad(), without_adapters(model.module):
         neutral, positive, negative = (
-            [velocity.float() for velocity in _predicted(model, batch._replace(items=items), flow.guidance)]
+            [
+                velocity.float()
+                for velocity in _predicted(model, batch._replace(items=items), flow.guidance)
+            ]
             for items in (
                 batch.items,
-                *([with_caption(item, prefix) for item in batch.items] for prefix in SLIDER_PREFIXES),
+                *(
+                    [with_caption(item, prefix) for item in batch.items]
+                    for prefix in SLIDER_PREFIXES
+                ),
             )
         )
     predicted = zip(neutral, positive, negative, strict=True)
-    return batch._replace(targets=[slider_target(*velocities, flow.slider_guidance) for velocities in predicted])
+    return batch._replace(
+        targets=[slider_target(*velocities, flow.slider_guidance) for velocities in predicted]
+    )
 
 
 def slider_target(neutral: Tensor, positive: Tensor, negative: Tensor, guidance: float) -> Tensor:
-    """The velocity of a slider at strength 1, with mean and standard deviation of the neutral one: a large guidance does not make it larger.
+    """The velocity of a slider at strength 1, with mean and standard deviation of the neutral one:
+    a large guidance does not make it larger.
 
-    Source: the concept slider of ai-toolkit, whose targets "enhance positive" and "erase negative" are both this one. It also trains the opposite target
-    with the adapter's sign reversed.
+    Source: the concept slider of ai-toolkit, whose targets "enhance positive" and "erase negative"
+    are both this one. It also trains the opposite target with the adapter's sign reversed.
     """
     guided = neutral + guidance * (positive - negative)
     return (guided - guided.mean()) / (guided.std() + 1e-8) * neutral.std() + neutral.mean()
@@ -319,11 +405,15 @@ def with_targets(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBa
 
 def _predicted(model: Model, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:
     """The velocities that the model predicts, sample by sample."""
-    predicted: Sequence[Tensor] = model.module(batch.inputs(model.spec, guidance), engine=model.engine)
+    predicted: Sequence[Tensor] = model.module(
+        batch.inputs(model.spec, guidance), engine=model.engine
+    )
     return predicted
 
 
-def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def velocity_target(
+    item: Mapping[str, Tensor], noise: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     """The float32 velocity of a sample, from data to noise."""
     return noise - item["latents"].float()
 

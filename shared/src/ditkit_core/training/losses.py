@@ -28,11 +28,12 @@ class Losses:
 class NonFiniteLoss(Exception):
     """A loss or gradient that is infinite or NaN. Weights and optimizer are as before the step.
 
-    The exception is `optim.fused_backward`: it may find a non-finite gradient after some parameters were updated. Then only the last
-    save is valid.
+    The exception is `optim.fused_backward`: it may find a non-finite gradient after some parameters
+    were updated. Then only the last save is valid.
 
     Attributes:
-        evidence: Details for JSON: samples, losses, and the first operation with a non-finite result.
+        evidence: Details for JSON: samples, losses, and the first operation with a non-finite
+            result.
     """
 
     def __init__(self, evidence: dict[str, Any]):
@@ -43,15 +44,24 @@ class NonFiniteLoss(Exception):
             message += f" (its origin was not found: {reason})"
         if updated := evidence.get("num_parameters_updated_before"):
             message += f" and {updated} parameters were updated before it was found"
-            message += ", also before its origin was looked for, so that only the last save is valid"
+            message += (
+                ", also before its origin was looked for, so that only the last save is valid"
+            )
         super().__init__(message)
         self.evidence = evidence
 
 
-def evidence_of(step: int, losses: Losses, broken: Sequence[str], *, loss: float, grad_norm: float) -> dict[str, Any]:
+def evidence_of(
+    step: int, losses: Losses, broken: Sequence[str], *, loss: float, grad_norm: float
+) -> dict[str, Any]:
     """The details of a failure; non-finite numbers are written as text, because JSON has none."""
     samples = [
-        {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(weighted_loss))}
+        {
+            "micro_batch": micro,
+            "id": name,
+            "sigma": float(level),
+            "loss": _number(float(weighted_loss)),
+        }
         for micro, (ids, sigma, weighted) in enumerate(
             zip(losses.ids, losses.sigmas, losses.weighted, strict=True), losses.first
         )
@@ -68,12 +78,16 @@ def evidence_of(step: int, losses: Losses, broken: Sequence[str], *, loss: float
     }
 
 
-def write_failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> str:
-    """Write the evidence of a loss that is not finite to a file, and return the message that names it."""
+def write_failure(
+    error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str
+) -> str:
+    """Write the evidence of a loss that is not finite to a file, and return the message that names
+    it."""
     file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
     write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
     return (
-        f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
+        f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples "
+        f"it names, "
         f"check their cache entries ({family}-encode --verify-cache), or lower optim.lr ({lr:g})"
     )
 

@@ -12,7 +12,14 @@ from typing import Any, Literal, Self
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import write_text
-from ditkit_core.io.trackers import TIMES, LibraryTracker, TensorBoard, TrackedRun, Trackers, has_new_samples
+from ditkit_core.io.trackers import (
+    TIMES,
+    LibraryTracker,
+    TensorBoard,
+    TrackedRun,
+    Trackers,
+    has_new_samples,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +31,25 @@ class LogConfig:
     tensorboard: bool = setting(True, resume="free")
     """Also write these metrics for TensorBoard."""
     tracker: Literal["none", "wandb", "trackio"] = setting("none", resume="free")
-    """Also log metrics, samples and configuration with this library, an extra of the packages. If it fails, the run goes on without it."""
+    """Also log metrics, samples and configuration with this library, an extra of the packages. If
+    it fails, the run goes on without it."""
     project: str = setting("ditkit", resume="free")
     """Project of the tracker in which the run is shown under its name."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
-            raise UserError(f"{argument('log.every_steps')} = {self.every_steps} must be at least 1")
+            raise UserError(
+                f"{argument('log.every_steps')} = {self.every_steps} must be at least 1"
+            )
 
 
 class MetricsLog:
-    """Writes metrics.jsonl into a run folder, and gives the same numbers to trackers; a context manager.
+    """Writes metrics.jsonl into a run folder, and gives the same numbers to trackers; a context
+    manager.
 
-    A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed
-    after its last save. One that starts anew drops all lines. Every step is therefore in the file once.
+    A resumed run drops the lines after the step that it starts from, because an earlier start may
+    have been killed after its last save. One that starts anew drops all lines. Every step is
+    therefore in the file once.
     """
 
     def __init__(
@@ -70,12 +82,15 @@ class MetricsLog:
             self._hash.update(_lasting(json.loads(line)))
         if self._digest not in ("", self._hash.hexdigest()):
             self._warn(
-                f"{self.path} was changed or damaged since step {self._start_step} was saved; its readable lines stay"
+                f"{self.path} was changed or damaged since step {self._start_step} was saved; its "
+                f"readable lines stay"
             )
         write_text(self.path, kept)
         with ExitStack() as opened:
             try:
-                self._file = opened.enter_context(open(self.path, "a", encoding="utf-8", newline="\n"))
+                self._file = opened.enter_context(
+                    open(self.path, "a", encoding="utf-8", newline="\n")
+                )
             except OSError as error:
                 raise self._unwritable(error) from error
             self._add_trackers()
@@ -86,12 +101,16 @@ class MetricsLog:
         config, folder = self._config, self.path.parent
         if config.tensorboard:
             board = folder / "tensorboard"
-            self._trackers.add(f"cannot write {board}", lambda: TensorBoard(board, self._start_step))
+            self._trackers.add(
+                f"cannot write {board}", lambda: TensorBoard(board, self._start_step)
+            )
         if (library := config.tracker) != "none":
             is_new = self._start_step == 0
             self._trackers.add(
                 f'log.tracker = "{library}"',
-                lambda: LibraryTracker(folder, library, config.project, self._tracked, is_new=is_new),
+                lambda: LibraryTracker(
+                    folder, library, config.project, self._tracked, is_new=is_new
+                ),
             )
 
     def _kept(self) -> str:
@@ -105,7 +124,8 @@ class MetricsLog:
             return ""
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be read ({error.strerror}); correct its permissions, or remove it"
+                f"{self.path} cannot be read ({error.strerror}); correct its permissions, or "
+                f"remove it"
             ) from error
         return "".join(f"{line}\n" for line in lines if 0 <= _step_of(line) <= self._start_step)
 
@@ -119,10 +139,13 @@ class MetricsLog:
         except OSError as error:
             raise self._unwritable(error) from error
         self._hash.update(_lasting(row))
-        self._trackers.write(step, {name: value for name, value in values.items() if not isinstance(value, str)})
+        self._trackers.write(
+            step, {name: value for name, value in values.items() if not isinstance(value, str)}
+        )
 
     def saved(self) -> str:
-        """Flush all lines to disk, for a save of this step, and return a digest of their values, times and memory left out."""
+        """Flush all lines to disk, for a save of this step, and return a digest of their values,
+        times and memory left out."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -143,9 +166,15 @@ class MetricsLog:
 
 
 def log_left_samples(
-    folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None], *, is_said: bool = False
+    folder: Path,
+    config: LogConfig,
+    tracked: TrackedRun,
+    warn: Callable[[str], None],
+    *,
+    is_said: bool = False,
 ) -> None:
-    """Give the tracker the samples that were written when training had ended: by another process, or with all experts.
+    """Give the tracker the samples that were written when training had ended: by another process,
+    or with all experts.
 
     Args:
         is_said: Whether this process has said already where the tracker's run is.
@@ -154,7 +183,9 @@ def log_left_samples(
         trackers = Trackers(warn)
         trackers.add(
             f'log.tracker = "{config.tracker}"',
-            lambda: LibraryTracker(folder, config.tracker, config.project, tracked, is_said=is_said),
+            lambda: LibraryTracker(
+                folder, config.tracker, config.project, tracked, is_said=is_said
+            ),
         )
         trackers.close(failed=False)
 
@@ -178,12 +209,16 @@ def is_of_the_machine(name: str) -> bool:
 
 
 def _lasting(row: Mapping[str, Any]) -> bytes:
-    """What is the same whenever and wherever a line is made, so that an interrupted run has the saves of an undisturbed one."""
-    return json.dumps({name: value for name, value in row.items() if not is_of_the_machine(name)}).encode()
+    """What is the same whenever and wherever a line is made, so that an interrupted run has the
+    saves of an undisturbed one."""
+    return json.dumps(
+        {name: value for name, value in row.items() if not is_of_the_machine(name)}
+    ).encode()
 
 
 def _step_of(line: str) -> int:
-    """The step of a line; -1 if it is incomplete or damaged, as the last line may be after a crash."""
+    """The step of a line; -1 if it is incomplete or damaged, as the last line may be after a
+    crash."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

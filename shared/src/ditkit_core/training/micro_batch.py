@@ -1,4 +1,5 @@
-"""A micro-batch: its forward, its loss, and its backward, which runs eagerly or is replayed (`replay.py`)."""
+"""A micro-batch: its forward, its loss, and its backward, which runs eagerly or is replayed
+(`replay.py`)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,24 +27,33 @@ from ditkit_core.training.flow_matching import (
 def forward_and_backward(
     model: Model, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, flow: FlowConfig
 ) -> Tensor:
-    """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
+    """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without
+    Python (`training/replay.py`)."""
     weighted = weighted_errors(model, batch, flow, clock)
     run_backward(mean_of(weighted, divisor, clock))
     return weighted.detach()
 
 
-def weighted_errors(model: Model, batch: PreparedBatch, flow: FlowConfig, clock: StepClock) -> Tensor:
+def weighted_errors(
+    model: Model, batch: PreparedBatch, flow: FlowConfig, clock: StepClock
+) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample.
 
-    The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.
+    The generators were seeded for this micro-batch, so that dropout does not depend on what ran
+    before, for example after a resume.
     """
     clock.mark(batch.noised.sigma.device, "forward")
     noised = batch.noised
     if batch.matches_base or flow.target_guidance != 1 or flow.slider_positive:
-        hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
+        hooks = [
+            GeneratorHook(device)
+            for device in dict.fromkeys(p.device for p in model.module.parameters())
+        ]
         states = [hook.snapshot() for hook in hooks]
         noised = (
-            matching_base(model, noised, flow.guidance) if batch.matches_base else with_targets(model, noised, flow)
+            matching_base(model, noised, flow.guidance)
+            if batch.matches_base
+            else with_targets(model, noised, flow)
         )
         for hook, state in zip(hooks, states, strict=True):
             hook.restore(state)
@@ -51,8 +61,8 @@ def weighted_errors(model: Model, batch: PreparedBatch, flow: FlowConfig, clock:
 
 
 def mean_of(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
-    """The samples' losses over a number on their device, where the backward begins: a GPU divides by a number of the host by multiplying with its
-    rounded reciprocal."""
+    """The samples' losses over a number on their device, where the backward begins: a GPU divides
+    by a number of the host by multiplying with its rounded reciprocal."""
     clock.mark(weighted.device, "backward")
     return weighted.sum() / divisor
 
@@ -71,7 +81,8 @@ def flow_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
-    """The loss of a training loop of one's own: the mean of the samples' flow-matching losses at sampled noise levels.
+    """The loss of a training loop of one's own: the mean of the samples' flow-matching losses at
+    sampled noise levels.
 
     Args:
         items: Training items, such as `EncodedSample.load` returns.
@@ -83,7 +94,8 @@ def flow_loss(
     """
     if isinstance(items, Mapping):
         raise UserError(
-            "items is one mapping, as torch's default collate makes of a batch, and samples differ in size; write "
+            "items is one mapping, as torch's default collate makes of a batch, and samples differ "
+            "in size; write "
             "DataLoader(…, collate_fn=list), or [item] for one item"
         )
     flow, spec = flow or FlowConfig(), model.spec
@@ -95,5 +107,7 @@ def flow_loss(
     sigma = torch.stack(levels)
     noised = NoisedBatch.of(spec, items, sigma, noise)
     batch = PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights))
-    first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
+    first, last = (
+        next(stage.parameters()).device for stage in (model.module.embed, model.module.head)
+    )
     return weighted_errors(model, batch.to(first, last), flow, StepClock()).mean()

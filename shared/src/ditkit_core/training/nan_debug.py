@@ -1,7 +1,9 @@
-"""Finds the first value that is not finite: reruns a micro-batch and checks the result of every operation.
+"""Finds the first value that is not finite: reruns a micro-batch and checks the result of every
+operation.
 
-Only for a step that failed, because each check waits for the device. Module hooks and a dispatch mode locate the operation. They also
-see recomputation and autograd's threads, so it works with streamed, split and checkpointed models.
+Only for a step that failed, because each check waits for the device. Module hooks and a dispatch
+mode locate the operation. They also see recomputation and autograd's threads, so it works with
+streamed, split and checkpointed models.
 """
 
 import re
@@ -26,7 +28,8 @@ _MAKES_INFINITIES = (
     *("empty", "new_empty", "resize", "full", "new_full", "fill", "masked_fill"),
     *("scalar_tensor", "where"),
 )
-"""Operations that may return infinities on purpose: masks of -inf, and memory that is filled later."""
+"""Operations that may return infinities on purpose: masks of -inf, and memory that is filled
+later."""
 
 
 _EXCHANGES = ("fsdp.", "c10d.", "_c10d_functional.")
@@ -40,17 +43,21 @@ def find_first_nonfinite(
     on_any_rank: Callable[[bool], bool] = bool,
     broken_weights: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """Run a micro-batch's forward, and its backward if the loss is finite, to find the first non-finite value.
+    """Run a micro-batch's forward, and its backward if the loss is finite, to find the first
+    non-finite value.
 
     Args:
         model: The staged model; gradients are freed as they arrive.
         loss_of: Runs its forward and returns a scalar loss.
         on_any_rank: Whether something is true on any of the ranks that run their forwards together.
-        broken_weights: Names of the weights that are not finite, perhaps in rows of other ranks; None looks at them.
+        broken_weights: Names of the weights that are not finite, perhaps in rows of other ranks;
+            None looks at them.
 
     Returns:
-        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
-        `operations_before`, their number, and `weights`, names of the stage's weights that are not finite themselves. None if all is finite.
+        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3,
+        head, loss), `module` by name, `operation`, `operations_before`, their number, and
+        `weights`, names of the stage's weights that are not finite themselves. None if all is
+        finite.
     """
     probe = _Probe(model, broken_weights)
     with ExitStack() as stack:
@@ -80,12 +87,14 @@ class _Thread(threading.local):
 class _Probe(TorchDispatchMode):
     """Checks the result of every operation until one is not finite.
 
-    Negative infinities in an operation's inputs are masks and may pass through. An infinity is attributed to the operation that made it
-    from finite numbers, to the layer whose weights contain it, or to the sample that contains it.
+    Negative infinities in an operation's inputs are masks and may pass through. An infinity is
+    attributed to the operation that made it from finite numbers, to the layer whose weights contain
+    it, or to the sample that contains it.
     """
 
     supports_higher_order_operators = True
-    """Higher-order operators reach the mode too: attention can be one. They call functions and have no overloads."""
+    """Higher-order operators reach the mode too: attention can be one. They call functions and have
+    no overloads."""
 
     def __init__(self, model: StagedModel, broken_weights: Collection[str] | None = None) -> None:
         super().__init__()
@@ -94,7 +103,10 @@ class _Probe(TorchDispatchMode):
         self.is_backward = False
         self._model = model
         self._names = {id(module): _layer_name(name) for name, module in model.named_modules()}
-        stages = {"embedding": model.embed, **{f"block {i}": block for i, block in enumerate(model.blocks())}}
+        stages = {
+            "embedding": model.embed,
+            **{f"block {i}": block for i, block in enumerate(model.blocks())},
+        }
         self._tops = {id(stage): label for label, stage in {**stages, "head": model.head}.items()}
         self._broken_weights: list[str] = []
         self._local = _Thread()
@@ -157,31 +169,44 @@ class _Probe(TorchDispatchMode):
             or getattr(func, "is_view", False)
             or name.startswith(_MAKES_INFINITIES)
             or operation.startswith(_EXCHANGES)
-            or any(kind.__module__.startswith("torch.distributed.") for kind in types)  # sums of gradients over ranks
+            or any(
+                kind.__module__.startswith("torch.distributed.") for kind in types
+            )  # sums of gradients over ranks
         ):
             return func(*args, **(kwargs or {}))
         inputs = tree_leaves((args, kwargs))
         in_place = isinstance(func, OpOverload) and func._schema.is_mutable
-        masked = in_place and self._has_masks(inputs)  # before an in-place operation overwrites them
+        masked = in_place and self._has_masks(
+            inputs
+        )  # before an in-place operation overwrites them
         out = func(*args, **(kwargs or {}))
         # The other results of attention have padding that is never written.
         outputs = tree_leaves(out)[: 1 if "attention" in name else None]
-        broken = [leaf for leaf in outputs if isinstance(leaf, Tensor) and not self._is_finite(leaf)]
-        if broken and not (all(map(self._is_masked, broken)) and (masked or not in_place and self._has_masks(inputs))):
+        broken = [
+            leaf for leaf in outputs if isinstance(leaf, Tensor) and not self._is_finite(leaf)
+        ]
+        if broken and not (
+            all(map(self._is_masked, broken))
+            and (masked or not in_place and self._has_masks(inputs))
+        ):
             self._note(operation)
         return out
 
     def _has_masks(self, inputs: Sequence[Any]) -> bool:
-        """Whether an operation has negative infinities in its inputs that come neither from a sample nor from its layer's weights."""
+        """Whether an operation has negative infinities in its inputs that come neither from a
+        sample nor from its layer's weights."""
         if not self._local.stack:
-            return self.is_backward and any(self._is_masked(leaf, rest_is_finite=False) for leaf in inputs)
+            return self.is_backward and any(
+                self._is_masked(leaf, rest_is_finite=False) for leaf in inputs
+            )
         broken_layers = {_layer_name(weight.rpartition(".")[0]) for weight in self._broken_weights}
         return self._local.stack[-1][1] not in broken_layers and any(
             self._is_masked(leaf, rest_is_finite=False) for leaf in inputs
         )
 
     def _is_masked(self, leaf: Any, rest_is_finite: bool = True) -> bool:
-        """Whether a value contains negative infinities; with `rest_is_finite`, only if everything else in it is finite."""
+        """Whether a value contains negative infinities; with `rest_is_finite`, only if everything
+        else in it is finite."""
         if not isinstance(leaf, Tensor) or self._is_finite(leaf):
             return False
         self._local.is_looking = True
@@ -191,7 +216,12 @@ class _Probe(TorchDispatchMode):
         return masked
 
     def _is_finite(self, tensor: Tensor) -> bool:
-        if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta or tensor.itemsize == 1:
+        if (
+            not tensor.is_floating_point()
+            or not tensor.numel()
+            or tensor.is_meta
+            or tensor.itemsize == 1
+        ):
             return True
         self._local.is_looking = True
         finite = not int(magnitudes(tensor)[1])
@@ -230,4 +260,8 @@ def describe_nonfinite(finding: dict[str, Any]) -> str:
     """The result of `find_first_nonfinite` as one phrase."""
     at = f" at {finding['module']}" if finding["module"] else ""
     line = f"first in {finding['stage']}{at}, {finding['operation']} in the {finding['pass']}"
-    return f"{line}, where {', '.join(finding['weights'])} is not finite itself" if finding["weights"] else line
+    return (
+        f"{line}, where {', '.join(finding['weights'])} is not finite itself"
+        if finding["weights"]
+        else line
+    )

@@ -1,11 +1,15 @@
-"""Micro-batches whose forward, loss and backward are recorded once for each kind, and replayed without Python.
+"""Micro-batches whose forward, loss and backward are recorded once for each kind, and replayed
+without Python.
 
-With few tokens the host needs longer to launch a step than the GPU to run it. A replay launches all of it at once. A kind is everything that Python
-decides by: shapes of samples and conditions, masks, whether the base's own prediction is the target. Whatever differs between micro-batches of a kind
-is copied into tensors that stay: latents, noise, levels, weights, and the number that the loss is divided by. Gradients are added to
-buffers that stay, too, and the seed of dropout is set before each replay.
+With few tokens the host needs longer to launch a step than the GPU to run it. A replay launches all
+of it at once. A kind is everything that Python decides by: shapes of samples and conditions, masks,
+whether the base's own prediction is the target. Whatever differs between micro-batches of a kind is
+copied into tensors that stay: latents, noise, levels, weights, and the number that the loss is
+divided by. Gradients are added to buffers that stay, too, and the seed of dropout is set before
+each replay.
 
-The first micro-batches of a kind run eagerly. Then a replay does the same operations on the same numbers, so every bit is the same as in the eager run.
+The first micro-batches of a kind run eagerly. Then a replay does the same operations on the same
+numbers, so every bit is the same as in the eager run.
 """
 
 from collections import OrderedDict
@@ -34,13 +38,16 @@ from ditkit_core.training.train_model import with_clock
 
 KEY = "train.cuda_graphs"
 MOST = 32
-"""Graphs at once; the one that was replayed the longest ago is dropped for a new one. A graph of a thousand launches takes a few MiB."""
+"""Graphs at once; the one that was replayed the longest ago is dropped for a new one. A graph of a
+thousand launches takes a few MiB."""
 BUSY_SHARE = 0.5
-"""Under `auto`, share of blocks at whose start the GPU must have been idle for a kind to be replayed."""
+"""Under `auto`, share of blocks at whose start the GPU must have been idle for a kind to be
+replayed."""
 
 Mode = Literal["auto", "on", "off"]
 Work = Callable[[Model, PreparedBatch, Tensor, StepClock], Tensor]
-"""Forward, loss and backward: (model, micro-batch on its device, the number that the loss is divided by, clock) to the samples' losses."""
+"""Forward, loss and backward: (model, micro-batch on its device, the number that the loss is
+divided by, clock) to the samples' losses."""
 
 
 def not_replayed(model: Model, train: TrainConfig, optim: OptimConfig) -> str:
@@ -51,13 +58,16 @@ def not_replayed(model: Model, train: TrainConfig, optim: OptimConfig) -> str:
         return "the model runs in an engine of another kind"
     reasons = {
         f"{len(devices)} devices share the model": len(devices) > 1,
-        "the device is no GPU": not devices <= {device for device in devices if device.type in GRAPHS},
+        "the device is no GPU": not devices
+        <= {device for device in devices if device.type in GRAPHS},
         "other ranks have a part of the weights (ranks.shard)": model.shards is not None,
         "other ranks have a part of the tokens (ranks.context)": engine.context is not None,
         "train.pipelined runs all forwards before one backward": train.pipelined,
         "optim.fused_backward updates weights in the backward": optim.fused_backward,
         "blocks are streamed (train.swap_blocks)": bool(engine.hooks),
-        "train.checkpointing moves activations to the host": any(policy.offload for policy in engine.schedule.distinct),
+        "train.checkpointing moves activations to the host": any(
+            policy.offload for policy in engine.schedule.distinct
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -65,7 +75,8 @@ def not_replayed(model: Model, train: TrainConfig, optim: OptimConfig) -> str:
 def replays_of(
     model: Model, train: TrainConfig, optim: OptimConfig, warn: Callable[[str], None]
 ) -> "ReplayedMicroBatches | None":
-    """What replays the micro-batches of a run; None if they run eagerly, which on a GPU a line gives the reason of."""
+    """What replays the micro-batches of a run; None if they run eagerly, which on a GPU a line
+    gives the reason of."""
     device = next(model.module.parameters()).device
     if train.cuda_graphs == "off":
         return None
@@ -102,12 +113,17 @@ class ReplayedMicroBatches:
     """Runs the micro-batches of a run, eagerly or as replays."""
 
     def __init__(
-        self, mode: Mode, trainable: Mapping[str, nn.Parameter], device: torch.device, warn: Callable[[str], None]
+        self,
+        mode: Mode,
+        trainable: Mapping[str, nn.Parameter],
+        device: torch.device,
+        warn: Callable[[str], None],
     ):
         """Record nothing yet.
 
         Args:
-            mode: `on`, or `auto` for the kinds that the host launches more slowly than the GPU runs them.
+            mode: `on`, or `auto` for the kinds that the host launches more slowly than the GPU runs
+                them.
             trainable: The trained parameters, by name.
             device: The device of the model.
             warn: Called with one line if a kind cannot be recorded.
@@ -167,7 +183,8 @@ class ReplayedMicroBatches:
         return len(self._recorded)
 
     def free(self) -> None:
-        """Free all graphs and their memory, for other work that needs it. They are recorded again when they are due."""
+        """Free all graphs and their memory, for other work that needs it. They are recorded again
+        when they are due."""
         while self._recorded:
             self._drop()
         self._graphs = None
@@ -180,10 +197,19 @@ class ReplayedMicroBatches:
         return self._mode == "on" or (kind.idle is not None and kind.idle > BUSY_SHARE)
 
     def _run_eagerly(
-        self, kind: _Kind, model: Model, batch: PreparedBatch, work: Work, divisor: Tensor, clock: StepClock
+        self,
+        kind: _Kind,
+        model: Model,
+        batch: PreparedBatch,
+        work: Work,
+        divisor: Tensor,
+        clock: StepClock,
     ) -> Tensor:
         probe = None
-        first, runtime = kind.eager_runs == 0, runtime_of(self._device)  # the first run also compiles
+        first, runtime = (
+            kind.eager_runs == 0,
+            runtime_of(self._device),
+        )  # the first run also compiles
         if self._mode == "auto" and not first and kind.idle is None and runtime is not None:
             probe = IdleProbe(partial(runtime.current_stream, self._device))
             model = replace(model, engine=with_hooks(model.engine, probe))
@@ -199,12 +225,19 @@ class ReplayedMicroBatches:
             kind.idle = probe.share
         return losses
 
-    def _record(self, key: Any, kind: _Kind, model: Model, batch: PreparedBatch, divisor: Tensor, work: Work) -> bool:
+    def _record(
+        self, key: Any, kind: _Kind, model: Model, batch: PreparedBatch, divisor: Tensor, work: Work
+    ) -> bool:
         """Record a kind; returns whether that succeeded."""
         while len(self._recorded) >= MOST:
             self._drop()
-        noised, weights, divisor = tree_map_only(Tensor, Tensor.clone, (batch.noised, batch.weights, divisor))
-        batch, clock = batch._replace(noised=noised, weights=weights), StepClock([self._device], in_graph=True)
+        noised, weights, divisor = tree_map_only(
+            Tensor, Tensor.clone, (batch.noised, batch.weights, divisor)
+        )
+        batch, clock = (
+            batch._replace(noised=noised, weights=weights),
+            StepClock([self._device], in_graph=True),
+        )
         timed = with_clock(model, clock)
 
         def recorded() -> Tensor:
@@ -221,7 +254,9 @@ class ReplayedMicroBatches:
             if not self._recorded:  # nothing adds to the buffers any more
                 self._gradients.free()
             reason = str(error).partition("\n")[0]
-            self._warn(f"{KEY}: {kind.described} run eagerly, because recording them failed: {reason}")
+            self._warn(
+                f"{KEY}: {kind.described} run eagerly, because recording them failed: {reason}"
+            )
             return False
         kind.graph, kind.losses, kind.names, kind.clock = graph, losses, tuple(names), clock
         kind.inputs = [*_tensors(batch), divisor]
@@ -258,14 +293,16 @@ def _described(batch: PreparedBatch) -> str:
 
 
 class _GradientBuffers:
-    """Gradients at fixed addresses: a replay adds to the memory that was there when it was recorded."""
+    """Gradients at fixed addresses: a replay adds to the memory that was there when it was
+    recorded."""
 
     def __init__(self, trainable: Mapping[str, nn.Parameter]):
         self._trainable = trainable
         self._buffers: dict[str, Tensor] = {}
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Have the gradients of these parameters in their buffers, with their values; those without a gradient have zeros."""
+        """Have the gradients of these parameters in their buffers, with their values; those without
+        a gradient have zeros."""
         # All of them first: where memory ends among them, no gradient has moved yet.
         buffers = {name: self._buffer(name) for name in names}
         empty, moved = [], []
@@ -279,18 +316,23 @@ class _GradientBuffers:
         if empty:
             torch._foreach_zero_(empty)
         if moved:
-            torch._foreach_copy_([buffer for buffer, _ in moved], [gradient for _, gradient in moved])
+            torch._foreach_copy_(
+                [buffer for buffer, _ in moved], [gradient for _, gradient in moved]
+            )
 
     @contextmanager
     def collecting(self) -> Iterator[list[str]]:
-        """Inside the block all gradients are added to their buffers. Yields the names of the parameters that got one; others have none afterwards,
-        unless they had one before."""
+        """Inside the block all gradients are added to their buffers. Yields the names of the
+        parameters that got one; others have none afterwards, unless they had one before."""
         names: list[str] = []
         before = {name for name, parameter in self._trainable.items() if parameter.grad is not None}
         self.prepare(list(self._trainable))
-        # Autograd also comes to layers whose result nothing reads, with None: eager micro-batches leave them without a gradient.
+        # Autograd also comes to layers whose result nothing reads, with None: eager micro-batches
+        # leave them without a gradient.
         hooks = [
-            parameter.register_hook(lambda gradient, name=name: names.append(name) if gradient is not None else None)
+            parameter.register_hook(
+                lambda gradient, name=name: names.append(name) if gradient is not None else None
+            )
             for name, parameter in self._trainable.items()
         ]
         try:
@@ -308,15 +350,19 @@ class _GradientBuffers:
     def _buffer(self, name: str) -> Tensor:
         if name not in self._buffers:
             parameter = self._trainable[name]
-            self._buffers[name] = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+            self._buffers[name] = torch.zeros_like(
+                parameter, dtype=parameter.grad_dtype or parameter.dtype
+            )
         return self._buffers[name]
 
 
 class IdleProbe(BlockHooks):
-    """Counts at how many blocks' starts a GPU had done all work before the last one: it then waits for the host."""
+    """Counts at how many blocks' starts a GPU had done all work before the last one: it then waits
+    for the host."""
 
     def __init__(self, stream: Callable[[], Any]):
-        """Look at the stream on which work runs when a block starts: next to graphs it is not the one outside."""
+        """Look at the stream on which work runs when a block starts: next to graphs it is not the
+        one outside."""
         self._stream, self._last = stream, None
         self._seen = self._idle = 0
 

@@ -1,10 +1,12 @@
-"""Numeric sentinels: every few steps, the largest activation of each block, values that are not finite, and gradients that underflow.
+"""Numeric sentinels: every few steps, the largest activation of each block, values that are not
+finite, and gradients that underflow.
 
-A watched step has one more hook in its engine and is otherwise the same: no value changes. The statistics stay on their device until they
-are sent to the host together with the step's loss. Steps in between have no hook.
+A watched step has one more hook in its engine and is otherwise the same: no value changes. The
+statistics stay on their device until they are sent to the host together with the step's loss. Steps
+in between have no hook.
 
-A block's own output is the part of the carry that it returns in new memory. Weak references to the storages of the carry before show which
-part that is.
+A block's own output is the part of the carry that it returns in new memory. Weak references to the
+storages of the carry before show which part that is.
 """
 
 import weakref
@@ -22,15 +24,17 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.nn.context import device_kind
 
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**23}
-"""Elements per part, by kind of device. On the host temporary memory then stays in its caches. A GPU is busy with a part for as long as the
-host launches the next operation, and needs at most 40 MiB. fp32 counts so many exactly."""
+"""Elements per part, by kind of device. On the host temporary memory then stays in its caches. A
+GPU is busy with a part for as long as the host launches the next operation, and needs at most 40
+MiB. fp32 counts so many exactly."""
 
 GROWTH = 10.0
 """Factor by which a block's largest activation may grow before a warning."""
 
 
 class BlockStats(NamedTuple):
-    """A part of the carry that a block writes: the block's index in `blocks()`, and the part's name."""
+    """A part of the carry that a block writes: the block's index in `blocks()`, and the part's
+    name."""
 
     block: int
     part: str
@@ -45,15 +49,18 @@ class StepStats:
     not_finite: dict[BlockStats, int]
     """Number of values that are infinite or NaN."""
     underflow: float
-    """Share of the gradients' elements that are 0 or below the smallest normal number of the dtype they are stored in, over the parameters
-    whose gradient is not 0 everywhere. It is 0 everywhere for an adapter's first matrix while its second is 0. 1 if all are 0."""
+    """Share of the gradients' elements that are 0 or below the smallest normal number of the dtype
+    they are stored in, over the parameters whose gradient is not 0 everywhere. It is 0 everywhere
+    for an adapter's first matrix while its second is 0. 1 if all are 0."""
     worst: str
     """The parameter with the largest such share, or empty."""
 
 
 def with_hooks(engine: Any, hook: BlockHooks) -> Any:
     """The engine with one more hook, called last; any other callable unchanged."""
-    return replace(engine, hooks=(*engine.hooks, hook)) if isinstance(engine, BlockEngine) else engine
+    return (
+        replace(engine, hooks=(*engine.hooks, hook)) if isinstance(engine, BlockEngine) else engine
+    )
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -61,7 +68,8 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Largest finite magnitude of a floating-point tensor, and the number of its values that are not finite; float64, on its device."""
+    """Largest finite magnitude of a floating-point tensor, and the number of its values that are
+    not finite; float64, on its device."""
     extremes: list[Tensor] = []
     counts: list[Tensor] = []
     for part in _parts(tensor):
@@ -72,10 +80,12 @@ def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
 
 
 def normal_counts(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Number of a gradient's elements from the smallest normal number of its dtype on, and of those that are not 0."""
+    """Number of a gradient's elements from the smallest normal number of its dtype on, and of those
+    that are not 0."""
     limits, wide = torch.finfo(gradient.dtype), torch.promote_types(gradient.dtype, torch.float32)
     largest_subnormal = limits.tiny * (1 - limits.eps)
-    # A norm of order 0 is a count: one launch that allocates nothing, exact in fp32 for so few elements.
+    # A norm of order 0 is a count: one launch that allocates nothing, exact in fp32 for so few
+    # elements.
     pairs = [
         [
             torch.linalg.vector_norm(values, 0, dtype=wide)
@@ -109,16 +119,24 @@ class StatsRecorder(BlockHooks):
         if not torch.is_grad_enabled():
             return
         leaves = [
-            (keystr(path).lstrip("."), x) for path, x in tree_flatten_with_path(carry)[0] if isinstance(x, Tensor)
+            (keystr(path).lstrip("."), x)
+            for path, x in tree_flatten_with_path(carry)[0]
+            if isinstance(x, Tensor)
         ]
         device = next((x.device for _, x in leaves), None)
-        # Another forward begins, or the carry was copied from another device: all its storages are new.
+        # Another forward begins, or the carry was copied from another device: all its storages are
+        # new.
         guessed = index <= self._last or self._last < 0 or device != self._device
         for part, leaf in leaves:
             storage = leaf.untyped_storage()
             reference = self._before.get(storage._cdata)
-            # A freed storage's address can belong to a new one, so the weak reference decides, not the address.
-            if leaf.is_floating_point() and leaf.numel() and (reference is None or reference() is None):
+            # A freed storage's address can belong to a new one, so the weak reference decides, not
+            # the address.
+            if (
+                leaf.is_floating_point()
+                and leaf.numel()
+                and (reference is None or reference() is None)
+            ):
                 key = BlockStats(index, part)
                 if guessed:
                     self._guessed.add(key)
@@ -133,17 +151,24 @@ class StatsRecorder(BlockHooks):
         self._gradients[name] = (gradient.numel(), *normal_counts(gradient))
 
     def packed(self) -> list[Float[Tensor, " numbers"]]:
-        """All numbers in the order in which `read` takes them, stacked by device, so that each device sends few tensors."""
-        # The first block of a device seems to have written the whole carry. Only parts that other blocks write, too, are counted for it.
+        """All numbers in the order in which `read` takes them, stacked by device, so that each
+        device sends few tensors."""
+        # The first block of a device seems to have written the whole carry. Only parts that other
+        # blocks write, too, are counted for it.
         changed = {key.part for key in self._magnitudes.keys() - self._guessed}
         if changed:
             self._magnitudes = {
-                key: pairs for key, pairs in self._magnitudes.items() if key not in self._guessed or key.part in changed
+                key: pairs
+                for key, pairs in self._magnitudes.items()
+                if key not in self._guessed or key.part in changed
             }
         numbers = [
             number
             for pairs in self._magnitudes.values()
-            for number in (torch.stack([x for x, _ in pairs]).amax(), torch.stack([x for _, x in pairs]).sum())
+            for number in (
+                torch.stack([x for x, _ in pairs]).amax(),
+                torch.stack([x for _, x in pairs]).sum(),
+            )
         ]
         numbers += [number for _, *counts in self._gradients.values() for number in counts]
         stacked, start = [], 0
@@ -154,9 +179,13 @@ class StatsRecorder(BlockHooks):
         return stacked
 
     def read(
-        self, of_ranks: Sequence[Sequence[float]], divided: Mapping[str, int] | None = None, shard: int = 1
+        self,
+        of_ranks: Sequence[Sequence[float]],
+        divided: Mapping[str, int] | None = None,
+        shard: int = 1,
     ) -> None:
-        """Receive the packed numbers of every rank on the host: activations of its micro-batches, and gradients, which all have.
+        """Receive the packed numbers of every rank on the host: activations of its micro-batches,
+        and gradients, which all have.
 
         Of gradients that the first `shard` ranks divide, `divided` has the numbers of elements.
         """
@@ -167,7 +196,10 @@ class StatsRecorder(BlockHooks):
         }
         shares, lost, total = {}, 0.0, 0
         for index, (name, (size, *_)) in enumerate(self._gradients.items(), len(self._magnitudes)):
-            parts = [rank_numbers[index] for rank_numbers in ranks[: shard if divided and name in divided else 1]]
+            parts = [
+                rank_numbers[index]
+                for rank_numbers in ranks[: shard if divided and name in divided else 1]
+            ]
             size = (divided or {}).get(name, size)
             small, zero = (size - sum(counts) for counts in zip(*parts, strict=True))
             if zero < size:
@@ -193,11 +225,13 @@ class DriftMonitor:
     """Largest finite number of the blocks' matmul dtype."""
     warn: Callable[[str], None]
     first: dict[str, float] = field(default_factory=dict)
-    """Each block's largest activation in the first watched step, by `block.part`: `TrainState.first_activations`, which it adds to."""
+    """Each block's largest activation in the first watched step, by `block.part`:
+    `TrainState.first_activations`, which it adds to."""
     _warned: set[str] = field(default_factory=set)
 
     def take(self, step: int, reading: StepStats) -> dict[str, float | str]:
-        """Metrics of a watched step, by name. Warns once for each kind of problem, naming its first block."""
+        """Metrics of a watched step, by name. Warns once for each kind of problem, naming its first
+        block."""
         growth: dict[BlockStats, float] = {}
         for key, largest in reading.largest.items():
             first = self.first.setdefault(f"{key.block}.{key.part}", largest)
@@ -209,17 +243,21 @@ class DriftMonitor:
                 before = largest / ratio
                 self._say(
                     "growth",
-                    f"{where}: the largest activation is {largest:.3g}, {ratio:.1f} times its first {before:.3g}; "
+                    f"{where}: the largest activation is {largest:.3g}, {ratio:.1f} times its "
+                    f"first {before:.3g}; "
                     "look at samples of this step, lower optim.lr, or go back to an earlier save",
                 )
             if largest > self.limit / 2:
                 self._say(
                     "range",
-                    f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of {self.limit:.5g}, "
+                    f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of "
+                    f"{self.limit:.5g}, "
                     "the largest number of model.dtype; choose a wider one, or lower optim.lr",
                 )
             if reading.not_finite[key]:
-                self._say("not finite", f"{where}: {reading.not_finite[key]} activations are not finite")
+                self._say(
+                    "not finite", f"{where}: {reading.not_finite[key]} activations are not finite"
+                )
         numbers: dict[str, float | str] = {"grad_underflow": reading.underflow}
         if reading.worst:
             numbers["grad_underflow_worst"] = reading.worst

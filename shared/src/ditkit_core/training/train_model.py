@@ -26,7 +26,11 @@ Prepared = TypeVar("Prepared")
 def with_clock(model: Model, clock: StepClock) -> Model:
     """The model with an engine that is timed; unchanged with an engine of another kind."""
     engine = model.engine
-    return replace(model, engine=replace(engine, clock=clock)) if isinstance(engine, BlockEngine) else model
+    return (
+        replace(model, engine=replace(engine, clock=clock))
+        if isinstance(engine, BlockEngine)
+        else model
+    )
 
 
 @runtime_checkable
@@ -47,19 +51,23 @@ class MicroBatch(Protocol):
 
     @property
     def counted(self) -> float | None:
-        """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if its loss is added to the mean."""
+        """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if
+        its loss is added to the mean."""
 
     @property
     def matches_base(self) -> bool:
-        """Whether the target is the prediction of the model without its adapter, instead of the velocity."""
+        """Whether the target is the prediction of the model without its adapter, instead of the
+        velocity."""
 
 
 @runtime_checkable
 class DataLoader(Protocol):
-    """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
+    """Micro-batches by index; the index alone decides their samples, so a resumed run continues in
+    the same order."""
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
-        """Micro-batch `index` of the run, counted from 0 over all steps, and the micro-batch of class images with it, if any.
+        """Micro-batch `index` of the run, counted from 0 over all steps, and the micro-batch of
+        class images with it, if any.
 
         Called in a background thread, too, but never in two threads at once.
         """
@@ -67,11 +75,16 @@ class DataLoader(Protocol):
 
 def batch_size_of(spec: ModelSpec, config: TrainConfig) -> BatchSize:
     """Number of samples in a micro-batch, as configured."""
-    return BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=spec.training.num_tokens)
+    return BatchSize(
+        samples=config.batch_size, tokens=config.batch_tokens, num_tokens=spec.training.num_tokens
+    )
 
 
 def data_loader(
-    spec: ModelSpec, config: TrainConfig, samples: Sequence[EncodedSample], base_steps: BaseSteps | None = None
+    spec: ModelSpec,
+    config: TrainConfig,
+    samples: Sequence[EncodedSample],
+    base_steps: BaseSteps | None = None,
 ) -> TrainDataLoader:
     """The micro-batches of encoded samples, as configured.
 
@@ -90,11 +103,12 @@ def data_loader(
 
 
 class Prefetcher(Generic[Prepared]):
-    """The micro-batches of a run in order. While one runs, the next one of this rank is prepared in a background thread.
+    """The micro-batches of a run in order. While one runs, the next one of this rank is prepared in
+    a background thread.
 
-    What is prepared is a function of its place in the run, so a run is the same bit by bit, and a resumed one, too. What fails in the
-    background is done again when the loop asks for it: its error is raised there, in the thread of the loop, and nowhere if by then it
-    succeeds.
+    What is prepared is a function of its place in the run, so a run is the same bit by bit, and a
+    resumed one, too. What fails in the background is done again when the loop asks for it: its
+    error is raised there, in the thread of the loop, and nowhere if by then it succeeds.
 
     Attributes:
         seconds_waited: Seconds so far that the loop waited for micro-batches.
@@ -112,7 +126,8 @@ class Prefetcher(Generic[Prepared]):
         """Prepare nothing yet.
 
         Args:
-            prepare: Called with the micro-batches of a step, the number of one of them, and the step.
+            prepare: Called with the micro-batches of a step, the number of one of them, and the
+                step.
             accumulation: Indices of `data` in a step.
             steps: Steps of the whole run.
         """
@@ -133,14 +148,18 @@ class Prefetcher(Generic[Prepared]):
         self._ahead = None
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
-        """The micro-batches of a step, on all ranks; the micro-batches of earlier steps are freed."""
+        """The micro-batches of a step, on all ranks; the micro-batches of earlier steps are
+        freed."""
         with self._waiting():
             step_batches = self._batches_of(step)
-        self._by_step = {other: batches for other, batches in self._by_step.items() if other >= step}
+        self._by_step = {
+            other: batches for other, batches in self._by_step.items() if other >= step
+        }
         return step_batches
 
     def prepared(self, step: int, micro: int) -> Prepared:
-        """A micro-batch of this rank, by its number in its step. The one after it is prepared from now on."""
+        """A micro-batch of this rank, by its number in its step. The one after it is prepared from
+        now on."""
         with self._waiting():
             batch = self._take_ahead(step, micro)
             batch = self._prepare(self._batches_of(step), micro, step) if batch is None else batch
@@ -150,7 +169,8 @@ class Prefetcher(Generic[Prepared]):
         return batch
 
     def _take_ahead(self, step: int, micro: int) -> Prepared | None:
-        """What was prepared ahead; None if it failed, or is another micro-batch, as at a run's start."""
+        """What was prepared ahead; None if it failed, or is another micro-batch, as at a run's
+        start."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.exception() is not None:
             return None
@@ -168,7 +188,9 @@ class Prefetcher(Generic[Prepared]):
         with self._lock:
             if step not in self._by_step:
                 indices = range(step * self._accumulation, (step + 1) * self._accumulation)
-                self._by_step[step] = [batch for index in indices for batch in self._data.micro_batches(index)]
+                self._by_step[step] = [
+                    batch for index in indices for batch in self._data.micro_batches(index)
+                ]
             return self._by_step[step]
 
     def _share(self, step: int) -> range:

@@ -25,7 +25,13 @@ from ditkit_core.io.step_clock import StepClock
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.loading.model import Model
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_sharded, save_state
+from ditkit_core.training.checkpoint import (
+    latest,
+    load_state,
+    prune_saves,
+    save_sharded,
+    save_state,
+)
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
 from ditkit_core.training.losses import NonFiniteLoss, write_failure
@@ -35,7 +41,13 @@ from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import replays_of
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
-from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, data_loader, with_clock
+from ditkit_core.training.train_model import (
+    DataLoader,
+    MicroBatch,
+    Prefetcher,
+    data_loader,
+    with_clock,
+)
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
@@ -50,7 +62,8 @@ _STOPPING = "stopping after this step, with a save; Ctrl-C again stops at once, 
 class Callback:
     """Acts at points of the training loop; a subclass overrides the methods of those that it needs.
 
-    It must not change the state of a random generator that training uses, or the run would not be reproducible.
+    It must not change the state of a random generator that training uses, or the run would not be
+    reproducible.
     """
 
     on_all_ranks: ClassVar[bool] = False
@@ -62,7 +75,8 @@ class Callback:
     def resumed(self, step: int) -> None:
         """Called after `started` if the run resumes, while the parameters are those to export.
 
-        An earlier start may have been killed after it saved this step, and before what follows a save was done.
+        An earlier start may have been killed after it saved this step, and before what follows a
+        save was done.
         """
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,23 +89,29 @@ class Callback:
         """Called after a save, while the parameters are those to export."""
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
-        """Whether to call `generate_preview`; asked before training, and after each step but the last.
+        """Whether to call `generate_preview`; asked before training, and after each step but the
+        last.
 
-        `stopping`: a signal ends the run here, so that anything slow has to wait until the run is resumed.
+        `stopping`: a signal ends the run here, so that anything slow has to wait until the run is
+        resumed.
         """
         return False
 
     def previews_when_asked(self) -> bool:
-        """Whether to call `generate_preview` after a step at which a user asks for samples (`--tell sample`)."""
+        """Whether to call `generate_preview` after a step at which a user asks for samples (`--tell
+        sample`)."""
         return False
 
     def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
-        """Generate samples of the unfinished model; called while the parameters are those to export.
+        """Generate samples of the unfinished model; called while the parameters are those to
+        export.
 
-        `is_stopping`: whether a signal came meanwhile, so that anything slow has to end and to wait until the run is resumed."""
+        `is_stopping`: whether a signal came meanwhile, so that anything slow has to end and to wait
+        until the run is resumed."""
 
     def finished(self, step: int) -> None:
-        """Called when all steps are done, also by an earlier start, while the parameters are those to export."""
+        """Called when all steps are done, also by an earlier start, while the parameters are those
+        to export."""
 
 
 class ProgressBar(Callback):
@@ -106,7 +126,8 @@ class ProgressBar(Callback):
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._bar.update(**metrics)
-        # The first step compiles, and validation and samples before training come before it: no measure of the steps that follow.
+        # The first step compiles, and validation and samples before training come before it: no
+        # measure of the steps that follow.
         if self._is_first:
             self._bar.begin(step)
         else:
@@ -130,7 +151,8 @@ class TrainerConfig:
     tracked: TrackedRun | None = None
     """What trackers show of the run; None for its folder's name alone."""
     utilisation: Callable[[Sequence[Mapping[str, Tensor]], float], float] | None = None
-    """From the training items and the seconds of a step to the share of its GPUs' peak rate that it used; None if that is unknown."""
+    """From the training items and the seconds of a step to the share of its GPUs' peak rate that it
+    used; None if that is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +167,14 @@ class TrainResult:
     """Validation loss before the first step of the run, however often it was resumed."""
     held_out: float | None
     held_out_interval: tuple[float, float] | None
-    """Its 95 % confidence interval, as `validation.py` defines it; None with clips of fewer than two files, or before the first step."""
+    """Its 95 % confidence interval, as `validation.py` defines it; None with clips of fewer than
+    two files, or before the first step."""
     save: Path | None
 
 
 class Trainer:
-    """Trains a model until `train.steps`, resuming the run in its folder bitwise identically if there is one."""
+    """Trains a model until `train.steps`, resuming the run in its folder bitwise identically if
+    there is one."""
 
     def __init__(
         self,
@@ -168,15 +192,20 @@ class Trainer:
         """Make optimizer and average.
 
         Args:
-            data: Micro-batches by index; or encoded samples, which become micro-batches as `config.train` says.
+            data: Micro-batches by index; or encoded samples, which become micro-batches as
+                `config.train` says.
             config: How it is trained; None for the defaults of the commands.
-            folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
-                finite.
+            folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if
+                a loss is not finite.
             validator: Measures the validation loss; None disables validation.
-            callbacks: Called at fixed points of the loop, in this order, but the callbacks of all ranks last.
-            ranks: The processes that train the run together; None for the ranks that divide the model's weights, or this one alone.
-            requests: The folder in which a user asks for samples, a save or the end (`io/run_requests.py`); None for `folder`.
-            warn: Called with one line if something of an earlier part is damaged, and if activations drift.
+            callbacks: Called at fixed points of the loop, in this order, but the callbacks of all
+                ranks last.
+            ranks: The processes that train the run together; None for the ranks that divide the
+                model's weights, or this one alone.
+            requests: The folder in which a user asks for samples, a save or the end
+                (`io/run_requests.py`); None for `folder`.
+            warn: Called with one line if something of an earlier part is damaged, and if
+                activations drift.
 
         Raises:
             UserError: If the configuration contradicts itself.
@@ -193,18 +222,32 @@ class Trainer:
         self._ranks = ranks or (shards.ranks if shards else Ranks())
         loader = data_loader(model.spec, train, data) if isinstance(data, Sequence) else data
         self._data = Prefetcher(
-            loader, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
+            loader,
+            self._prepare,
+            accumulation=train.accumulation,
+            steps=train.steps,
+            ranks=self._ranks,
         )
         self._validator, self._warn, self._metrics_digest = validator, warn, ""
-        self._callbacks = [callback for callback in callbacks if callback.on_all_ranks or self._ranks.is_first]
+        self._callbacks = [
+            callback for callback in callbacks if callback.on_all_ranks or self._ranks.is_first
+        ]
         self._state = TrainState(
-            model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
+            model.module,
+            model.trainable,
+            config.optim,
+            config.ema,
+            model.streamer,
+            model.shards,
+            kernels=train.kernels,
         )
         self._replays = replays_of(self._model, train, config.optim, warn)
         self._last_save: Path | None = None
         self._writer: BackgroundWriter | None = None
         if model.shards is not None and not model.adapts:
-            from ditkit_core.distributed import sharded_checkpoint  # imports parts of torch that take seconds
+            from ditkit_core.distributed import (
+                sharded_checkpoint,
+            )  # imports parts of torch that take seconds
 
             self._writer = sharded_checkpoint.BackgroundWriter()
 
@@ -212,8 +255,8 @@ class Trainer:
         """Train. SIGINT and SIGTERM end the loop after the current step, with a save.
 
         Raises:
-            UserError: If a loss, gradient or validation loss is not finite (the last save stays as it is), or a save
-                cannot be written or does not fit.
+            UserError: If a loss, gradient or validation loss is not finite (the last save stays as
+                it is), or a save cannot be written or does not fit.
         """
         state, steps, save = self._state, self._config.train.steps, self._config.save
         self._resume()
@@ -232,18 +275,26 @@ class Trainer:
             if start == 0 and steps:
                 self._validate(metrics)
                 self._preview(interrupts, stopping=False)
-                stopping = self._stops(interrupts, metrics, saved=True)  # nothing is trained that could be saved
+                stopping = self._stops(
+                    interrupts, metrics, saved=True
+                )  # nothing is trained that could be saved
             while state.step < steps and not stopping:
                 self._ranks.begin_step(state.step + 1)
                 self._train_step(metrics, count_attention=state.step == start)
                 last = state.step == steps
                 is_due = last or save.due(state.step, time.monotonic() - saved_at)
                 # The first rank decides for all, in one exchange.
-                saving, asked = self._ranks.broadcast_object((is_due, sorted(pending(self._requests))))
-                saving = saving or ("save" in asked and "stop" not in asked)  # whoever stops saves without validation
+                saving, asked = self._ranks.broadcast_object(
+                    (is_due, sorted(pending(self._requests)))
+                )
+                saving = saving or (
+                    "save" in asked and "stop" not in asked
+                )  # whoever stops saves without validation
                 interrupts.requested |= "stop" in asked
                 # Before the save, which stores the validation loss of its step.
-                if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
+                if last or (
+                    self._validator is not None and self._validator.due(state.step, saving=saving)
+                ):
                     self._validate(metrics)
                 if saving:
                     self._save(metrics)
@@ -253,7 +304,9 @@ class Trainer:
                 stopping = stopping or self._stops(interrupts, metrics, saved=saving)
                 if asked and self._ranks.is_first:
                     # Samples that a stop has put off are generated by the next start.
-                    remove_requests(self._requests, {*asked} - ({"sample"} if stopping and not last else set()))
+                    remove_requests(
+                        self._requests, {*asked} - ({"sample"} if stopping and not last else set())
+                    )
             handlers.close()  # from here on a signal ends the process, as before training
             self._ranks.begin_step(0)
             if state.step >= steps:
@@ -283,7 +336,9 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the newest save, if there is one."""
-        name = self._ranks.on_first(lambda: save.name if (save := latest(self._folder / "state", self._warn)) else "")
+        name = self._ranks.on_first(
+            lambda: save.name if (save := latest(self._folder / "state", self._warn)) else ""
+        )
         self._last_save = self._folder / "state" / name if name else None
         if self._last_save is not None:
             saved = load_state(self._last_save, self._model.shards)
@@ -312,16 +367,22 @@ class Trainer:
         )
 
     def _prepare(self, batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
-        """Prepare a micro-batch of a step, and page-lock it if it is sent to a GPU. Runs in a background thread."""
+        """Prepare a micro-batch of a step, and page-lock it if it is sent to a GPU. Runs in a
+        background thread."""
         batch = self._context(step).prepare(self._model.spec, batches, micro)
-        return batch.pinned() if any(runtime_of(device) is not None for device in self._devices) else batch
+        return (
+            batch.pinned()
+            if any(runtime_of(device) is not None for device in self._devices)
+            else batch
+        )
 
     def _train_step(self, metrics: MetricsLog | None, *, count_attention: bool) -> None:
         """Run one optimizer step, and report it."""
         began = time.perf_counter()
         self._clock.begin()
         state, config = self._state, self._config.train
-        # By index, so that a resumed run gets the same micro-batches as one that was never interrupted.
+        # By index, so that a resumed run gets the same micro-batches as one that was never
+        # interrupted.
         data_seconds = self._data.seconds_waited
         batches = self._data.micro_batches(state.step)
         lr = learning_rate(state.step, self._config.optim, config.steps)
@@ -334,11 +395,19 @@ class Trainer:
         try:
             with counted_calls(AttentionCalls() if count_attention else None):
                 result = training_step(
-                    self._model, batches, state.optimizer, context, lr=lr, clip_norm=config.clip_norm, watch=watch
+                    self._model,
+                    batches,
+                    state.optimizer,
+                    context,
+                    lr=lr,
+                    clip_norm=config.clip_norm,
+                    watch=watch,
                 )
         except NonFiniteLoss as error:
             failed, family = error, self._model.spec.name
-            described = self._ranks.on_first(lambda: write_failure(failed, self._folder, lr, self._last_save, family))
+            described = self._ranks.on_first(
+                lambda: write_failure(failed, self._folder, lr, self._last_save, family)
+            )
             raise UserError(described) from error
         self._clock.end()
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
@@ -351,7 +420,9 @@ class Trainer:
         state.average.update(state.step)
         items = [item for micro in self._ranks.share(len(batches)) for item in batches[micro].items]
         tokens = self._ranks.total(map(self._model.spec.training.num_tokens, items))
-        seconds = time.perf_counter() - began  # includes reading data, excludes validation and saving
+        seconds = (
+            time.perf_counter() - began
+        )  # includes reading data, excludes validation and saving
         numbers = {
             "prior_loss" if batches[0].matches_base else "loss": result.loss,
             "lr": lr,
@@ -393,7 +464,11 @@ class Trainer:
             callback.after_validation(state.step, loss)
 
     def _save(self, metrics: MetricsLog | None) -> None:
-        shards, folder, digest = self._model.shards, self._folder / "state", metrics.saved() if metrics else ""
+        shards, folder, digest = (
+            self._model.shards,
+            self._folder / "state",
+            metrics.saved() if metrics else "",
+        )
         self._last_save = RunFolder(self._folder).save(self._state.step)
         if self._writer is not None:  # too much to be gathered on one rank
             assert shards is not None
@@ -409,7 +484,8 @@ class Trainer:
         self._call(lambda callback: callback.on_save(self._state.step))
 
     def _stops(self, interrupts: Interrupts, metrics: MetricsLog | None, *, saved: bool) -> bool:
-        """Whether a signal came, on any rank, before a preview or in it, which it ends; then the step is saved."""
+        """Whether a signal came, on any rank, before a preview or in it, which it ends; then the
+        step is saved."""
         if (stopping := self._ranks.any(interrupts.requested)) and not saved:
             self._save(metrics)
         return stopping
@@ -422,24 +498,35 @@ class Trainer:
             wanting = [
                 callback
                 for callback in self._callbacks
-                if callback.wants_preview(step, stopping=stopping) or (asked and callback.previews_when_asked())
+                if callback.wants_preview(step, stopping=stopping)
+                or (asked and callback.previews_when_asked())
             ]
             if asked and self._ranks.is_first and not wanting:
-                self._warn("no samples, as asked for by --tell: this run generates none while it trains")
+                self._warn(
+                    "no samples, as asked for by --tell: this run generates none while it trains"
+                )
             if wanting and self._replays is not None:
                 self._replays.free()  # encoders and the VAE need the memory of the graphs
             if self._model.shards is None or self._ranks.broadcast_object(bool(wanting)):
-                self._call(lambda callback: callback.generate_preview(step, lambda: interrupts.requested), wanting)
+                self._call(
+                    lambda callback: callback.generate_preview(step, lambda: interrupts.requested),
+                    wanting,
+                )
 
-    def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
+    def _call(
+        self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None
+    ) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export.
 
-        The callbacks of the first rank come first; where the weights are divided, the other ranks help it.
+        The callbacks of the first rank come first; where the weights are divided, the other ranks
+        help it.
         """
         chosen, shards = self._callbacks if callbacks is None else callbacks, self._model.shards
 
         def call(on_all_ranks: bool) -> None:
-            for callback in (candidate for candidate in chosen if candidate.on_all_ranks == on_all_ranks):
+            for callback in (
+                candidate for candidate in chosen if candidate.on_all_ranks == on_all_ranks
+            ):
                 act(callback)
 
         if shards is None and not chosen:

@@ -29,7 +29,8 @@ class FactoredMatrices:
 
     @property
     def rank(self) -> int:
-        """The rank that an alpha in a file is divided by; 1 where no factor is a low-rank product."""
+        """The rank that an alpha in a file is divided by; 1 where no factor is a low-rank
+        product."""
         return low_rank_of(self._shapes) or 1
 
     @property
@@ -65,7 +66,12 @@ def are_factors(shapes: Shapes) -> bool:
     if all(part in shapes for part in PARTS["loha"]):
         (rows, rank), (other, width) = shapes["hada_w1_a"], shapes["hada_w1_b"]
         alike = shapes["hada_w2_a"][0] == rows and shapes["hada_w2_b"][1] == width
-        return len(shapes) == 4 and rank == other and alike and shapes["hada_w2_a"][1] == shapes["hada_w2_b"][0]
+        return (
+            len(shapes) == 4
+            and rank == other
+            and alike
+            and shapes["hada_w2_a"][1] == shapes["hada_w2_b"][0]
+        )
     pairs = 0
     for factor in ("lokr_w1", "lokr_w2"):
         first, second = shapes.get(f"{factor}_a"), shapes.get(f"{factor}_b")
@@ -88,7 +94,8 @@ def shape_of_parts(shapes: Shapes) -> tuple[int, int]:
 
 
 def low_rank_of(shapes: Shapes) -> int | None:
-    """The rank that an alpha in a file is divided by, as ComfyUI and LyCORIS do; None where no factor is a low-rank product."""
+    """The rank that an alpha in a file is divided by, as ComfyUI and LyCORIS do; None where no
+    factor is a low-rank product."""
     for part in ("hada_w1_b", "lokr_w2_b", "lokr_w1_b"):
         if part in shapes:
             return shapes[part][0]
@@ -96,7 +103,8 @@ def low_rank_of(shapes: Shapes) -> int | None:
 
 
 def rank_of_parts(shapes: Shapes) -> int:
-    """The rank of complete parts; a second factor of a LoKr that is stored whole has its larger side as rank."""
+    """The rank of complete parts; a second factor of a LoKr that is stored whole has its larger
+    side as rank."""
     if "lokr_w2" in shapes:
         return max(shapes["lokr_w2"])
     return low_rank_of(shapes) or 1

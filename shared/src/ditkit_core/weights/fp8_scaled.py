@@ -1,15 +1,18 @@
 """Files whose matrices are 8-bit codes with a scale, as ComfyUI writes them (`fp8_scaled`).
 
-A matrix `X.weight` is float8_e4m3fn in such a file. Its values are the codes times an fp32 scale: one number, or one per row. The first
-files (from October 2024) name the scale `X.scale_weight`, are marked by an empty or two-element float8 tensor `scaled_fp8`, and may have
-`X.scale_input`; two elements ask for products in the full dtype. Later files (from November 2025) name it `X.weight_scale`, may have
-`X.input_scale`, and give the format of each layer in JSON: in a uint8 tensor `X.comfy_quant`, or for all layers in the header's
-`_quantization_metadata`. The scale of the input is for products of 8-bit numbers, which ditkit does not make. A mark without a scale
-means that the scale is one.
+A matrix `X.weight` is float8_e4m3fn in such a file. Its values are the codes times an fp32 scale:
+one number, or one per row. The first files (from October 2024) name the scale `X.scale_weight`, are
+marked by an empty or two-element float8 tensor `scaled_fp8`, and may have `X.scale_input`; two
+elements ask for products in the full dtype. Later files (from November 2025) name it
+`X.weight_scale`, may have `X.input_scale`, and give the format of each layer in JSON: in a uint8
+tensor `X.comfy_quant`, or for all layers in the header's `_quantization_metadata`. The scale of the
+input is for products of 8-bit numbers, which ditkit does not make. A mark without a scale means
+that the scale is one.
 
 Layers in other formats (int8, mxfp8, nvfp4) are read with their values (`packed_formats.py`).
 
-Source: `convert_old_quants` in comfy/utils.py and QUANTIZATION.md of ComfyUI, read in November 2026.
+Source: `convert_old_quants` in comfy/utils.py and QUANTIZATION.md of ComfyUI, read in November
+2026.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,7 +40,8 @@ _INPUT_SCALES = (".scale_input", ".input_scale")
 _FORMAT = ".comfy_quant"
 _MAX_FORMAT_BYTES = 2**16
 _HEADER = "_quantization_metadata"
-# Scales of other formats (NVFP4, scales per block, AWQ), which are recognised only to be refused by name.
+# Scales of other formats (NVFP4, scales per block, AWQ), which are recognised only to be refused by
+# name.
 _OTHER_FORMS = (".weight_scale_2", ".weight_scale_inv", ".pre_quant_scale")
 _READ = "float8_e4m3fn"
 _OF_A_LAYER = ("weight", "weight_scale", "weight_scale_2", "pre_quant_scale")
@@ -45,34 +49,46 @@ _GET = "get the bf16 or the fp8_scaled file"
 
 
 def open_weights(path: Path) -> SafetensorsSource:
-    """Open a file or folder of weights, and attach the scales of 8-bit matrices to their weights."""
+    """Open a file or folder of weights, and attach the scales of 8-bit matrices to their
+    weights."""
     return attach_scales(SafetensorsSource.open(path))
 
 
 def attach_scales(source: SafetensorsSource) -> SafetensorsSource:
-    """The weights of a source, each with its scale if it has one, without marks and scales as tensors of their own."""
+    """The weights of a source, each with its scale if it has one, without marks and scales as
+    tensors of their own."""
     source = _unpacked(source)
     if problem := next(_problems(source), None):
         raise UserError(f"{source.path} contains {problem}, which is not supported; {_GET}")
     tensors = dict(source.tensors)
     for key in source.tensors:
-        # Dropped: scales of inputs are for products in 8 bits. A name like theirs without a weight stays,
-        # for `match` to report.
-        of_input = key.endswith(_INPUT_SCALES) and f"{key.rpartition('.')[0]}.weight" in source.tensors
+        # Dropped: scales of inputs are for products in 8 bits. A name like theirs without a weight
+        # stays, for `match` to report.
+        of_input = (
+            key.endswith(_INPUT_SCALES) and f"{key.rpartition('.')[0]}.weight" in source.tensors
+        )
         if of_input or key == MARK or key.endswith((f".{MARK}", _FORMAT)):
             del tensors[key]
         elif (weight := _weight_of(key)) in source.tensors:
-            # From here on a scale travels with its weight, and readers that ignore scales do not exist.
+            # From here on a scale travels with its weight, and readers that ignore scales do not
+            # exist.
             tensors[weight] = replace(source.tensors[weight], scale=tensors.pop(key))
     return replace(source, tensors=tensors)
 
 
 def _unpacked(source: SafetensorsSource) -> SafetensorsSource:
-    """The weights of a source, where each layer in a packed format has its values instead of codes and scales."""
+    """The weights of a source, where each layer in a packed format has its values instead of codes
+    and scales."""
     tensors = dict(source.tensors)
     for layer, about in _described(source):
-        names = {suffix: f"{layer}.{suffix}" for suffix in _OF_A_LAYER if f"{layer}.{suffix}" in source.tensors}
-        weight = packed_weight(layer, about, {suffix: source.tensors[name] for suffix, name in names.items()})
+        names = {
+            suffix: f"{layer}.{suffix}"
+            for suffix in _OF_A_LAYER
+            if f"{layer}.{suffix}" in source.tensors
+        }
+        weight = packed_weight(
+            layer, about, {suffix: source.tensors[name] for suffix, name in names.items()}
+        )
         if weight is not None:
             for name in (*names.values(), f"{layer}{_FORMAT}"):
                 tensors.pop(name, None)
@@ -93,12 +109,15 @@ def num_scaled(source: SafetensorsSource) -> int:
 def in_scaled_8_bits(
     shapes: Mapping[str, About], tensor_of: Callable[[str], Tensor], scaled: Collection[str]
 ) -> tuple[dict[str, About], Callable[[str], Tensor]]:
-    """Change the arguments of `write_safetensors` so that some matrices (`scaled`, each `X.weight`) are written as codes with one scale each.
+    """Change the arguments of `write_safetensors` so that some matrices (`scaled`, each `X.weight`)
+    are written as codes with one scale each.
 
-    `tensor_of` has these matrices in fp32. The file has the mark first, and each scale after its matrix.
+    `tensor_of` has these matrices in fp32. The file has the mark first, and each scale after its
+    matrix.
     """
     scales: dict[str, Tensor] = {}
-    # Two elements ask for products in the full dtype. In products of 8-bit numbers, inputs would be clipped at 448.
+    # Two elements ask for products in the full dtype. In products of 8-bit numbers, inputs would be
+    # clipped at 448.
     about: dict[str, About] = {MARK: ((2,), torch.float8_e4m3fn)}
     for key, (shape, dtype) in shapes.items():
         about[key] = (shape, torch.float8_e4m3fn if key in scaled else dtype)
@@ -112,8 +131,8 @@ def in_scaled_8_bits(
             return scales.pop(key)
         if key not in scaled:
             return tensor_of(key)
-        # The scale is asked for next, because the file's names are written in this order: no matrix is
-        # quantized twice.
+        # The scale is asked for next, because the file's names are written in this order: no matrix
+        # is quantized twice.
         codes, scales[_scale_of(key)] = quantize_whole(tensor_of(key))
         return codes
 
@@ -121,7 +140,8 @@ def in_scaled_8_bits(
 
 
 def quantize_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and the single scale of a matrix in fp32: its largest magnitude becomes the largest code."""
+    """Codes and the single scale of a matrix in fp32: its largest magnitude becomes the largest
+    code."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = torch.maximum(weight.amax(), -weight.amin()) / limit
     # A matrix of zeros: divided by a scale of zero it would be NaN.
@@ -142,7 +162,9 @@ def _problems(source: SafetensorsSource) -> Iterator[str]:
     """Describe each weight that is quantized in another form."""
     tensors = source.tensors
     for layer, about in _described(source):
-        is_unpacked = (weight := tensors.get(f"{layer}.weight")) is not None and weight.packing is not None
+        is_unpacked = (
+            weight := tensors.get(f"{layer}.weight")
+        ) is not None and weight.packing is not None
         if about["format"] != _READ and not is_unpacked:
             yield f"{layer} in the format {about['format']}"
     for key, stored in tensors.items():

@@ -1,7 +1,8 @@
-"""Loads frozen encoders from safetensors: a library's module is built on `meta`, then filled by our own strict reader.
+"""Loads frozen encoders from safetensors: a library's module is built on `meta`, then filled by our
+own strict reader.
 
-Folders and single files are read in one way. The libraries' own loaders would only warn about a missing tensor, and go on with random
-numbers in its place.
+Folders and single files are read in one way. The libraries' own loaders would only warn about a
+missing tensor, and go on with random numbers in its place.
 """
 
 import hashlib
@@ -49,7 +50,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     with readable(path):
         if not path.exists():
-            raise UserError(f"{folder} has no config.json; give the component's folder, or a single .safetensors file")
+            raise UserError(
+                f"{folder} has no config.json; give the component's folder, or a single "
+                f".safetensors file"
+            )
     return read_json_object(path)
 
 
@@ -66,7 +70,8 @@ def find_weights(
 
     Args:
         part: The component, as for `ModelPaths.locate`.
-        config_of_file: Reads a configuration off a single file's shapes, in place of a folder's `config.json`.
+        config_of_file: Reads a configuration off a single file's shapes, in place of a folder's
+            `config.json`.
         kind: The library's class that the configuration must name, if it names one; empty for any.
         remedy: What the user can do about another class.
     """
@@ -77,16 +82,27 @@ def find_weights(
     return source, config
 
 
-def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
-    """Build a library's module on `meta` from its configuration, which must not describe far more parameters than the files have tensors."""
-    failure, remedy = f"{source.path}: no model can be built from its configuration", "fetch its config.json again"
-    with given_to_library(failure, remedy), at_most_parameters(4 * len(source.tensors) + 1000), torch.device("meta"):
+def build_frozen(
+    make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource
+) -> Module:
+    """Build a library's module on `meta` from its configuration, which must not describe far more
+    parameters than the files have tensors."""
+    failure, remedy = (
+        f"{source.path}: no model can be built from its configuration",
+        "fetch its config.json again",
+    )
+    with (
+        given_to_library(failure, remedy),
+        at_most_parameters(4 * len(source.tensors) + 1000),
+        torch.device("meta"),
+    ):
         return make(config)
 
 
 @contextmanager
 def at_most_parameters(number: int) -> Iterator[None]:
-    """Stop a module's constructor at this number of parameters: a damaged depth would take hours and all memory, on `meta` too."""
+    """Stop a module's constructor at this number of parameters: a damaged depth would take hours
+    and all memory, on `meta` too."""
     counter = itertools.count(1)
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -114,11 +130,16 @@ def locate_frozen(
     Args:
         names: Maps names of the file to the module's.
         key: The setting that names the component, for messages.
-        tied: Modules that share the weight of another, by name: left out, as files may or may not contain them.
+        tied: Modules that share the weight of another, by name: left out, as files may or may not
+            contain them.
         ignore: Names in the file that may be left over.
     """
     skipped = {f"{name}.weight" for name in tied or ()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
+    wanted = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in skipped
+    }
     remedy = f"set {key} to a complete folder or file of it"
     advice = Advice(described_by="the component's configuration", remedy=remedy)
     return match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
@@ -135,10 +156,11 @@ def load_frozen(
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
-    """Load every parameter of a module on `meta`, freeze it, and put it into eval mode. Matrices in 8 or 4 bits stay so.
+    """Load every parameter of a module on `meta`, freeze it, and put it into eval mode. Matrices in
+    8 or 4 bits stay so.
 
-    `dtype_of` gives the dtype of a parameter on the device. Other arguments are as for `locate_frozen`; the weights of tied modules are set to
-    the others'.
+    `dtype_of` gives the dtype of a parameter on the device. Other arguments are as for
+    `locate_frozen`; the weights of tied modules are set to the others'.
     """
     tied = tied or {}
     mapping = locate_frozen(model, source, names, key=key, tied=tied, ignore=ignore)
@@ -170,7 +192,8 @@ class FrozenModule:
     in_fp32: frozenset[str] = frozenset()
     """Names of values that are fp32 in any dtype."""
     finish: Callable[[Any], object] = lambda module: None
-    """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
+    """Called with the loaded module: sets what files do not store, and tries values of the
+    configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
     _loaded_as: tuple[torch.device, torch.dtype] | None = field(default=None, init=False)
@@ -195,7 +218,8 @@ class FrozenModule:
             ignore=self.ignore,
         )
         with given_to_library(
-            f"{self.source.path}: its configuration has a damaged value", "fetch its config.json again"
+            f"{self.source.path}: its configuration has a damaged value",
+            "fetch its config.json again",
         ):
             self.finish(module)
         # Set last: a module whose weights could not all be read never counts as loaded.
@@ -207,24 +231,32 @@ class FrozenModule:
 
 
 def fingerprint(path: Path, *settings: object) -> str:
-    """Digest of a component's files and of all settings that change its results, without loading it.
+    """Digest of a component's files and of all settings that change its results, without loading
+    it.
 
-    In a folder, weights, configurations and tokenizer files count. Of a large weight file, only the size and 64 MiB spread over it, the header
-    included, are read. Two sets of weights differ nearly everywhere, and reading 11 GB at each start would take longer than everything else if the
-    cache is complete.
+    In a folder, weights, configurations and tokenizer files count. Of a large weight file, only the
+    size and 64 MiB spread over it, the header included, are read. Two sets of weights differ nearly
+    everywhere, and reading 11 GB at each start would take longer than everything else if the cache
+    is complete.
     """
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     with readable(path):
-        files = sorted(file for file in path.iterdir() if file.suffix in _COUNTED) if path.is_dir() else [path]
+        files = (
+            sorted(file for file in path.iterdir() if file.suffix in _COUNTED)
+            if path.is_dir()
+            else [path]
+        )
         for file in filter(Path.is_file, files):  # a pipe would be waited for
             size = file.stat().st_size
-            # A single file may be renamed without another digest; in a folder, names tell files apart.
+            # A single file may be renamed without another digest; in a folder, names tell files
+            # apart.
             digest.update(f"\0{file.name if path.is_dir() else ''}\0{size}\0".encode())
             with open(file, "rb") as stream:
                 if size <= _WHOLE_BYTES:
                     digest.update(stream.read(size))
                     continue
-                # Evenly spaced from the first byte to the last, so that every layer has a chance to be read.
+                # Evenly spaced from the first byte to the last, so that every layer has a chance to
+                # be read.
                 for sample in range(_SAMPLES):
                     stream.seek(sample * (size - _SAMPLED_BYTES) // (_SAMPLES - 1))
                     digest.update(stream.read(_SAMPLED_BYTES))
@@ -237,7 +269,8 @@ Pass = Callable[[Any, Tensor, torch.device], Tensor]
 
 @dataclass(eq=False, kw_only=True)
 class FrozenVae(FrozenModule, ABC):
-    """Pixels to normalised latents and back; an `Encoder` and a `Decoder`, and the base class of the families'."""
+    """Pixels to normalised latents and back; an `Encoder` and a `Decoder`, and the base class of
+    the families'."""
 
     items_at_once = 1
     recipe = "{}"
@@ -264,8 +297,12 @@ class FrozenVae(FrozenModule, ABC):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = (str(self.tiles),) if self.mode.tiled else ()  # none untiled: caches from before tiles stay valid
-        return fingerprint(self.source.path, self.recipe.format(dtype_name(self.mode.dtype)), *tiles)
+        tiles = (
+            (str(self.tiles),) if self.mode.tiled else ()
+        )  # none untiled: caches from before tiles stay valid
+        return fingerprint(
+            self.source.path, self.recipe.format(dtype_name(self.mode.dtype)), *tiles
+        )
 
     @torch.no_grad()
     def encode(
@@ -275,22 +312,27 @@ class FrozenVae(FrozenModule, ABC):
     ) -> list[dict[str, Tensor]]:
         """Latents [channels, f, h, w] of one clip, fp32, on the CPU, of about unit variance.
 
-        The clip has pixels in [-1, 1]; `strides` divide its sides and all frames but the first, because a VAE silently drops the rest.
+        The clip has pixels in [-1, 1]; `strides` divide its sides and all frames but the first,
+        because a VAE silently drops the rest.
         """
         (clip,) = items
         (_, length, height, width), (frames, pixels) = clip.shape, self.strides
-        assert (length - 1) % frames == height % pixels == width % pixels == 0, f"{length} frames of {height} x {width}"
+        assert (length - 1) % frames == height % pixels == width % pixels == 0, (
+            f"{length} frames of {height} x {width}"
+        )
         tiles = self.tiles if self.mode.tiled else None
         latents = self._run(self.encode_clip, clip, self.device, tiles, 1, Fraction(1, pixels))
         advance(1.0)
         return [{"latents": latents}]
 
     @torch.no_grad()
-    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
+    def decode(
+        self, latents: Float[Tensor, "channels f h w"]
+    ) -> Float[Tensor, "3 frames height width"]:
         """Load the VAE and decode latents to pixels in [0, 1], fp32, on the CPU.
 
-        The first way that memory has room for is taken; if there is no room for any, the host's. A way that failed is not tried again until the weights
-        are freed.
+        The first way that memory has room for is taken; if there is no room for any, the host's. A
+        way that failed is not tried again until the weights are freed.
         """
         decodings, pixels = self.decodings or (self.mode,), self.strides[1]
         host = VaeMode(torch.float32, decodings[-1].tiled)
@@ -300,7 +342,9 @@ class FrozenVae(FrozenModule, ABC):
             try:
                 self.load_as(device, way.dtype)
                 tiles = self.tiles if way.tiled else None
-                result = self._run(self.decode_clip, latents, device, tiles, pixels, Fraction(pixels))
+                result = self._run(
+                    self.decode_clip, latents, device, tiles, pixels, Fraction(pixels)
+                )
                 self.decoded = way.label if device == self.device else f"{way.label} on the CPU"
                 return result
             except (RuntimeError, MemoryError) as error:
@@ -312,7 +356,10 @@ class FrozenVae(FrozenModule, ABC):
             release_memory()
             following = ways[self._failed]
             where = "on the CPU" if following[0] != device else following[1].label
-            warn(f"no room on {device} to decode a sample {ways[failed][1].label}; decoding it {where}")
+            warn(
+                f"no room on {device} to decode a sample {ways[failed][1].label}; decoding it "
+                f"{where}"
+            )
 
     def unload(self) -> None:
         """Free the weights."""
@@ -320,13 +367,22 @@ class FrozenVae(FrozenModule, ABC):
         self._failed = 0  # the next samples may find more room
 
     def _run(
-        self, work: Pass, clip: Tensor, device: torch.device, tiles: Tiles | None, pixels: int, scale: Fraction
+        self,
+        work: Pass,
+        clip: Tensor,
+        device: torch.device,
+        tiles: Tiles | None,
+        pixels: int,
+        scale: Fraction,
     ) -> Tensor:
-        """The result on the CPU for a clip, whole or tile by tile; `pixels` and `scale` as for `in_tiles`."""
+        """The result on the CPU for a clip, whole or tile by tile; `pixels` and `scale` as for
+        `in_tiles`."""
 
         def part_result(part: Tensor) -> Tensor:
             return work(self.module, part, device)
 
         return (
-            part_result(clip).cpu() if tiles is None else in_tiles(part_result, clip, tiles, pixels=pixels, scale=scale)
+            part_result(clip).cpu()
+            if tiles is None
+            else in_tiles(part_result, clip, tiles, pixels=pixels, scale=scale)
         )

@@ -17,7 +17,8 @@ from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights.load import ParameterReader, file_position
 
 MARGIN_BYTES = 2 * 2**30
-"""Bytes that weights must leave free to be loaded at once: for activations, and for other programs."""
+"""Bytes that weights must leave free to be loaded at once: for activations, and for other
+programs."""
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
@@ -36,16 +37,23 @@ class LayerStreamer:
         self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
 
     @contextmanager
-    def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
-        """Give a module on `meta` its weights inside the `with` block: read now, overwritten by the next module's.
+    def holding(
+        self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]
+    ) -> Iterator[Module]:
+        """Give a module on `meta` its weights inside the `with` block: read now, overwritten by the
+        next module's.
 
         `mapping` has the parts of the file's tensors, by the module's own names.
         """
         state = module.state_dict()
-        for name in sorted(mapping, key=lambda name: file_position(self._reader.source, mapping[name][0])):
+        for name in sorted(
+            mapping, key=lambda name: file_position(self._reader.source, mapping[name][0])
+        ):
             owner, _, leaf = name.rpartition(".")
             weight = self._read(name, state[name].shape, mapping[name])
-            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
+            module.get_submodule(owner).register_parameter(
+                leaf, nn.Parameter(weight, requires_grad=False)
+            )
         try:
             yield module.eval()
         finally:
@@ -53,7 +61,8 @@ class LayerStreamer:
             module.to("meta")
 
     def _read(self, name: str, shape: torch.Size, parts: tuple[TensorSlice, ...]) -> Tensor:
-        # Layers of one kind have equal names and shapes, so each of their weights reuses one allocation.
+        # Layers of one kind have equal names and shapes, so each of their weights reuses one
+        # allocation.
         if (name, shape) not in self._buffers:
             self._buffers[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
         self._reader.fill(self._buffers[name, shape], parts)
@@ -61,12 +70,14 @@ class LayerStreamer:
 
 
 def give_back_large_blocks() -> None:
-    """Have glibc return freed blocks of 128 KiB or more to the system at once, from here on. Other C libraries are left alone.
+    """Have glibc return freed blocks of 128 KiB or more to the system at once, from here on. Other
+    C libraries are left alone.
 
-    That is glibc's default at the start. But it adapts to what is freed and soon keeps blocks of up to 32 MiB for later. Before version
-    2.38 it does not find them again for aligned requests, which torch makes: a process grew by an activation for each layer and caption
-    (measured). The price is that the system clears the pages of every large activation, which costs little next to the matmul that fills
-    them.
+    That is glibc's default at the start. But it adapts to what is freed and soon keeps blocks of up
+    to 32 MiB for later. Before version 2.38 it does not find them again for aligned requests, which
+    torch makes: a process grew by an activation for each layer and caption (measured). The price is
+    that the system clears the pages of every large activation, which costs little next to the
+    matmul that fills them.
     """
     import ctypes
 
@@ -78,13 +89,20 @@ def give_back_large_blocks() -> None:
         return
 
 
-def below(prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
+def below(
+    prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]
+) -> dict[str, tuple[TensorSlice, ...]]:
     """The part of a mapping for a submodule, by the submodule's own names."""
-    return {name.removeprefix(f"{prefix}."): parts for name, parts in mapping.items() if name.startswith(f"{prefix}.")}
+    return {
+        name.removeprefix(f"{prefix}."): parts
+        for name, parts in mapping.items()
+        if name.startswith(f"{prefix}.")
+    }
 
 
 def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tuple[bool, str]:
-    """Decide whether weights of so many bytes are streamed layer by layer, and say why in a few words.
+    """Decide whether weights of so many bytes are streamed layer by layer, and say why in a few
+    words.
 
     `auto` streams weights that would leave less than `MARGIN_BYTES` free.
     """
@@ -109,7 +127,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def _left_in_group(group: Path) -> int:
-    """Bytes that the process's control group still allows. Containers are limited by control groups."""
+    """Bytes that the process's control group still allows. Containers are limited by control
+    groups."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
@@ -117,6 +136,8 @@ def _left_in_group(group: Path) -> int:
         return sys.maxsize
     reclaimable = 0
     with suppress(OSError):  # pages of files, which the system frees first
-        pages = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        pages = re.search(
+            r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
+        )
         reclaimable = int(pages[1]) if pages else 0
     return max(0, int(limit) - used + reclaimable) if limit.isdecimal() else sys.maxsize

@@ -21,7 +21,8 @@ _BASE, _CONFIG = "ditkit.base", "ditkit.config"
 
 
 def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by dotted key with each path reduced to its last part, and what is private to nothing; ids of a hub stay complete."""
+    """The values by dotted key with each path reduced to its last part, and what is private to
+    nothing; ids of a hub stay complete."""
     fields = config_fields(tree)
 
     def shown(key: str, value: Any) -> Any:
@@ -44,7 +45,8 @@ def redact_path(value: str) -> str:
 
 
 def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
-    """The header of another file for a file that is made from it, redacted: an older version may have written complete paths."""
+    """The header of another file for a file that is made from it, redacted: an older version may
+    have written complete paths."""
     redacted = dict(header)
     if _BASE in redacted:
         redacted[_BASE] = redact_path(redacted[_BASE])
@@ -58,7 +60,8 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
 
 
 def _published_config(tree: type, text: str) -> str | None:
-    """A header's configuration without paths; None if the text is not a configuration: another program wrote it."""
+    """A header's configuration without paths; None if the text is not a configuration: another
+    program wrote it."""
     with suppress(RecursionError, ValueError):
         tables = tomllib.loads(text)
         shown: dict[str, Any] = {}
@@ -75,11 +78,16 @@ def _published_config(tree: type, text: str) -> str | None:
 
 
 def redact_description(content: bytes) -> bytes:
-    """The bytes of a `config.json` in diffusers' layout, without the path from which diffusers loaded it."""
+    """The bytes of a `config.json` in diffusers' layout, without the path from which diffusers
+    loaded it."""
     with suppress(ValueError, RecursionError):
         description = json.loads(content)
-        if isinstance(description, dict) and isinstance(path := description.get("_name_or_path"), str):
-            return (json.dumps({**description, "_name_or_path": redact_path(path)}, indent=2) + "\n").encode()
+        if isinstance(description, dict) and isinstance(
+            path := description.get("_name_or_path"), str
+        ):
+            return (
+                json.dumps({**description, "_name_or_path": redact_path(path)}, indent=2) + "\n"
+            ).encode()
     return content
 
 
@@ -93,7 +101,8 @@ def _last(value: str) -> str:
 
 
 def _is_home(path: str) -> bool:
-    """Whether a path is the home folder; False if there is none, as for a user without an entry in a container."""
+    """Whether a path is the home folder; False if there is none, as for a user without an entry in
+    a container."""
     with suppress(ValueError):  # characters that no path can have
         # Not Path.expanduser, which raises if there is no home.
         return Path(os.path.expanduser(path)) == Path(os.path.expanduser("~"))

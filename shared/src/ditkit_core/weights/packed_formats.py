@@ -1,7 +1,9 @@
-"""Matrices in formats with scales by blocks or with a rotation, as ComfyUI's files have them: int8, mxfp8, nvfp4.
+"""Matrices in formats with scales by blocks or with a rotation, as ComfyUI's files have them: int8,
+mxfp8, nvfp4.
 
-A layer `X` of such a file says its format in the JSON of `X.comfy_quant`. Blocks of a model hold it as it is stored (`quantize.py: hold_as_stored`);
-all else has its values, which are computed in fp32 when they are read:
+A layer `X` of such a file says its format in the JSON of `X.comfy_quant`. Blocks of a model hold it
+as it is stored (`quantize.py: hold_as_stored`); all else has its values, which are computed in fp32
+when they are read:
 
 | `format` | `X.weight` | scales |
 |---|---|---|
@@ -9,11 +11,12 @@ all else has its values, which are computed in fp32 when they are read:
 | `mxfp8` | float8_e4m3fn [out, in] | `X.weight_scale`: a power of two (e8m0) for each 32 columns of a row, in the tiles of cuBLAS |
 | `nvfp4` | two e2m1 codes in a byte, the first in its upper half: uint8 [out, in / 2] | `X.weight_scale`: e4m3 for each 16 columns of a row, in these tiles; times the one number `X.weight_scale_2` |
 
-With `X.pre_quant_scale` [in] (AWQ), the layer's input is multiplied by it, which is the same as multiplying the matrix's columns. Such a matrix is
-always unpacked.
+With `X.pre_quant_scale` [in] (AWQ), the layer's input is multiplied by it, which is the same as
+multiplying the matrix's columns. Such a matrix is always unpacked.
 
-Sources: comfy_kitchen (tensor/ and backends/eager/) at 7d86acf, and its reader in ai-toolkit, both read in November 2026; ConvRot,
-arXiv:2512.03673; cuBLAS's documentation, "1D Block Scaling Factors Layout".
+Sources: comfy_kitchen (tensor/ and backends/eager/) at 7d86acf, and its reader in ai-toolkit, both
+read in November 2026; ConvRot, arXiv:2512.03673; cuBLAS's documentation, "1D Block Scaling Factors
+Layout".
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +29,13 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import Packing, SafetensorsSource, StoredTensor
-from ditkit_core.nn.quantized_layouts import MXFP8_BLOCK, NVFP4_BLOCK, ROTATED_INT8, quantized_layout, rotation_signs
+from ditkit_core.nn.quantized_layouts import (
+    MXFP8_BLOCK,
+    NVFP4_BLOCK,
+    ROTATED_INT8,
+    quantized_layout,
+    rotation_signs,
+)
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 """cuBLAS keeps the scales of 128 rows and 4 blocks of columns together."""
@@ -46,7 +55,8 @@ class _Packed(NamedTuple):
 
 
 def packed_weight(layer: str, about: Mapping[str, Any], parts: Parts) -> StoredTensor | None:
-    """The matrix of a layer as one tensor with its values in fp32; None if its format is not one of these.
+    """The matrix of a layer as one tensor with its values in fp32; None if its format is not one of
+    these.
 
     `about` is what `comfy_quant` says of the layer.
     """
@@ -57,18 +67,22 @@ def packed_weight(layer: str, about: Mapping[str, Any], parts: Parts) -> StoredT
         packed = read_format(about, parts)
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(
-            f"{layer} in the format {about['format']} cannot be read ({error}); fetch the file again"
+            f"{layer} in the format {about['format']} cannot be read ({error}); fetch the file "
+            f"again"
         ) from error
     shape, unpack = packed.shape, partial(_unpacked, packed)
     packing = Packing(tuple(parts.values()), unpack, packed.kind, packed.codes)
     if (columns := parts.get("pre_quant_scale")) is not None:
         if columns.shape != shape[1:]:
             raise UserError(
-                f"{layer} has a pre_quant_scale {list(columns.shape)} for {shape[1]} columns; fetch the file again"
+                f"{layer} has a pre_quant_scale {list(columns.shape)} for {shape[1]} columns; "
+                f"fetch the file again"
             )
         packing = Packing(tuple(parts.values()), partial(_with_scaled_columns, unpack, columns))
     num_bytes = shape[0] * shape[1] * torch.float32.itemsize
-    return replace(parts["weight"], shape=shape, num_bytes=num_bytes, dtype=torch.float32, packing=packing)
+    return replace(
+        parts["weight"], shape=shape, num_bytes=num_bytes, dtype=torch.float32, packing=packing
+    )
 
 
 def _unpacked(packed: _Packed, rows: range) -> Tensor:
@@ -87,7 +101,13 @@ def _int8(about: Mapping[str, Any], parts: Parts) -> _Packed:
         raise ValueError(f"groups of {group} in {num_in} columns")
 
     def codes(rows: range) -> dict[str, Tensor]:
-        scales = _read(scale).float().reshape(-1, 1).expand(num_out, 1)[rows.start : rows.stop].contiguous()
+        scales = (
+            _read(scale)
+            .float()
+            .reshape(-1, 1)
+            .expand(num_out, 1)[rows.start : rows.stop]
+            .contiguous()
+        )
         stored = {"weight": _read(weight, rows), "weight_scale": scales}
         return stored if group == 1 else {**stored, "weight_rotation": rotation_signs(group)}
 
@@ -101,7 +121,10 @@ def _mxfp8(about: Mapping[str, Any], parts: Parts) -> _Packed:
     return _Packed(
         "mxfp8",
         (num_out, num_in),
-        lambda rows: {"weight": _read(weight, rows), "weight_scale": _block_scales(scale, rows, blocks)},
+        lambda rows: {
+            "weight": _read(weight, rows),
+            "weight_scale": _block_scales(scale, rows, blocks),
+        },
     )
 
 
@@ -130,7 +153,8 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any], Parts], _Packed]] = {
 
 
 def _block_scales(scale: StoredTensor, rows: range, num_blocks: int) -> Tensor:
-    """The bytes of the scales of some rows, [rows, blocks]. Only the tiles that have them are read, because a matrix is unpacked in many parts."""
+    """The bytes of the scales of some rows, [rows, blocks]. Only the tiles that have them are read,
+    because a matrix is unpacked in many parts."""
     width = -(-num_blocks // _TILE_COLUMNS) * _TILE_COLUMNS
     stored = replace(scale, shape=(scale.num_bytes // width, width), dtype=torch.uint8)
     first = rows.start // _TILE_ROWS * _TILE_ROWS
@@ -140,15 +164,24 @@ def _block_scales(scale: StoredTensor, rows: range, num_blocks: int) -> Tensor:
 
 
 def from_tiles(tiles: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """Scales [rows, columns] from the tiles in which cuBLAS keeps them, padded to whole tiles: 32 × 16 numbers for 128 rows and 4 columns."""
+    """Scales [rows, columns] from the tiles in which cuBLAS keeps them, padded to whole tiles: 32 ×
+    16 numbers for 128 rows and 4 columns."""
     down, across = -(-num_rows // _TILE_ROWS), -(-num_columns // _TILE_COLUMNS)
-    in_rows = tiles.reshape(down, across, 32, 4, 4).transpose(2, 3).reshape(down, across, _TILE_ROWS, _TILE_COLUMNS)
-    return in_rows.transpose(1, 2).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)[:num_rows, :num_columns]
+    in_rows = (
+        tiles.reshape(down, across, 32, 4, 4)
+        .transpose(2, 3)
+        .reshape(down, across, _TILE_ROWS, _TILE_COLUMNS)
+    )
+    return in_rows.transpose(1, 2).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)[
+        :num_rows, :num_columns
+    ]
 
 
 def _matrix_of(weight: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
     if weight.dtype != dtype or len(weight.shape) != 2:
-        raise ValueError(f"a weight {list(weight.shape)} in {str(weight.dtype).removeprefix('torch.')}")
+        raise ValueError(
+            f"a weight {list(weight.shape)} in {str(weight.dtype).removeprefix('torch.')}"
+        )
     return weight.shape[0], weight.shape[1]
 
 
@@ -157,7 +190,9 @@ def _blocks_of(num_out: int, num_in: int, size: int, scale: StoredTensor) -> int
     blocks = num_in // size
     tiles = -(-num_out // _TILE_ROWS) * -(-blocks // _TILE_COLUMNS)
     if num_in % size or scale.num_bytes != tiles * _TILE_ROWS * _TILE_COLUMNS:
-        raise ValueError(f"{scale.num_bytes} bytes of scales for {num_out} rows of {num_in} columns")
+        raise ValueError(
+            f"{scale.num_bytes} bytes of scales for {num_out} rows of {num_in} columns"
+        )
     return blocks
 
 
@@ -165,5 +200,7 @@ def _read(stored: StoredTensor, rows: range | None = None) -> Tensor:
     return SafetensorsSource(stored.file, {"": stored}, {}).read("", rows=rows)
 
 
-def _with_scaled_columns(unpack: Callable[[range], Tensor], columns: StoredTensor, rows: range) -> Tensor:
+def _with_scaled_columns(
+    unpack: Callable[[range], Tensor], columns: StoredTensor, rows: range
+) -> Tensor:
     return unpack(rows).mul_(_read(columns).float())

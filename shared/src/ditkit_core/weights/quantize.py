@@ -1,6 +1,8 @@
-"""`base.quantize`: which matrices of the frozen base are stored in 8 or 4 bits, and what that cannot be combined with.
+"""`base.quantize`: which matrices of the frozen base are stored in 8 or 4 bits, and what that
+cannot be combined with.
 
-With `base.compute`, those in 8 bits are also multiplied in 8 bits, forward and for the gradient of their input.
+With `base.compute`, those in 8 bits are also multiplied in 8 bits, forward and for the gradient of
+their input.
 """
 
 import math
@@ -31,8 +33,10 @@ def check_quantize(kind: str, method: str) -> None:
     """Refuse an `adapter.method` that cannot train on a base of this `base.quantize`."""
     if kind != "none" and method == "full":
         raise UserError(
-            f"{argument('base.quantize')} = {kind} stores the base in a form without gradients, and {argument('adapter.method')} = full trains the base; "
-            f"set {argument('base.quantize')} = none, or {argument('adapter.method')} = lora, which works with int8, fp8 and nf4 (DoRA and dropout included)"
+            f"{argument('base.quantize')} = {kind} stores the base in a form without gradients, "
+            f"and {argument('adapter.method')} = full trains the base; "
+            f"set {argument('base.quantize')} = none, or {argument('adapter.method')} = lora, "
+            f"which works with int8, fp8 and nf4 (DoRA and dropout included)"
         )
 
 
@@ -40,24 +44,28 @@ def check_scaled(file: str, method: str) -> None:
     """Refuse to train the weights of a base's file that are 8-bit codes."""
     if method == "full":
         raise UserError(
-            f"{file} contains quantized weights, and {argument('adapter.method')} = full trains the base; "
+            f"{file} contains quantized weights, and {argument('adapter.method')} = full trains "
+            f"the base; "
             f"get the bf16 file, or set {argument('adapter.method')} = lora"
         )
 
 
 def check_compute(compute: str, stored: str, method: str) -> None:
-    """Refuse `base.compute` in 8 bits of matrices that are not `stored` so: by `base.quantize`, or by the base's file where that is `none`."""
+    """Refuse `base.compute` in 8 bits of matrices that are not `stored` so: by `base.quantize`, or
+    by the base's file where that is `none`."""
     if compute == "dtype":
         return
     if method == "full":
         raise UserError(
-            f"{argument('base.compute')} = {compute} is for products with a frozen base, and {argument('adapter.method')} = full trains the base; "
+            f"{argument('base.compute')} = {compute} is for products with a frozen base, and "
+            f"{argument('adapter.method')} = full trains the base; "
             f"leave {argument('base.compute')} out, or set {argument('adapter.method')} = lora"
         )
     if stored == "none" or quantized_layout(stored).product != compute:
         storage = "in model.dtype" if stored == "none" else f"in {stored}"
         raise UserError(
-            f"{argument('base.compute')} = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
+            f"{argument('base.compute')} = {compute} multiplies the {compute} codes of a quantized "
+            f"base, and this base is stored {storage}; "
             f"set {argument('base.quantize')} = {compute}, or leave {argument('base.compute')} out"
         )
 
@@ -70,16 +78,22 @@ _ARCHITECTURES = {"int8": "Turing", "fp8": "Ada"}
 def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
     """Refuse GPUs, of the blocks' devices, that cannot multiply in the 8 bits of `base.compute`."""
     for device in devices if compute in _CAPABILITY else ():
-        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
+        if (
+            device.type == "cuda"
+            and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]
+        ):
             other = ", or base.quantize and base.compute to int8" if (7, 5) <= capability else ""
             raise UserError(
-                f"{argument('base.compute')} = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
-                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(capability)}; leave {argument('base.compute')} out{other}"
+                f"{argument('base.compute')} = {compute} needs a GPU of the generation "
+                f"{_ARCHITECTURES[compute]} or later, compute capability "
+                f"{capability_text(_CAPABILITY[compute])}, and {device} has "
+                f"{capability_text(capability)}; leave {argument('base.compute')} out{other}"
             )
 
 
 def compute_in_8_bits(model: StagedModel, kind: str) -> str:
-    """Have the blocks' matrices of a format multiplied in it; one line for the log says how many are, and which are not."""
+    """Have the blocks' matrices of a format multiplied in it; one line for the log says how many
+    are, and which are not."""
     layers = {
         name.removesuffix(".weight"): layer
         for name, layer in quantized_weights(model).items()
@@ -95,9 +109,11 @@ def compute_in_8_bits(model: StagedModel, kind: str) -> str:
 
 
 def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
-    """Replace the blocks' Linear layers of a model on `meta`, without adapters, by quantized ones of a format of `nn/quantized_layouts.py`.
+    """Replace the blocks' Linear layers of a model on `meta`, without adapters, by quantized ones
+    of a format of `nn/quantized_layouts.py`.
 
-    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized.
+    Embedding and head stay as they are. So does everything that is added later: adapters are never
+    quantized.
     """
     layout, converted = quantized_layout(kind), Converted([], [])
     for name in linears_of_blocks(model):
@@ -117,11 +133,16 @@ def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> 
 def linears_of_blocks(model: StagedModel) -> list[str]:
     """Names of the plain Linear layers in the blocks, in the model's order."""
     inside = {id(module) for block in model.blocks() for module in block.modules()}
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside]
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and id(module) in inside
+    ]
 
 
 def hold_as_stored(model: nn.Module | StagedModel, formats: Mapping[str, str]) -> None:
-    """Replace Linear layers, on `meta`, by quantized ones (of `stored_formats`), which will take a file's codes as they are."""
+    """Replace Linear layers, on `meta`, by quantized ones (of `stored_formats`), which will take a
+    file's codes as they are."""
     for name, kind in formats.items():
         replace_layer(model, name, kind)
 
@@ -133,7 +154,8 @@ def stored_formats(
     *,
     layers: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """Formats in which plain Linear layers can hold their matrices as a file has them, by name; of all layers, unless some are named."""
+    """Formats in which plain Linear layers can hold their matrices as a file has them, by name; of
+    all layers, unless some are named."""
     linears = {
         name
         for name, module in model.named_modules()
@@ -147,12 +169,19 @@ def stored_formats(
     return {name: kind for name, kind in kinds.items() if kind}
 
 
-def stored_bytes(tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtype: torch.dtype) -> int:
-    """Bytes of tensors in a dtype, where matrices of some layers are held as they are stored (`stored_formats`)."""
+def stored_bytes(
+    tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtype: torch.dtype
+) -> int:
+    """Bytes of tensors in a dtype, where matrices of some layers are held as they are stored
+    (`stored_formats`)."""
     total = 0
     for name, tensor in tensors.items():
         kind = formats.get(name.removesuffix(".weight"))
-        about = {"": (tensor.shape, dtype)} if kind is None else quantized_layout(kind).about(*tensor.shape)
+        about = (
+            {"": (tensor.shape, dtype)}
+            if kind is None
+            else quantized_layout(kind).about(*tensor.shape)
+        )
         total += sum(math.prod(shape) * stored.itemsize for shape, stored in about.values())
     return total
 
@@ -160,7 +189,9 @@ def stored_bytes(tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtyp
 def _kind_of(parts: Sequence[StoredTensor]) -> str:
     """The format that the parts of a matrix share; empty if they have several, or values."""
     # A tensor that is fused from codes and full-precision parts is dequantized instead.
-    if any(part.scale for part in parts) and all(part.dtype == torch.float8_e4m3fn for part in parts):
+    if any(part.scale for part in parts) and all(
+        part.dtype == torch.float8_e4m3fn for part in parts
+    ):
         return "fp8"
     kinds = {part.packed_kind for part in parts}
     return kinds.pop() if len(kinds) == 1 else ""
@@ -171,23 +202,31 @@ def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     with torch.device("meta"):
-        quantized = QuantizedLinear(layer.in_features, layer.out_features, kind, bias=layer.bias is not None)
+        quantized = QuantizedLinear(
+            layer.in_features, layer.out_features, kind, bias=layer.bias is not None
+        )
     owner, _, leaf = name.rpartition(".")
     # Into the dictionary, so that the layer keeps its position among the module's children.
     model.get_submodule(owner)._modules[leaf] = quantized.train(layer.training)
 
 
 def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dtype]) -> int:
-    """Bytes of a model without adapters once it is loaded; `dtype_of` gives the dtype of a parameter that is not quantized."""
+    """Bytes of a model without adapters once it is loaded; `dtype_of` gives the dtype of a
+    parameter that is not quantized."""
     total = 0
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                total += parameter.numel() * final_dtype(module, leaf, dtype_of(f"{prefix}.{leaf}")).itemsize
+                total += (
+                    parameter.numel()
+                    * final_dtype(module, leaf, dtype_of(f"{prefix}.{leaf}")).itemsize
+                )
     return total
 
 
-def describe_quantized(kind: str, converted: Converted, num_blocks: int, before: int, after: int) -> str:
+def describe_quantized(
+    kind: str, converted: Converted, num_blocks: int, before: int, after: int
+) -> str:
     """One line for the log: what was quantized, and the bytes of the base before and after."""
     line = (
         f"base.quantize = {kind}: {len(converted.quantized)} matrices of {num_blocks} blocks; "

@@ -1,4 +1,5 @@
-"""The rows of a model's weights, where ranks divide them: what reads, quantizes and adapts weights asks here for its own."""
+"""The rows of a model's weights, where ranks divide them: what reads, quantizes and adapts weights
+asks here for its own."""
 
 from typing import Protocol
 
@@ -10,7 +11,8 @@ from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 
 class RowReader(Protocol):
-    """How the rows of a model's parameters, on `meta`, are divided over ranks that load them together; each calls it for all in one order."""
+    """How the rows of a model's parameters, on `meta`, are divided over ranks that load them
+    together; each calls it for all in one order."""
 
     def rows(self, parameter: Tensor | None) -> range | None:
         """The rows of a parameter that this rank has; None if it has all, or it is no parameter."""
@@ -21,7 +23,8 @@ class RowReader(Protocol):
         ...
 
     def local_values(self, parameter: Tensor) -> Tensor:
-        """The values of a parameter that this rank has, once it was given them: its rows, or all."""
+        """The values of a parameter that this rank has, once it was given them: its rows, or
+        all."""
         ...
 
     def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
@@ -29,11 +32,13 @@ class RowReader(Protocol):
         ...
 
     def put_whole(self, module: nn.Module, leaf: str, value: Tensor) -> None:
-        """Give a parameter its values; this rank keeps its rows of them if the parameter is divided."""
+        """Give a parameter its values; this rank keeps its rows of them if the parameter is
+        divided."""
         ...
 
     def gather(self, values: Tensor, first: int, count: int) -> Tensor:
-        """All `count` rows of a parameter, from each rank's `values`, which are its rows from `first` on."""
+        """All `count` rows of a parameter, from each rank's `values`, which are its rows from
+        `first` on."""
         ...
 
 
@@ -46,9 +51,15 @@ def dense_rows(layer: nn.Linear, division: RowReader) -> Tensor:
     values = layer.values()
     has_scales = all(len(value) == layer.out_features for value in values.values())
     if has_scales:  # each row has its own
-        stored, num_rows = {name: division.local_values(value) for name, value in values.items()}, len(rows)
+        stored, num_rows = (
+            {name: division.local_values(value) for name, value in values.items()},
+            len(rows),
+        )
     else:  # nf4: blocks of one scale, and groups of scales, are over several rows
-        stored, num_rows = {name: unsharded(value, division) for name, value in values.items()}, layer.out_features
+        stored, num_rows = (
+            {name: unsharded(value, division) for name, value in values.items()},
+            layer.out_features,
+        )
     dense = torch.empty(num_rows, layer.in_features, device=stored["weight"].device)
     with torch.no_grad():
         quantize(stored, dense)
@@ -63,6 +74,8 @@ def unsharded(parameter: Tensor, division: RowReader) -> Tensor:
     # As bytes: gloo and NCCL know few of the dtypes of quantized weights.
     width = parameter.numel() // len(parameter) * parameter.itemsize
     gathered = division.gather(
-        local.contiguous().view(-1).view(torch.uint8).view(len(local), width), rows.start, len(parameter)
+        local.contiguous().view(-1).view(torch.uint8).view(len(local), width),
+        rows.start,
+        len(parameter),
     )
     return gathered.view(-1).view(parameter.dtype).view(parameter.shape)

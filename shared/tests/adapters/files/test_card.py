@@ -29,18 +29,27 @@ name = "adamw"
 trigger = "fox `x`"
 frames = 81
 """
-HEADER = {"ditkit.base": "Wan-AI/Wan-Test", "ditkit.preset": "tiny", "ditkit.step": "40", "ditkit.config": CONFIG}
+HEADER = {
+    "ditkit.base": "Wan-AI/Wan-Test",
+    "ditkit.preset": "tiny",
+    "ditkit.step": "40",
+    "ditkit.config": CONFIG,
+}
 
 
 def adapter(path: str, **header: str) -> CardFile:
     return CardFile(
-        path=path, header={**HEADER, **header}, readers={"diffusers": "", "ComfyUI": "", "other": "rejects"}
+        path=path,
+        header={**HEADER, **header},
+        readers={"diffusers": "", "ComfyUI": "", "other": "rejects"},
     )
 
 
 def card(*files: CardFile, **given: Any) -> tuple[dict[str, Any], str]:
     _, metadata, body = (
-        Card(**{"spec": TOY, "name": "fox", "repository": "me/fox", "files": files, **given}).text().split("---\n", 2)
+        Card(**{"spec": TOY, "name": "fox", "repository": "me/fox", "files": files, **given})
+        .text()
+        .split("---\n", 2)
     )
     return yaml.safe_load(metadata), body
 
@@ -49,7 +58,10 @@ def test_it_says_how_the_adapter_was_trained_and_is_loaded() -> None:
     metadata, body = card(adapter("fox.safetensors"), num_samples=12, license="mit")
     assert metadata["base_model"] == "Wan-AI/Wan-Test" and metadata["license"] == "mit"
     for said in (
-        "A DoRA of rank 16 for [Wan-AI/Wan-Test](https://huggingface.co/Wan-AI/Wan-Test) (`tiny`), trained for 40 steps",
+        (
+            "A DoRA of rank 16 for [Wan-AI/Wan-Test](https://huggingface.co/Wan-AI/Wan-Test) (`tiny`), "
+            "trained for 40 steps"
+        ),
         'from_pretrained(\n    "Wan-AI/Wan-Test", torch_dtype=torch.bfloat16\n)\npipeline.load_lora_weights("me/fox", weight_name="fox.',
         "| `fox.safetensors` | diffusers, ComfyUI |",
         "| batch size | 6 |",
@@ -73,7 +85,9 @@ def test_values_are_written_as_people_mean_them() -> None:
         "| versions | ditkit 0.1.0, torch 2.15 |",
     ):
         assert row in body, body
-    _, body = card(adapter("fox.safetensors", **{"ditkit.config": CONFIG, "ditkit.versions": "of yesterday"}))
+    _, body = card(
+        adapter("fox.safetensors", **{"ditkit.config": CONFIG, "ditkit.versions": "of yesterday"})
+    )
     assert "| alpha | 8.0 |" in body and "| versions | of yesterday |" in body
 
 
@@ -81,7 +95,10 @@ def test_values_are_written_as_people_mean_them() -> None:
     ("data", "rows"),
     [
         ("frames = 81\nheight = 480\nwidth = 832", ["| frames, height, width | 81, 480, 832 |"]),
-        ("frame_buckets = [17, 33]\nheight = 480\nwidth = 832", ["| frames, height, width | 17 or 33, 480, 832 |"]),
+        (
+            "frame_buckets = [17, 33]\nheight = 480\nwidth = 832",
+            ["| frames, height, width | 17 or 33, 480, 832 |"],
+        ),
         (
             "resolutions = [512, 768, 1024]\nheight = 1024\nwidth = 1024\nframes = 1",
             ["| frames | 1 |", "| resolutions | 512, 768, 1024 (side of a square) |"],
@@ -97,7 +114,11 @@ def test_all_sizes_that_were_trained_are_shown(data: str, rows: list[str]) -> No
 
 def test_each_expert_is_loaded_into_its_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(TOY, architecture=replace(TOY.architecture, experts=lambda arch: (HIGH, LOW)))
-    names = [(f"fox_{each.name}{form}.safetensors", each.name) for each in (HIGH, LOW) for form in ("", "_diffusers")]
+    names = [
+        (f"fox_{each.name}{form}.safetensors", each.name)
+        for each in (HIGH, LOW)
+        for form in ("", "_diffusers")
+    ]
     _, body = card(*(adapter(path, **{"ditkit.expert": name}) for path, name in names), spec=spec)
     assert [line for line in body.splitlines() if "load_lora_weights" in line] == [
         'pipeline.load_lora_weights("me/fox", weight_name="fox_high_noise.safetensors")',
@@ -106,23 +127,40 @@ def test_each_expert_is_loaded_into_its_transformer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_whole_transformer_is_loaded_as_one() -> None:
-    whole = CardFile(path="transformer_diffusers", header=HEADER, readers=None, transformer_class="ToyTransformer")
+    whole = CardFile(
+        path="transformer_diffusers",
+        header=HEADER,
+        readers=None,
+        transformer_class="ToyTransformer",
+    )
     metadata, body = card(whole)
     assert metadata["base_model_relation"] == "finetune" and "lora" not in metadata["tags"]
-    assert 'ToyTransformer.from_pretrained(\n    "me/fox", subfolder="transformer_diffusers"' in body
+    assert (
+        'ToyTransformer.from_pretrained(\n    "me/fox", subfolder="transformer_diffusers"' in body
+    )
 
 
-@pytest.mark.parametrize("config", ["", "not toml [", "a = 1", "x = " + "[" * 5000, "[adapter]\nrank = 'high'\n"])
+@pytest.mark.parametrize(
+    "config", ["", "not toml [", "a = 1", "x = " + "[" * 5000, "[adapter]\nrank = 'high'\n"]
+)
 def test_any_header_makes_a_card(config: str) -> None:
-    metadata, body = card(CardFile(path="a.safetensors", header={"ditkit.config": config}, readers={}))
-    assert metadata["library_name"] == "diffusers" and "## Training" in body and "base_model" not in metadata
+    metadata, body = card(
+        CardFile(path="a.safetensors", header={"ditkit.config": config}, readers={})
+    )
+    assert (
+        metadata["library_name"] == "diffusers"
+        and "## Training" in body
+        and "base_model" not in metadata
+    )
 
 
 def test_texts_of_strangers_make_no_markup() -> None:
     hostile = "a\n# title\n---\n<script>|*x*\u202e"
     sample = CardSample(path="samples/a.png", prompt=hostile)
     header = {"ditkit.config": f"[data]\ntrigger = {hostile!r}\n", "ditkit.data": hostile}
-    metadata, body = card(CardFile(path="a.safetensors", header=header, readers={}), samples=[sample])
+    metadata, body = card(
+        CardFile(path="a.safetensors", header=header, readers={}), samples=[sample]
+    )
     assert metadata["widget"][0]["text"] == " ".join(hostile.split())
     assert "<script>" not in body.replace("    ", "") or all(
         line.startswith("    ") or "`" in line for line in body.splitlines() if "<script>" in line

@@ -1,4 +1,5 @@
-"""Adapter files as the export command works on them: converted, reduced, merged, and what each refuses."""
+"""Adapter files as the export command works on them: converted, reduced, merged, and what each
+refuses."""
 
 import itertools
 import json
@@ -37,7 +38,9 @@ def factors(module: str, rank: int = RANK) -> tuple[torch.Tensor, torch.Tensor]:
     """A [rank, in] and B [out, rank] of a module."""
     generator = torch.Generator().manual_seed(MODULES.index(module))
     out, width = LAYERS[module]
-    return torch.randn(rank, width, generator=generator), torch.randn(out, rank, generator=generator)
+    return torch.randn(rank, width, generator=generator), torch.randn(
+        out, rank, generator=generator
+    )
 
 
 def key(module: str) -> str:
@@ -92,7 +95,8 @@ def same(one: Path, other: Path) -> bool:
     """Whether two files multiply to the same numbers, bitwise."""
     ours, theirs = scaled(one), scaled(other)
     return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name][0], theirs[name][0]) and torch.equal(ours[name][1], theirs[name][1]) for name in ours
+        torch.equal(ours[name][0], theirs[name][0]) and torch.equal(ours[name][1], theirs[name][1])
+        for name in ours
     )
 
 
@@ -100,19 +104,27 @@ def same(one: Path, other: Path) -> bool:
 def base(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "base.safetensors"
-    save_file(in_form(ToyModel(ToyArch(), Precision(matmul=torch.float32)).state_dict(), "official"), path)
+    save_file(
+        in_form(ToyModel(ToyArch(), Precision(matmul=torch.float32)).state_dict(), "official"), path
+    )
     return path
 
 
 def outputs(transformer: Path, *merge: str) -> torch.Tensor:
     """What the model makes of fixed inputs, with adapters merged in as a run merges them."""
     unloaded = model_on_meta(
-        SPEC, ModelPaths(transformer=str(transformer), preset="tiny"), AdapterConfig(method="full"), BaseConfig(merge=merge),
+        SPEC, ModelPaths(transformer=str(transformer), preset="tiny"), AdapterConfig(method="full"),
+        BaseConfig(merge=merge),
         precision=Precision(matmul=torch.float32),
     )  # fmt: skip
-    model = load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0).module
+    model = load_weights(
+        unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0
+    ).module
     generator = torch.Generator().manual_seed(2)
-    latents, text = torch.randn(4, 2, 3, 4, generator=generator), torch.randn(5, 8, generator=generator)
+    latents, text = (
+        torch.randn(4, 2, 3, 4, generator=generator),
+        torch.randn(5, 8, generator=generator),
+    )
     with torch.no_grad():
         return run_plain(model, ToyInputs([latents], torch.tensor([0.3]), [text]))[0]
 
@@ -152,7 +164,9 @@ def test_a_converted_file_gives_a_base_the_same_bits(base: Path, tmp_path: Path,
     ],
 )
 def test_each_form_has_its_readers_keys(tmp_path: Path, form: str, example: str) -> None:
-    tensors = load_file(convert(official(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", "--to", form))
+    tensors = load_file(
+        convert(official(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", "--to", form)
+    )
     assert example in tensors
     alphas = {name: float(tensor) for name, tensor in tensors.items() if name.endswith(".alpha")}
     assert set(alphas.values()) == ({RANK} if form == "musubi" else set())
@@ -161,7 +175,13 @@ def test_each_form_has_its_readers_keys(tmp_path: Path, form: str, example: str)
 
 def test_the_names_of_a_file_without_prefixes_are_the_familys(tmp_path: Path) -> None:
     spec = altered(SPEC, names=replace(SPEC.architecture.names, bare="diffusers"))
-    file = convert(official(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", "--to", "diffsynth", spec=spec)
+    file = convert(
+        official(tmp_path / "x.safetensors"),
+        tmp_path / "y.safetensors",
+        "--to",
+        "diffsynth",
+        spec=spec,
+    )
     assert "transformer_blocks.0.to_q.lora_A.default.weight" in load_file(file)
     assert same(tmp_path / "x.safetensors", file)
 
@@ -182,7 +202,9 @@ def test_another_scale_is_kept_where_the_form_has_a_place_for_it_and_rounded_int
     again = convert(source, tmp_path / "again.safetensors", "--to", "musubi")
     assert "bitwise identical" in capsys.readouterr().out
     original, written = load_file(source), load_file(again)
-    assert original.keys() == written.keys() and all(torch.equal(original[name], written[name]) for name in original)
+    assert original.keys() == written.keys() and all(
+        torch.equal(original[name], written[name]) for name in original
+    )
     folded = convert(source, tmp_path / "folded.safetensors", "--to", "official")
     assert "(rounded to fp32)" in capsys.readouterr().out
     assert not same(source, folded)
@@ -191,20 +213,34 @@ def test_another_scale_is_kept_where_the_form_has_a_place_for_it_and_rounded_int
         torch.testing.assert_close(up, factors(name)[1].double() * 0.3, rtol=1e-6, atol=0)
 
 
-def test_bf16_rounds_and_the_size_of_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bf16_rounds_and_the_size_of_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = official(tmp_path / "x.safetensors")
     half = convert(source, tmp_path / "y.safetensors", "--dtype", "bf16")
     said = capsys.readouterr().out
-    assert "(rounded to bf16)" in said and {tensor.dtype for tensor in load_file(half).values()} == {torch.bfloat16}
+    assert "(rounded to bf16)" in said and {
+        tensor.dtype for tensor in load_file(half).values()
+    } == {torch.bfloat16}
     worst = float(said.split("equal up to ")[1].split()[0])
-    dense = [(up @ down.double(), factors(name)[1] @ factors(name)[0]) for name, (down, up) in scaled(half).items()]
+    dense = [
+        (up @ down.double(), factors(name)[1] @ factors(name)[0])
+        for name, (down, up) in scaled(half).items()
+    ]
     assert worst == pytest.approx(max(float((a - b).norm() / b.norm()) for a, b in dense), rel=0.1)
     again = convert(half, tmp_path / "z.safetensors", "--to", "musubi")
     assert same(half, again), "bf16 goes round without another rounding"
 
 
 def test_a_file_goes_on_in_its_own_form_and_dtype_next_to_itself(tmp_path: Path) -> None:
-    convert(official(tmp_path / "x.safetensors"), tmp_path / "k.safetensors", "--to", "musubi", "--dtype", "bf16")
+    convert(
+        official(tmp_path / "x.safetensors"),
+        tmp_path / "k.safetensors",
+        "--to",
+        "musubi",
+        "--dtype",
+        "bf16",
+    )
     assert run("--adapter", tmp_path / "k.safetensors", "--rank", "2") == 0
     tensors = load_file(tmp_path / "k_rank2.safetensors")
     assert tensors["lora_unet_blocks_0_qkv.lora_down.weight"].shape == (2, 32)
@@ -222,13 +258,19 @@ def test_headers_keep_what_is_still_true(tmp_path: Path) -> None:
     }
     source = official(tmp_path / "x.safetensors", **header)
     for form in ("musubi", "diffusers", "official"):
-        with safe_open(convert(source, tmp_path / f"{form}.safetensors", "--to", form, "--rank", "2"), "pt") as file:
+        with safe_open(
+            convert(source, tmp_path / f"{form}.safetensors", "--to", form, "--rank", "2"), "pt"
+        ) as file:
             found = file.metadata()
         assert (found["base"], found["modelspec.title"]) == ("b", "t")
         assert found["ditkit.config"] == '[data]\nfolder = "cats"\n'
         assert "sshs_model_hash" not in found and "modelspec.hash_sha256" not in found
         assert found.get("ss_network_dim") == ("2" if form == "musubi" else None)
-        assert json.loads(found["made_from"]) == {"file": "x.safetensors", "form": form, "rank": "2"}
+        assert json.loads(found["made_from"]) == {
+            "file": "x.safetensors",
+            "form": form,
+            "rank": "2",
+        }
         assert ("lora_adapter_metadata" in found) == (form == "diffusers")
 
 
@@ -242,7 +284,9 @@ def test_a_lower_rank_is_the_nearest_product_and_says_what_it_keeps(
     for name, (down, up) in scaled(file).items():
         dense = 0.5 * factors(name)[1].double() @ factors(name)[0].double()
         u, s, vh = torch.linalg.svd(dense)
-        torch.testing.assert_close(up @ down.double(), u[:, :2] * s[:2] @ vh[:2], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            up @ down.double(), u[:, :2] * s[:2] @ vh[:2], rtol=1e-5, atol=1e-5
+        )
         kept.append(float(s[:2].square().sum() / s.square().sum()))
     assert f"worst {min(kept):.2%}" in said and f"of {len(MODULES)} modules" in said
     convert(source, tmp_path / "z.safetensors", "--rank", "auto:0.8")
@@ -259,7 +303,10 @@ def test_readers_that_want_all_of_a_block_get_zeros_and_they_go_again(
         return [name for name in MODULES if form == "musubi" and name not in modules]
 
     def said_of(layout: Any, modules: Any) -> dict[str, str]:
-        return {"one": "" if len(modules) == len(MODULES) else "rejects it", "other": "loads nothing"}
+        return {
+            "one": "" if len(modules) == len(MODULES) else "rejects it",
+            "other": "loads nothing",
+        }
 
     spec = altered(SPEC, rules=AdapterRules(fillers=all_of_a_block, readers=said_of))
     source = official(tmp_path / "x.safetensors", MODULES[:2])
@@ -290,17 +337,23 @@ def test_dora_goes_where_it_is_exact(tmp_path: Path, capsys: pytest.CaptureFixtu
     source = official(tmp_path / "x.safetensors")
     tensors = load_file(source)
     for module in MODULES:
-        tensors[f"diffusion_model.{key(module)}.dora_scale"] = torch.rand(LAYERS[module][0], 1) + 0.5
+        tensors[f"diffusion_model.{key(module)}.dora_scale"] = (
+            torch.rand(LAYERS[module][0], 1) + 0.5
+        )
     save_file(tensors, source)
     assert run("--adapter", source, "--to", "musubi") == 1
     assert "do not reproduce DoRA" in capsys.readouterr().err
     file = open_adapter(
-        convert(source, tmp_path / "y.safetensors", "--to", "diffusers"), SPEC.architecture.names, LAYERS
+        convert(source, tmp_path / "y.safetensors", "--to", "diffusers"),
+        SPEC.architecture.names,
+        LAYERS,
     )
     for module in MODULES:
         magnitude = file.read(module).magnitude
         assert magnitude is not None
-        assert torch.equal(magnitude, tensors[f"diffusion_model.{key(module)}.dora_scale"].flatten())
+        assert torch.equal(
+            magnitude, tensors[f"diffusion_model.{key(module)}.dora_scale"].flatten()
+        )
     assert run("--adapter", source, "--rank", "2", "--to", "diffusers") == 1
     assert "DoRA" in capsys.readouterr().err
 
@@ -311,24 +364,34 @@ def test_dora_goes_to_comfyui_and_back_with_the_base(
     source = official(tmp_path / "x.safetensors")
     tensors = load_file(source)
     for module in MODULES:
-        tensors[f"diffusion_model.{key(module)}.dora_scale"] = torch.rand(LAYERS[module][0], 1) + 0.5
+        tensors[f"diffusion_model.{key(module)}.dora_scale"] = (
+            torch.rand(LAYERS[module][0], 1) + 0.5
+        )
     save_file(tensors, source)
     flags = ("--base", base, "--dtype", "fp32")
-    theirs = convert(source, tmp_path / "theirs.safetensors", "--to", "diffusers", "--dtype", "fp32")
+    theirs = convert(
+        source, tmp_path / "theirs.safetensors", "--to", "diffusers", "--dtype", "fp32"
+    )
     capsys.readouterr()
     assert run("--adapter", theirs, "--to", "official") == 1
     error = capsys.readouterr().err
-    assert "the base is needed to convert them: give --base FILE" in error and error.count("\n") == 1
+    assert (
+        "the base is needed to convert them: give --base FILE" in error and error.count("\n") == 1
+    )
     comfy = convert(theirs, tmp_path / "comfy.safetensors", "--to", "official", *flags)
     assert "dora_scale" in min(load_file(comfy)) and load_file(comfy).keys() == tensors.keys()
     capsys.readouterr()
     assert run("--inspect", comfy, "--json") == 0
-    assert "as ComfyUI computes it" in json.loads(capsys.readouterr().out)["metadata"]["ditkit.dora"]
+    assert (
+        "as ComfyUI computes it" in json.loads(capsys.readouterr().out)["metadata"]["ditkit.dora"]
+    )
     back = convert(comfy, tmp_path / "back.safetensors", "--to", "diffusers", *flags)
     for name, tensor in load_file(back).items():
         torch.testing.assert_close(tensor, load_file(theirs)[name], rtol=1e-5, atol=1e-6)
     for file in (source, theirs, back):
-        torch.testing.assert_close(outputs(base, str(file)), outputs(base, str(comfy)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            outputs(base, str(file)), outputs(base, str(comfy)), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_of_a_file_with_an_adapter_for_each_expert_one_is_chosen(
@@ -338,14 +401,25 @@ def test_of_a_file_with_an_adapter_for_each_expert_one_is_chosen(
         name for name in MODULES if name.endswith(("qkv", "mlp.0"))
     ]  # the form stacks the others, at twice the rank
     one = load_file(
-        convert(official(tmp_path / "x.safetensors", modules), tmp_path / "y.safetensors", "--to", "diffusers")
+        convert(
+            official(tmp_path / "x.safetensors", modules),
+            tmp_path / "y.safetensors",
+            "--to",
+            "diffusers",
+        )
     )
-    both = one | {name.replace("transformer.", "transformer_2.", 1): 2 * tensor for name, tensor in one.items()}
+    both = one | {
+        name.replace("transformer.", "transformer_2.", 1): 2 * tensor
+        for name, tensor in one.items()
+    }
     alphas = json.dumps({"transformer.lora_alpha": 4, "transformer_2.lora_alpha": 2})
     save_file(both, tmp_path / "both.safetensors", {"lora_adapter_metadata": alphas})
     capsys.readouterr()
     assert run("--adapter", tmp_path / "both.safetensors", "--to", "official") == 1
-    assert "an adapter for each of transformer and transformer_2; choose one with --part" in capsys.readouterr().err
+    assert (
+        "an adapter for each of transformer and transformer_2; choose one with --part"
+        in capsys.readouterr().err
+    )
     for part, factor in (("transformer", 1), ("transformer_2", 4 * 0.5)):
         out = tmp_path / f"{part}.safetensors"
         convert(tmp_path / "both.safetensors", out, "--to", "official", "--part", part)
@@ -358,7 +432,8 @@ def test_of_a_file_with_an_adapter_for_each_expert_one_is_chosen(
 def test_a_file_that_says_something_else_never_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer halves every B, and its own comparison knows nothing of it: that of products does."""
+    """The writer halves every B, and its own comparison knows nothing of it: that of products
+    does."""
     honest = adapter_writer._rounded
 
     def halved(adapter: Any, dtype: torch.dtype, *, with_alpha: bool) -> Any:

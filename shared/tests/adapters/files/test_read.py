@@ -26,13 +26,20 @@ from ditkit_core.weights.fused_tensors import LoraMatrices
 
 
 def _in_block(name: str) -> str:
-    return name.replace("layers.", "blocks.").replace("qkv", "attn1.to_qkv").replace("mlp.0", "ff.net.0")
+    return (
+        name.replace("layers.", "blocks.")
+        .replace("qkv", "attn1.to_qkv")
+        .replace("mlp.0", "ff.net.0")
+    )
 
 
-# The toy with a second form that differs in names alone, where Wan's do: the module itself and what lies above it.
+# The toy with a second form that differs in names alone, where Wan's do: the module itself and what
+# lies above it.
 NAMES = StateDictNames.renaming(
     prefixes=TOY.architecture.names.prefixes,
-    to_native=lambda name: native_name(name.replace("attn1.to_qkv", "qkv").replace("ff.net.0", "mlp.0")),
+    to_native=lambda name: native_name(
+        name.replace("attn1.to_qkv", "qkv").replace("ff.net.0", "mlp.0")
+    ),
     from_native={"official": official_name, "diffusers": _in_block},
 )
 RANK = 3
@@ -41,7 +48,11 @@ RANK = 3
 def linears() -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = ToyModel(ToyArch(), Precision())
-    return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 SHAPES = linears()
@@ -52,7 +63,9 @@ def matrices(module: str, rank: int = RANK) -> tuple[torch.Tensor, torch.Tensor]
     """down [rank, in] and up [out, rank] of a module."""
     out, width = SHAPES[module]
     generator = torch.Generator().manual_seed(len(module) + out + 10 * int(module[7]))
-    return torch.randn(rank, width, generator=generator), torch.randn(out, rank, generator=generator)
+    return torch.randn(rank, width, generator=generator), torch.randn(
+        out, rank, generator=generator
+    )
 
 
 def official(module: str) -> str:
@@ -68,23 +81,34 @@ def flat(module: str) -> str:
 
 
 FORMS = {
-    "official": ("diffusion_model.{official}.lora_A.weight", "diffusion_model.{official}.lora_B.weight", None),
-    "official_up_down": ("diffusion_model.{official}.lora_down.weight", "diffusion_model.{official}.lora_up.weight", "diffusion_model.{official}.alpha"),
+    "official": ("diffusion_model.{official}.lora_A.weight",
+    "diffusion_model.{official}.lora_B.weight", None),
+    "official_up_down": ("diffusion_model.{official}.lora_down.weight",
+    "diffusion_model.{official}.lora_up.weight", "diffusion_model.{official}.alpha"),
     "diffusers": ("transformer.{theirs}.lora_A.weight", "transformer.{theirs}.lora_B.weight", None),
-    "older_diffusers": ("transformer.{theirs}.lora.down.weight", "transformer.{theirs}.lora.up.weight", None),
+    "older_diffusers": ("transformer.{theirs}.lora.down.weight",
+    "transformer.{theirs}.lora.up.weight", None),
     "older_diffusers_bare": ("{theirs}.lora.down.weight", "{theirs}.lora.up.weight", None),
-    "kohya": ("lora_unet_{flat}.lora_down.weight", "lora_unet_{flat}.lora_up.weight", "lora_unet_{flat}.alpha"),
-    "kohya_double": ("lora_unet__{flat}.lora_down.weight", "lora_unet__{flat}.lora_up.weight", "lora_unet__{flat}.alpha"),
-    "onetrainer": ("lora_transformer_{their_flat}.lora_down.weight", "lora_transformer_{their_flat}.lora_up.weight", "lora_transformer_{their_flat}.alpha"),
-    "peft": ("base_model.model.{theirs}.lora_A.weight", "base_model.model.{theirs}.lora_B.weight", None),
-    "peft_official": ("base_model.model.{official}.lora_A.weight", "base_model.model.{official}.lora_B.weight", None),
-    "peft_held": ("base_model.model.transformer.{theirs}.lora_A.weight", "base_model.model.transformer.{theirs}.lora_B.weight", None),
+    "kohya": ("lora_unet_{flat}.lora_down.weight", "lora_unet_{flat}.lora_up.weight",
+    "lora_unet_{flat}.alpha"),
+    "kohya_double": ("lora_unet__{flat}.lora_down.weight", "lora_unet__{flat}.lora_up.weight",
+    "lora_unet__{flat}.alpha"),
+    "onetrainer": ("lora_transformer_{their_flat}.lora_down.weight",
+    "lora_transformer_{their_flat}.lora_up.weight", "lora_transformer_{their_flat}.alpha"),
+    "peft": ("base_model.model.{theirs}.lora_A.weight", "base_model.model.{theirs}.lora_B.weight",
+    None),
+    "peft_official": ("base_model.model.{official}.lora_A.weight",
+    "base_model.model.{official}.lora_B.weight", None),
+    "peft_held": ("base_model.model.transformer.{theirs}.lora_A.weight",
+    "base_model.model.transformer.{theirs}.lora_B.weight", None),
     "diffsynth": ("{official}.lora_A.default.weight", "{official}.lora_B.default.weight", None),
     "prefixed": ("model.{official}.lora_A.weight", "model.{official}.lora_B.weight", None),
 }  # fmt: skip
 
 
-def write(path: Path, form: str, *, alpha: float | None = None, ranks=None, metadata=None, extra=None) -> Path:
+def write(
+    path: Path, form: str, *, alpha: float | None = None, ranks=None, metadata=None, extra=None
+) -> Path:
     down_key, up_key, alpha_key = FORMS[form]
     tensors = {}
     for module in MODULES:
@@ -124,23 +148,48 @@ def test_alpha_is_read_from_its_key(tmp_path, form):
     [
         ({"transformer.r": 3, "transformer.lora_alpha": 6}, [2, 2, 2, 2]),
         ({"transformer.lora_alpha": 6, "transformer.use_rslora": True}, [6 / 3**0.5] * 4),
-        ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn1.to_qkv": 9}}, [3, 2, 3, 2]),
-        ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"^blocks.1.ff.net.0": 1.5}}, [2, 2, 2, 0.5]),
-        ({"transformer.lora_alpha": 6, "alpha_pattern": {r"^blocks\.1\.ff\.net\.0$": 1.5}}, [2, 2, 2, 0.5]),
-        ({"transformer.lora_alpha": 6, "alpha_pattern": {r".*\.attn1\.to_qkv": 9, "1.attn1.to_qkv": 3}}, [3, 2, 3, 2]),
         (
-            {"transformer.lora_alpha": 6, "alpha_pattern": {"^attn1.to_qkv": 9, "kv": 9, r".*\.blocks": 9}},
+            {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn1.to_qkv": 9}},
+            [3, 2, 3, 2],
+        ),
+        (
+            {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"^blocks.1.ff.net.0": 1.5}},
+            [2, 2, 2, 0.5],
+        ),
+        (
+            {"transformer.lora_alpha": 6, "alpha_pattern": {r"^blocks\.1\.ff\.net\.0$": 1.5}},
+            [2, 2, 2, 0.5],
+        ),
+        (
+            {
+                "transformer.lora_alpha": 6,
+                "alpha_pattern": {r".*\.attn1\.to_qkv": 9, "1.attn1.to_qkv": 3},
+            },
+            [3, 2, 3, 2],
+        ),
+        (
+            {
+                "transformer.lora_alpha": 6,
+                "alpha_pattern": {"^attn1.to_qkv": 9, "kv": 9, r".*\.blocks": 9},
+            },
             [2, 2, 2, 2],
         ),
         # Two patterns fit: the first counts, as in peft's get_pattern_key.
         (
-            {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"to_qkv": 9, "attn1.to_qkv": 12}},
+            {
+                "transformer.lora_alpha": 6,
+                "transformer.alpha_pattern": {"to_qkv": 9, "attn1.to_qkv": 12},
+            },
             [3, 2, 3, 2],
         ),
     ],
 )
 def test_alpha_is_read_from_the_header_that_diffusers_writes(tmp_path, config, scales):
-    path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": json.dumps(config)})
+    path = write(
+        tmp_path / "x.safetensors",
+        "diffusers",
+        metadata={"lora_adapter_metadata": json.dumps(config)},
+    )
     assert [found.scale for found in opened(path).modules.values()] == pytest.approx(scales)
 
 
@@ -166,10 +215,14 @@ def test_the_module_that_holds_the_transformer_may_begin_the_patterns_of_peft(tm
 
 
 def test_underscores_are_resolved_against_the_models_own_names(tmp_path):
-    """`key_value` has an underscore of its own: replacing all of them by dots would name no module."""
+    """`key_value` has an underscore of its own: replacing all of them by dots would name no
+    module."""
     down, up = torch.randn(2, 32), torch.randn(64, 2)
     save_file(
-        {"lora_unet_blocks_1_key_value.lora_down.weight": down, "lora_unet_blocks_1_key_value.lora_up.weight": up},
+        {
+            "lora_unet_blocks_1_key_value.lora_down.weight": down,
+            "lora_unet_blocks_1_key_value.lora_up.weight": up,
+        },
         tmp_path / "x.safetensors",
     )
     assert torch.equal(opened(tmp_path / "x.safetensors").read("layers.1.key_value").up, up)
@@ -196,14 +249,24 @@ def test_one_module_in_two_forms_is_an_error(tmp_path):
 
 def test_half_a_module_is_an_error(tmp_path):
     with pytest.raises(UserError, match="but no up matrix for layers.0.out"):
-        opened(write(tmp_path / "x.safetensors", "official", extra={"blocks.0.out.lora_A.weight": torch.zeros(3, 32)}))
+        opened(
+            write(
+                tmp_path / "x.safetensors",
+                "official",
+                extra={"blocks.0.out.lora_A.weight": torch.zeros(3, 32)},
+            )
+        )
 
 
 @pytest.mark.parametrize(
-    ("down", "up"), [((3, 31), (32, 3)), ((3, 32), (31, 3)), ((3, 32), (32, 2)), ((), ()), ((0, 32), (32, 0))]
+    ("down", "up"),
+    [((3, 31), (32, 3)), ((3, 32), (31, 3)), ((3, 32), (32, 2)), ((), ()), ((0, 32), (32, 0))],
 )
 def test_matrices_of_another_model_are_an_error(tmp_path, down, up):
-    extra = {"blocks.0.out.lora_A.weight": torch.zeros(down), "blocks.0.out.lora_B.weight": torch.zeros(up)}
+    extra = {
+        "blocks.0.out.lora_A.weight": torch.zeros(down),
+        "blocks.0.out.lora_B.weight": torch.zeros(up),
+    }
     with pytest.raises(UserError, match="do not fit the layer's"):
         opened(write(tmp_path / "x.safetensors", "official", extra=extra))
 
@@ -235,25 +298,42 @@ def test_an_empty_file_is_an_error(tmp_path):
     ],
 )
 def test_a_header_that_says_no_alpha_is_an_error(tmp_path, header):
-    with pytest.raises(UserError, match="the header's lora_adapter_metadata cannot be read") as error:
-        opened(write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}))
+    with pytest.raises(
+        UserError, match="the header's lora_adapter_metadata cannot be read"
+    ) as error:
+        opened(
+            write(
+                tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}
+            )
+        )
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "pattern", ["((.*)*)*X", "([a-z0-9_.]+)+X", "blocks.[0-9]+.ff", "a|b", r"blocks\.\d", "", "^", "é*"]
+    "pattern",
+    ["((.*)*)*X", "([a-z0-9_.]+)+X", "blocks.[0-9]+.ff", "a|b", r"blocks\.\d", "", "^", "é*"],
 )
 def test_an_expression_in_a_header_is_refused_and_never_run(tmp_path, pattern):
-    """`((.*)*)*X` on names of 30 characters would run for ever, and inside `re` no signal is heard."""
+    """`((.*)*)*X` on names of 30 characters would run for ever, and inside `re` no signal is
+    heard."""
     header = json.dumps({"lora_alpha": 3, "alpha_pattern": {"attn1.to_qkv": 3, pattern: 3}})
-    path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header})
-    with pytest.raises(UserError, match=r"cannot be read .*alpha_pattern is not the name of a module.; fetch it again"):
+    path = write(
+        tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}
+    )
+    with pytest.raises(
+        UserError,
+        match=r"cannot be read .*alpha_pattern is not the name of a module.; fetch it again",
+    ):
         opened(path)
 
 
 def test_a_million_entries_of_alpha_are_looked_up_and_not_tried_one_by_one(tmp_path):
-    header = json.dumps({"alpha_pattern": {f"blocks.{number}.none": 3 for number in range(200_000)} | {"to_qkv": 9}})
-    path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header})
+    header = json.dumps(
+        {"alpha_pattern": {f"blocks.{number}.none": 3 for number in range(200_000)} | {"to_qkv": 9}}
+    )
+    path = write(
+        tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}
+    )
     scale = AlphaHeader.of(SafetensorsSource.open(path)).scale
     # 10,000 modules: 2 billion comparisons, if each was compared with every entry.
     assert {scale(3, [f"blocks.{number}.to_qkv"]) for number in range(10_000)} == {3.0}
@@ -261,7 +341,9 @@ def test_a_million_entries_of_alpha_are_looked_up_and_not_tried_one_by_one(tmp_p
 
 def test_an_alpha_of_zero_is_no_start(tmp_path):
     with pytest.raises(UserError, match="has scale 0"):
-        config_from_file(AdapterConfig(), opened(write(tmp_path / "x.safetensors", "kohya", alpha=0.0)))
+        config_from_file(
+            AdapterConfig(), opened(write(tmp_path / "x.safetensors", "kohya", alpha=0.0))
+        )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +377,14 @@ def test_merging_adds_the_scaled_product_file_after_file(tmp_path):
 
 
 def test_merging_takes_mixed_ranks(tmp_path):
-    file = opened(write(tmp_path / "a.safetensors", "kohya", alpha=4.0, ranks={"layers.0.qkv": 2, "layers.1.mlp.0": 1}))
+    file = opened(
+        write(
+            tmp_path / "a.safetensors",
+            "kohya",
+            alpha=4.0,
+            ranks={"layers.0.qkv": 2, "layers.1.mlp.0": 1},
+        )
+    )
     weight = torch.zeros(SHAPES["layers.0.qkv"])
     merge_into([(file, 1.0)])["layers.0.qkv.weight"](weight)
     down, up = matrices("layers.0.qkv", 2)
@@ -338,7 +427,9 @@ def test_a_start_from_mixed_ranks_and_alphas_takes_each_modules_own(tmp_path):
 
 def test_patterns_next_to_a_start_from_a_file_are_refused(tmp_path):
     file = opened(write(tmp_path / "x.safetensors", "official"))
-    with pytest.raises(UserError, match="decides ranks and alphas by layer; leave adapter.rank_pattern"):
+    with pytest.raises(
+        UserError, match="decides ranks and alphas by layer; leave adapter.rank_pattern"
+    ):
         config_from_file(AdapterConfig(rank_pattern=("q=2",)), file)
 
 
@@ -350,7 +441,9 @@ def test_a_start_from_a_file_of_which_some_modules_are_dora_is_an_error(tmp_path
 
 
 def test_a_start_gives_the_files_values_and_nothing_to_modules_that_it_lacks(tmp_path):
-    start = initial_adapter(opened(write(tmp_path / "x.safetensors", "diffsynth")), [*MODULES, "layers.0.out"])
+    start = initial_adapter(
+        opened(write(tmp_path / "x.safetensors", "diffsynth")), [*MODULES, "layers.0.out"]
+    )
     down, up = matrices("layers.1.qkv")
     given = start("layers.1.qkv")
     assert given.keys() == {"lora_A.weight", "lora_B.weight"}
@@ -369,7 +462,10 @@ def trained(scale: float = 1.0, *, dora: bool = False) -> dict[str, Scaled]:
     def magnitude(module):
         return torch.rand(SHAPES[module][0]) + 0.5 if dora else None
 
-    return {module: Scaled(LoraMatrices(*matrices(module), magnitude(module)), scale) for module in MODULES}
+    return {
+        module: Scaled(LoraMatrices(*matrices(module), magnitude(module)), scale)
+        for module in MODULES
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -380,24 +476,36 @@ def test_what_is_written_is_read_back_with_its_scale_folded_in(tmp_path, form, d
     write_adapter(path, trained(scaling), NAMES, form=form, dtype=dtype, metadata={"config": "{}"})
     tensors = load_file(path)
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-    rename, prefix = (official, "diffusion_model.") if form == "official" else (theirs, "transformer.")
-    assert set(tensors) == {f"{prefix}{rename(module)}.lora_{part}.weight" for module in MODULES for part in "AB"}
+    rename, prefix = (
+        (official, "diffusion_model.") if form == "official" else (theirs, "transformer.")
+    )
+    assert set(tensors) == {
+        f"{prefix}{rename(module)}.lora_{part}.weight" for module in MODULES for part in "AB"
+    }
     for module in MODULES:
         down, up = matrices(module)
         assert torch.equal(tensors[f"{prefix}{rename(module)}.lora_A.weight"], down.to(dtype))
-        assert torch.equal(tensors[f"{prefix}{rename(module)}.lora_B.weight"], (up * scaling).to(dtype))
+        assert torch.equal(
+            tensors[f"{prefix}{rename(module)}.lora_B.weight"], (up * scaling).to(dtype)
+        )
     assert {found.scale for found in opened(path).modules.values()} == {1.0}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_header_holds_what_the_caller_gives_and_peft_s_configuration_for_diffusers(tmp_path):
     path = tmp_path / "x.safetensors"
-    write_adapter(path, trained(0.5), NAMES, form="diffusers", dtype=torch.float32, metadata={"base": '"b"'})
+    write_adapter(
+        path, trained(0.5), NAMES, form="diffusers", dtype=torch.float32, metadata={"base": '"b"'}
+    )
     with safe_open(path, "pt") as file:
         header = file.metadata()
     assert header["base"] == '"b"'
     config = json.loads(header["lora_adapter_metadata"])
-    assert (config["transformer.r"], config["transformer.lora_alpha"], config["transformer.use_dora"]) == (3, 3, False)
+    assert (
+        config["transformer.r"],
+        config["transformer.lora_alpha"],
+        config["transformer.use_dora"],
+    ) == (3, 3, False)
     assert config["transformer.target_modules"] == sorted(map(theirs, MODULES))
     write_adapter(path, trained(0.5), NAMES, form="official", dtype=torch.float32, metadata={})
     with safe_open(path, "pt") as file:
@@ -407,7 +515,8 @@ def test_the_header_holds_what_the_caller_gives_and_peft_s_configuration_for_dif
 def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
     path, adapters = tmp_path / "x.safetensors", trained(dora=True)
     with pytest.raises(
-        UserError, match=r"do not reproduce DoRA; set export.forms .*: --to official or --to diffusers\)"
+        UserError,
+        match=r"do not reproduce DoRA; set export.forms .*: --to official or --to diffusers\)",
     ):
         write_adapter(path, adapters, NAMES, form="diffsynth", dtype=torch.float32, metadata={})
     assert not path.exists()
@@ -419,12 +528,17 @@ def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
 
 def test_a_form_that_the_model_does_not_have_is_an_error(tmp_path):
     names = StateDictNames.renaming(to_native=native_name, from_native={"official": official_name})
-    with pytest.raises(UserError, match="'diffusers' is not a form of this model; choose one of official"):
-        write_adapter(tmp_path / "x", trained(), names, form="diffusers", dtype=torch.float32, metadata={})
+    with pytest.raises(
+        UserError, match="'diffusers' is not a form of this model; choose one of official"
+    ):
+        write_adapter(
+            tmp_path / "x", trained(), names, form="diffusers", dtype=torch.float32, metadata={}
+        )
 
 
 def test_a_file_that_reads_back_as_another_adapter_never_gets_its_name(tmp_path, monkeypatch):
-    """Two modules of one shape under each other's names: every byte is as written, the meaning is not."""
+    """Two modules of one shape under each other's names: every byte is as written, the meaning is
+    not."""
     honest = adapter_writer._file_tensors
 
     def swapped(*args):
@@ -434,6 +548,15 @@ def test_a_file_that_reads_back_as_another_adapter_never_gets_its_name(tmp_path,
         return tensors
 
     monkeypatch.setattr(adapter_writer, "_file_tensors", swapped)
-    with pytest.raises(UserError, match=r"could not be read back as it was written \(layers.0.qkv\)"):
-        write_adapter(tmp_path / "x.safetensors", trained(), NAMES, form="official", dtype=torch.float32, metadata={})
+    with pytest.raises(
+        UserError, match=r"could not be read back as it was written \(layers.0.qkv\)"
+    ):
+        write_adapter(
+            tmp_path / "x.safetensors",
+            trained(),
+            NAMES,
+            form="official",
+            dtype=torch.float32,
+            metadata={},
+        )
     assert list(tmp_path.iterdir()) == []

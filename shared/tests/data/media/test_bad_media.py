@@ -55,7 +55,9 @@ def playlist(path: Path) -> None:
 
 
 def unknown_codec(path: Path) -> None:
-    path.write_bytes(numbered_video(path).read_bytes().replace(b"avc1", b"zzzz").replace(b"avcC", b"zzzC"))
+    path.write_bytes(
+        numbered_video(path).read_bytes().replace(b"avc1", b"zzzz").replace(b"avcC", b"zzzC")
+    )
 
 
 def sound(path: Path) -> None:
@@ -63,7 +65,19 @@ def sound(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [missing, empty, noise, without_index, cut_off, text, image_called_video, playlist, unknown_codec, sound]
+    "spoil",
+    [
+        missing,
+        empty,
+        noise,
+        without_index,
+        cut_off,
+        text,
+        image_called_video,
+        playlist,
+        unknown_codec,
+        sound,
+    ],
 )
 def test_a_bad_video_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
@@ -89,24 +103,32 @@ def test_a_bad_video_is_one_line(
         (b"PK\x03\x04" + bytes(900), "is a zip archive; unpack it"),
     ],
 )  # fmt: skip
-def test_media_that_were_not_fetched_are_called_so(tmp_path: Path, name: str, content: bytes, answer: str) -> None:
+def test_media_that_were_not_fetched_are_called_so(
+    tmp_path: Path, name: str, content: bytes, answer: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
         probe(path)
-    assert str(error.value).startswith(f"{path} {answer}") and str(error.value).endswith(", or remove it")
+    assert str(error.value).startswith(f"{path} {answer}") and str(error.value).endswith(
+        ", or remove it"
+    )
 
 
 def test_an_image_called_a_video_is_an_image_and_the_other_way_round(tmp_path: Path) -> None:
     image_called_video(tmp_path / "a.mp4")
     video_called_image(tmp_path / "b.png")
     for name, kind in (("a.mp4", "an image"), ("b.png", "a video")):
-        with pytest.raises(UserError, match=f"{name} is {kind} by its content; rename it so that its ending says so"):
+        with pytest.raises(
+            UserError,
+            match=f"{name} is {kind} by its content; rename it so that its ending says so",
+        ):
             probe(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    "text", ["version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 5\n", "<html>\n<p>a cat"]
+    "text",
+    ["version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 5\n", "<html>\n<p>a cat"],
 )
 def test_a_pointer_is_no_caption(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
@@ -141,7 +163,8 @@ def animated(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [missing, empty, noise, text, cut_image, video_called_image, another_format, deep, animated]
+    "spoil",
+    [missing, empty, noise, text, cut_image, video_called_image, another_format, deep, animated],
 )
 def test_a_bad_image_is_one_line(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     path = tmp_path / "photo.png"
@@ -184,13 +207,17 @@ def test_a_tiff_without_its_size_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "photo.tif"
     Image.new("RGB", (16, 16)).save(path)
     data = path.read_bytes()
-    width = (256).to_bytes(2, "little") + (4).to_bytes(2, "little")  # the tag ImageWidth and its type
+    width = (256).to_bytes(2, "little") + (4).to_bytes(
+        2, "little"
+    )  # the tag ImageWidth and its type
     assert data.count(width) == 1
     path.write_bytes(data.replace(width, (999).to_bytes(2, "little") + (4).to_bytes(2, "little")))
     assert_one_line(lambda: probe(path), str(path))
 
 
-@pytest.mark.parametrize("error", [TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError, struct.error])
+@pytest.mark.parametrize(
+    "error", [TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError, struct.error]
+)
 def test_whatever_a_reader_of_images_raises_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -219,7 +246,9 @@ def test_a_shortage_of_the_machine_is_no_fault_of_the_file(
     monkeypatch.setattr(files, "can_allocate", lambda num_bytes: False)
     monkeypatch.setattr(files, "is_readable", lambda path: False)
     monkeypatch.setattr(*((av, "open") if name == "clip.mp4" else (Image, "open")), short)
-    with pytest.raises(EnvironmentFault, match=r"not because of its content; (stop other programs|check the disk)"):
+    with pytest.raises(
+        EnvironmentFault, match=r"not because of its content; (stop other programs|check the disk)"
+    ):
         read_clip(path, frames=1, fps=16.0, height=16, width=16)
 
 
@@ -232,8 +261,11 @@ def test_an_input_error_of_a_file_that_the_disk_reads_is_a_fault_of_the_file(
     assert_one_line(lambda: probe(path), "clip.mkv cannot be read as a video", "re-encode it")
 
 
-def test_no_large_frame_waits_for_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side data and their frame refer to each other: a folder of large images as videos would fill the memory."""
+def test_no_large_frame_waits_for_the_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side data and their frame refer to each other: a folder of large images as videos would fill
+    the memory."""
     path = numbered_video(tmp_path / "clip.mp4", rotation=90)
     monkeypatch.setattr(video, "_LARGE_PIXELS", 0)
     gc.collect()
@@ -246,7 +278,9 @@ def test_no_large_frame_waits_for_the_collector(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("count", [2**28 - 1, 2**32 - 1])
-def test_a_table_that_no_memory_could_hold_is_a_fault_of_the_file(tmp_path: Path, count: int) -> None:
+def test_a_table_that_no_memory_could_hold_is_a_fault_of_the_file(
+    tmp_path: Path, count: int
+) -> None:
     path = tmp_path / "clip.mp4"
     data = bytearray(numbered_video(path).read_bytes())
     place = data.index(b"stts") + 8  # the number of entries of the table of times
@@ -261,7 +295,9 @@ def test_a_table_that_no_memory_could_hold_is_a_fault_of_the_file(tmp_path: Path
 @pytest.mark.parametrize("size", [(1, 1500), (30000, 2)])
 def test_a_line_is_refused(tmp_path: Path, size: tuple[int, int]) -> None:
     Image.new("RGB", size).save(tmp_path / "line.png")
-    assert_one_line(lambda: probe(tmp_path / "line.png"), "line.png has", "aspect ratio above 1000; crop it")
+    assert_one_line(
+        lambda: probe(tmp_path / "line.png"), "line.png has", "aspect ratio above 1000; crop it"
+    )
 
 
 def test_a_video_of_very_wide_pixels_is_refused(tmp_path: Path) -> None:
@@ -270,7 +306,11 @@ def test_a_video_of_very_wide_pixels_is_refused(tmp_path: Path) -> None:
         stream = container.add_stream("libx264", rate=8)
         stream.height, stream.width, stream.pix_fmt = 16, 1024, "yuv420p"
         stream.codec_context.sample_aspect_ratio = 16
-        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 1024, 3), np.uint8), format="rgb24")))
+        container.mux(
+            stream.encode(
+                av.VideoFrame.from_ndarray(np.zeros((16, 1024, 3), np.uint8), format="rgb24")
+            )
+        )
         container.mux(stream.encode(None))
     assert_one_line(lambda: available(path, 16.0), "wide.mp4")
 
@@ -292,7 +332,9 @@ def test_a_long_image_is_cropped_before_it_is_resized(
     taken: list[int] = []
     resize = clip.functional.interpolate
     monkeypatch.setattr(
-        clip.functional, "interpolate", lambda x, to, **how: taken.append(math.prod(to)) or resize(x, to, **how)
+        clip.functional,
+        "interpolate",
+        lambda x, to, **how: taken.append(math.prod(to)) or resize(x, to, **how),
     )
     found = read_clip(tmp_path / "long.png", frames=1, fps=16.0, height=48, width=80)[:, 0]
     assert taken and max(taken) < 6 * 48 * 80

@@ -43,11 +43,15 @@ def test_a_clip_may_start_later(tmp_path: Path) -> None:
 
 def test_ntsc_rates_keep_their_time(tmp_path: Path) -> None:
     path = numbered_video(tmp_path / "clip.mp4", frames=30, fps=30000 / 1001)
-    assert frame_numbers(path, frames=16, fps=16.0) == [int((i / 16 + SLACK_SECONDS) * 30000 / 1001) for i in range(16)]
+    assert frame_numbers(path, frames=16, fps=16.0) == [
+        int((i / 16 + SLACK_SECONDS) * 30000 / 1001) for i in range(16)
+    ]
 
 
 @pytest.mark.parametrize("container", ["mp4", "mkv"])
-def test_a_variable_frame_rate_is_read_by_time_and_not_by_count(tmp_path: Path, container: str) -> None:
+def test_a_variable_frame_rate_is_read_by_time_and_not_by_count(
+    tmp_path: Path, container: str
+) -> None:
     ticks = [0, 40, 80, 500, 540, 1000, 1700, 1740]
     path = numbered_video(tmp_path / f"vfr.{container}", frames=len(ticks), fps=25.0, ticks=ticks)
     expected = [max(j for j, tick in enumerate(ticks) if tick <= 100 * i) for i in range(18)]
@@ -65,7 +69,11 @@ def test_time_counts_from_the_first_frame(tmp_path: Path) -> None:
 def test_frames_that_an_edit_list_hides_are_not_shown(tmp_path: Path) -> None:
     ticks = [40 * i - 200 for i in range(20)]
     path = numbered_video(
-        tmp_path / "trimmed.mp4", frames=20, fps=25, ticks=ticks, options={"avoid_negative_ts": "disabled"}
+        tmp_path / "trimmed.mp4",
+        frames=20,
+        fps=25,
+        ticks=ticks,
+        options={"avoid_negative_ts": "disabled"},
     )
     assert available(path, 25.0).frames == 15
     assert frame_numbers(path, frames=15, fps=25.0) == list(range(5, 20))
@@ -118,7 +126,9 @@ def test_wide_pixels_are_shown_wide(tmp_path: Path) -> None:
         container.mux(stream.encode(av.VideoFrame.from_ndarray(stored, format="rgb24")))
         container.mux(stream.encode(None))
     assert (probe(path).height, probe(path).width) == (32, 64)
-    clip = read_clip(path, frames=1, fps=8.0, height=32, width=32)  # the middle half is all that remains
+    clip = read_clip(
+        path, frames=1, fps=8.0, height=32, width=32
+    )  # the middle half is all that remains
     assert clip[:, 0, :, 4:28].min() > 0.8
 
 
@@ -160,11 +170,15 @@ def test_shrinking_is_antialiased(tmp_path: Path) -> None:
     lines[:, ::4] = 255
     Image.fromarray(lines).save(tmp_path / "lines.png")
     clip = read_clip(tmp_path / "lines.png", frames=1, fps=16.0, height=16, width=16)
-    assert (clip[..., 2:-2] + 0.5).abs().max() < 0.05  # a quarter of white; without antialiasing the lines are missed
+    assert (
+        clip[..., 2:-2] + 0.5
+    ).abs().max() < 0.05  # a quarter of white; without antialiasing the lines are missed
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 47)])
-def test_a_written_video_is_read_back_in_colour_size_and_time(tmp_path: Path, height: int, width: int) -> None:
+def test_a_written_video_is_read_back_in_colour_size_and_time(
+    tmp_path: Path, height: int, width: int
+) -> None:
     pixels = torch.zeros(3, 5, height, width)
     for i in range(5):
         pixels[:, i] = torch.tensor([0.8 - 0.1 * i, 0.2 + 0.1 * i, 0.35]).view(3, 1, 1)
@@ -172,7 +186,9 @@ def test_a_written_video_is_read_back_in_colour_size_and_time(tmp_path: Path, he
     info = probe(tmp_path / "new" / "out.mp4")
     assert (info.height, info.width) == (height + height % 2, width + width % 2)
     assert info.fps == pytest.approx(24000 / 1001)
-    clip = read_clip(tmp_path / "new" / "out.mp4", frames=5, fps=info.fps, height=height, width=width)
+    clip = read_clip(
+        tmp_path / "new" / "out.mp4", frames=5, fps=info.fps, height=height, width=width
+    )
     assert ((clip + 1) / 2 - pixels).abs().max() < 0.03  # two or three of 255 levels, and the codec
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["out.mp4"]
     written = (tmp_path / "new" / "out.mp4").read_bytes()
@@ -224,14 +240,19 @@ def film(path: Path, codec: str, pix_fmt: str, frame: av.VideoFrame, **context: 
 
 def colour(path: Path, frames: int = 1) -> list[int]:
     """The colour of a clip's middle, 0…255."""
-    pixels = read_clip(path, frames=frames, fps=24.0, height=48, width=64)[:, -1, 20:28, 28:36].mean(dim=(1, 2))
+    pixels = read_clip(path, frames=frames, fps=24.0, height=48, width=64)[
+        :, -1, 20:28, 28:36
+    ].mean(dim=(1, 2))
     return [round(value) for value in ((pixels + 1) * 127.5).tolist()]
 
 
 def test_transparency_of_a_video_is_put_on_white(tmp_path: Path) -> None:
     rgba = np.full((48, 64, 4), (200, 0, 0, 128), np.uint8)
     path = film(
-        tmp_path / "a.mov", "qtrle", "argb", av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="argb")
+        tmp_path / "a.mov",
+        "qtrle",
+        "argb",
+        av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="argb"),
     )
     Image.fromarray(rgba).save(tmp_path / "a.png")
     assert colour(path, 3) == pytest.approx([227, 127, 127], abs=1)
@@ -240,30 +261,48 @@ def test_transparency_of_a_video_is_put_on_white(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
 def test_transparency_of_a_webm_is_put_on_white(tmp_path: Path, codec: str) -> None:
-    """Also in a window: its transparency may have keyframes of its own, so it is decoded from the start."""
+    """Also in a window: its transparency may have keyframes of its own, so it is decoded from the
+    start."""
     path = tmp_path / "a.webm"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=24, options={"auto-alt-ref": "0", "g": "5", "deadline": "realtime"})
+        stream = container.add_stream(
+            codec, rate=24, options={"auto-alt-ref": "0", "g": "5", "deadline": "realtime"}
+        )
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuva420p"
         for i in range(12):
             rgba = np.full((48, 64, 4), (200, 0, 0, 20 * i), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="yuva420p")))
+            container.mux(
+                stream.encode(
+                    av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="yuva420p")
+                )
+            )
         container.mux(stream.encode(None))
     expected = np.array([[255 - (255 - c) * 20 * i / 255 for c in (200, 0, 0)] for i in range(12)])
     whole = read_clip(path, frames=12, fps=24.0, height=48, width=64)
     assert ((whole[:, :, 24, 32].T + 1) * 127.5).numpy() == pytest.approx(expected, abs=6)
-    assert torch.equal(read_clip(path, frames=5, fps=24.0, height=48, width=64, start_seconds=7 / 24), whole[:, 7:])
+    assert torch.equal(
+        read_clip(path, frames=5, fps=24.0, height=48, width=64, start_seconds=7 / 24), whole[:, 7:]
+    )
 
 
-def test_a_transparency_that_no_decoder_here_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = av.VideoFrame.from_ndarray(np.full((48, 64, 4), 128, np.uint8), format="rgba").reformat(format="yuva420p")
+def test_a_transparency_that_no_decoder_here_reads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = av.VideoFrame.from_ndarray(np.full((48, 64, 4), 128, np.uint8), format="rgba").reformat(
+        format="yuva420p"
+    )
     path = film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", frame)
     monkeypatch.setattr(video_packets, "_WITH_ALPHA", {"vp9": "libvpx-of-nobody"})
-    with pytest.raises(UserError, match="has transparency .alpha_mode. in a codec that is not supported; convert it"):
+    with pytest.raises(
+        UserError,
+        match="has transparency .alpha_mode. in a codec that is not supported; convert it",
+    ):
         read_clip(path, frames=1, fps=24.0, height=16, width=16)
 
 
-def of_planes(pix_fmt: str, luma: int, width: int = 64, height: int = 48, chroma: int = 512) -> av.VideoFrame:
+def of_planes(
+    pix_fmt: str, luma: int, width: int = 64, height: int = 48, chroma: int = 512
+) -> av.VideoFrame:
     """A 10-bit 4:2:0 frame of one colour."""
     frame = av.VideoFrame(width, height, pix_fmt)
     for plane, code in zip(frame.planes, (luma, chroma, chroma), strict=True):
@@ -272,12 +311,15 @@ def of_planes(pix_fmt: str, luma: int, width: int = 64, height: int = 48, chroma
 
 
 @pytest.mark.parametrize(
-    ("transfer", "code", "level"), [(16, 572, 241), (16, 447, 140), (18, 721, 241), (16, 64, 0), (16, 940, 255)]
+    ("transfer", "code", "level"),
+    [(16, 572, 241), (16, 447, 140), (18, 721, 241), (16, 64, 0), (16, 940, 255)],
 )
 def test_hdr_is_shown_as_sdr(tmp_path: Path, transfer: int, code: int, level: int) -> None:
-    """PQ of 203 cd/m² is 58 % (code 572), HLG's white 75 % (721); PQ of 50 cd/m² is 44 % and 0.2463 of white, which BT.1886 has at 142."""
+    """PQ of 203 cd/m² is 58 % (code 572), HLG's white 75 % (721); PQ of 50 cd/m² is 44 % and 0.2463
+    of white, which BT.1886 has at 142."""
     path = film(
-        tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", code), color_trc=transfer,
+        tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", code),
+        color_trc=transfer,
         color_primaries=9, colorspace=9, color_range=1,
     )  # fmt: skip
     assert video.is_hdr(path)
@@ -285,8 +327,16 @@ def test_hdr_is_shown_as_sdr(tmp_path: Path, transfer: int, code: int, level: in
 
 
 @pytest.mark.parametrize(("transfer", "refused"), [(2, True), (16, False)])
-def test_dolby_vision_without_another_image_is_refused(tmp_path: Path, transfer: int, refused: bool) -> None:
-    path = film(tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", 502), color_trc=transfer)
+def test_dolby_vision_without_another_image_is_refused(
+    tmp_path: Path, transfer: int, refused: bool
+) -> None:
+    path = film(
+        tmp_path / "a.mp4",
+        "libx265",
+        "yuv420p10le",
+        of_planes("yuv420p10le", 502),
+        color_trc=transfer,
+    )
     whole = path.read_bytes()
     assert whole.count(b"hev1") == 1
     path.write_bytes(whole.replace(b"hev1", b"dvh1"))
@@ -296,10 +346,15 @@ def test_dolby_vision_without_another_image_is_refused(tmp_path: Path, transfer:
 
 @pytest.mark.parametrize("type_of_stream", [0x80, 0xF0])
 def test_a_type_of_stream_that_is_no_text_is_read(tmp_path: Path, type_of_stream: int) -> None:
-    """Cameras and broadcasters number their streams in MPEG-TS from 0x80 on; what is in them, the decoder finds out."""
+    """Cameras and broadcasters number their streams in MPEG-TS from 0x80 on; what is in them, the
+    decoder finds out."""
     path = numbered_video(tmp_path / "a.ts", frames=6, fps=12.0)
     whole = bytearray(path.read_bytes())
-    tables = [at for at in range(0, len(whole), 188) if whole[at + 1] & 0x5F == 0x50 and whole[at + 2] == 0]
+    tables = [
+        at
+        for at in range(0, len(whole), 188)
+        if whole[at + 1] & 0x5F == 0x50 and whole[at + 2] == 0
+    ]
     assert tables, "the program's map is in packets 0x1000"
     for start in tables:
         table = start + 5 + whole[start + 4]  # behind the header, a pointer and what it points over

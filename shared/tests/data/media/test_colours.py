@@ -1,4 +1,5 @@
-"""Colours of images as a viewer shows them: what is stored in another space than sRGB is converted, and sRGB is left as it is."""
+"""Colours of images as a viewer shows them: what is stored in another space than sRGB is converted,
+and sRGB is left as it is."""
 
 import io
 import struct
@@ -96,9 +97,13 @@ def test_a_profile_is_applied_in_every_mode(tmp_path: Path, mode: str) -> None:
     """The profile for the pixels of that mode; a transparent half is put on white as ever."""
     grey = mode in ("L", "LA", "I;16", "1")
     profile = print_profile() if mode == "CMYK" else grey_profile(1.0) if grey else ADOBE_RGB
-    stored: Any = {"CMYK": (10, 200, 180, 20), "LA": (100, 255), "RGBA": (*STORED, 255), "1": 255, "I;16": 25700}.get(
-        mode
-    )
+    stored: Any = {
+        "CMYK": (10, 200, 180, 20),
+        "LA": (100, 255),
+        "RGBA": (*STORED, 255),
+        "1": 255,
+        "I;16": 25700,
+    }.get(mode)
     if mode in ("P", "PA"):
         plain = Image.new("RGB", (64, 64), STORED).quantize()
         image = plain.convert(mode)
@@ -107,7 +112,11 @@ def test_a_profile_is_applied_in_every_mode(tmp_path: Path, mode: str) -> None:
     path = tmp_path / ("photo.tif" if mode in ("CMYK", "PA") else "photo.png")
     image.save(path, icc_profile=profile)
     plain = (
-        image.convert("L") if mode in ("LA", "1") else image.convert("RGB") if mode in ("P", "PA", "RGBA") else image
+        image.convert("L")
+        if mode in ("LA", "1")
+        else image.convert("RGB")
+        if mode in ("P", "PA", "RGBA")
+        else image
     )
     if mode == "I;16":
         plain = Image.new("L", (64, 64), 100)
@@ -118,7 +127,10 @@ def test_a_profile_is_applied_in_every_mode(tmp_path: Path, mode: str) -> None:
 
 def test_transparency_is_put_on_white_after_the_conversion(tmp_path: Path) -> None:
     Image.new("RGBA", (8, 8), (*STORED, 51)).save(tmp_path / "a.png", icc_profile=DISPLAY_P3)
-    assert differ(colour(tmp_path / "a.png"), tuple(round(0.2 * value + 0.8 * 255) for value in SHOWN)) <= 1
+    assert (
+        differ(colour(tmp_path / "a.png"), tuple(round(0.2 * value + 0.8 * 255) for value in SHOWN))
+        <= 1
+    )
     key_colour = Image.new("RGB", (8, 8), STORED)
     key_colour.paste((0, 0, 0), (0, 0, 4, 8))
     key_colour.save(tmp_path / "b.png", icc_profile=DISPLAY_P3, transparency=(0, 0, 0))
@@ -143,11 +155,15 @@ NUMBERS = {
 
 @pytest.mark.parametrize("suffix", [".png", ".avif", ".heic"])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_primaries_by_number_are_those_of_the_profile(tmp_path: Path, suffix: str, name: str) -> None:
+def test_primaries_by_number_are_those_of_the_profile(
+    tmp_path: Path, suffix: str, name: str
+) -> None:
     numbers, colorants, curve = NUMBERS[name]
     path, image = tmp_path / f"a{suffix}", Image.new("RGB", (64, 64), STORED)
     if suffix == ".png":
-        image.save(path, pnginfo=chunks(cICP=bytes([*numbers, 0, 1]), gAMA=struct.pack(">I", 45455)))
+        image.save(
+            path, pnginfo=chunks(cICP=bytes([*numbers, 0, 1]), gAMA=struct.pack(">I", 45455))
+        )
     elif suffix == ".avif":
         image.save(path, quality=100)
         data = path.read_bytes()
@@ -155,7 +171,9 @@ def test_primaries_by_number_are_those_of_the_profile(tmp_path: Path, suffix: st
         path.write_bytes(data[:at] + struct.pack(">HH", *numbers) + data[at + 4 :])
     else:
         pytest.importorskip("pillow_heif").register_heif_opener()
-        image.save(path, quality=100, color_primaries=numbers[0], transfer_characteristic=numbers[1])
+        image.save(
+            path, quality=100, color_primaries=numbers[0], transfer_characteristic=numbers[1]
+        )
     right = by_littlecms(image, rgb_profile(colorants, curve))
     assert differ(right, STORED) > 15 and differ(colour(path), right) <= 2
     assert colours_of(path) is not None and changes_since_first(path) == "srgb"
@@ -179,7 +197,11 @@ def test_a_gamma_alone_is_applied(tmp_path: Path) -> None:
     image.save(tmp_path / "linear.png", pnginfo=chunks(gAMA=struct.pack(">I", 100000)))
     assert colour(tmp_path / "linear.png") == (0, 188, 255)  # half of the light
     image.save(tmp_path / "mac.png", pnginfo=chunks(gAMA=struct.pack(">I", 55556)))
-    assert colour(tmp_path / "mac.png") == (0, round(255 * (1.055 * (128 / 255) ** (1.8 / 2.4) - 0.055)), 255)
+    assert colour(tmp_path / "mac.png") == (
+        0,
+        round(255 * (1.055 * (128 / 255) ** (1.8 / 2.4) - 0.055)),
+        255,
+    )
 
 
 def test_a_still_image_in_hdr_is_tone_mapped_as_a_video_is(tmp_path: Path) -> None:
@@ -187,13 +209,17 @@ def test_a_still_image_in_hdr_is_tone_mapped_as_a_video_is(tmp_path: Path) -> No
     image = Image.new("RGB", (8, 8), (code, code, code))
     image.save(tmp_path / "a.png", pnginfo=chunks(cICP=bytes([9, 16, 0, 1])))
     assert differ(colour(tmp_path / "a.png"), (241, 241, 241)) <= 2
-    image.save(tmp_path / "b.png", icc_profile=with_cicp(rgb_profile(BT2020, gamma_curve(5.0)), 9, 16))
+    image.save(
+        tmp_path / "b.png", icc_profile=with_cicp(rgb_profile(BT2020, gamma_curve(5.0)), 9, 16)
+    )
     assert colour(tmp_path / "b.png") == colour(tmp_path / "a.png")
 
 
 SRGB_FILES: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "sRGB by littleCMS": {"icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()},
+    "sRGB by littleCMS": {
+        "icc_profile": ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    },
     "sRGB by a table of 1024": {"icc_profile": rgb_profile(SRGB, srgb_curve())},
     "sRGB by a small table": {"icc_profile": rgb_profile(SRGB, srgb_curve(256))},
     "the usual gamma": {"pnginfo": chunks(gAMA=struct.pack(">I", 45455))},
@@ -213,7 +239,9 @@ def test_srgb_is_left_bitwise_as_it_is_with_its_key(tmp_path: Path, name: str) -
 
 
 def damaged(path: Path) -> None:
-    Image.new("RGB", (8, 8), STORED).save(path, icc_profile=DISPLAY_P3[:140] + bytes(len(DISPLAY_P3) - 140))
+    Image.new("RGB", (8, 8), STORED).save(
+        path, icc_profile=DISPLAY_P3[:140] + bytes(len(DISPLAY_P3) - 140)
+    )
 
 
 def cannot_be_unpacked(path: Path) -> None:
@@ -223,7 +251,9 @@ def cannot_be_unpacked(path: Path) -> None:
     data[at : at + 8] = bytes(8)
     length = struct.unpack_from(">I", data, data.index(b"iCCP") - 4)[0]
     start = data.index(b"iCCP")
-    data[start + 4 + length : start + 8 + length] = struct.pack(">I", zlib.crc32(data[start : start + 4 + length]))
+    data[start + 4 + length : start + 8 + length] = struct.pack(
+        ">I", zlib.crc32(data[start : start + 4 + length])
+    )
     path.write_bytes(data)
 
 
@@ -240,14 +270,26 @@ def impossible_gamma(path: Path) -> None:
 
 
 def impossible_primaries(path: Path) -> None:
-    flat = chunks(gAMA=struct.pack(">I", 45455), cHRM=primaries((0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.0)))
+    flat = chunks(
+        gAMA=struct.pack(">I", 45455), cHRM=primaries((0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.0))
+    )
     Image.new("RGB", (8, 8), STORED).save(path, pnginfo=flat)
 
 
 @pytest.mark.parametrize(
-    "write", [damaged, cannot_be_unpacked, of_print, unknown_numbers, impossible_gamma, impossible_primaries]
+    "write",
+    [
+        damaged,
+        cannot_be_unpacked,
+        of_print,
+        unknown_numbers,
+        impossible_gamma,
+        impossible_primaries,
+    ],
 )
-def test_what_cannot_be_converted_is_read_as_stored_and_named(tmp_path: Path, write: Callable[[Path], None]) -> None:
+def test_what_cannot_be_converted_is_read_as_stored_and_named(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
     path = tmp_path / "a.png"
     write(path)
     assert colour(path) == STORED
@@ -268,10 +310,14 @@ def test_print_without_a_profile_is_read_as_ever_and_named(tmp_path: Path) -> No
     for name in ("a.jpg", "a.tif"):
         image.save(tmp_path / name, quality=100)
         assert differ(colour(tmp_path / name), image.convert("RGB").getpixel((0, 0))) <= 2  # type: ignore[arg-type]
-        assert colours_of(tmp_path / name) == Colours("CMYK without a colour profile", is_converted=False)
+        assert colours_of(tmp_path / name) == Colours(
+            "CMYK without a colour profile", is_converted=False
+        )
 
 
-def test_a_pillow_without_littlecms_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pillow_without_littlecms_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from PIL import features
 
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", icc_profile=DISPLAY_P3)
@@ -284,7 +330,9 @@ def test_a_mask_is_read_as_stored_and_keeps_its_key(tmp_path: Path) -> None:
     """Its grey is a weight, not a colour."""
     path = tmp_path / "mask.png"
     Image.new("L", (16, 16), 128).save(path, icc_profile=grey_profile(1.0))
-    assert read_mask(path, frames=1, fps=0.0, height=16, width=16, start_seconds=0.0).mean() == pytest.approx(128 / 255)
+    assert read_mask(
+        path, frames=1, fps=0.0, height=16, width=16, start_seconds=0.0
+    ).mean() == pytest.approx(128 / 255)
     hashes = MediaHashes(tmp_path)
     assert hashes.of(path, as_stored=True) == file_hash(path) != hashes.of(path)
 
@@ -293,7 +341,9 @@ def test_the_key_of_a_converted_file_is_another_one_and_remembered(tmp_path: Pat
     folder = tmp_path / "frames"
     folder.mkdir()
     for i in (1, 2):
-        Image.new("RGB", (8, 8), STORED).save(folder / f"{i}.png", icc_profile=DISPLAY_P3 if i == 2 else None)
+        Image.new("RGB", (8, 8), STORED).save(
+            folder / f"{i}.png", icc_profile=DISPLAY_P3 if i == 2 else None
+        )
     first = MediaHashes(tmp_path / "cache")
     assert first.of(folder / "1.png") == file_hash(folder / "1.png")
     assert first.of(folder / "2.png") == f"{file_hash(folder / '2.png')} srgb"
@@ -320,7 +370,9 @@ def test_grey_of_16_bits_is_read_in_8(tmp_path: Path, suffix: str) -> None:
         assert read_image(path)[..., 0].tolist() == [[255, 255, 254, 155], [127, 1, 0, 0]]
 
 
-def filmed(path: Path, primaries: int, transfer: int, pix_fmt: str = "yuv444p", codec: str = "ffv1") -> Path:
+def filmed(
+    path: Path, primaries: int, transfer: int, pix_fmt: str = "yuv444p", codec: str = "ffv1"
+) -> Path:
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=16)
         assert isinstance(stream, av.VideoStream)
@@ -328,9 +380,9 @@ def filmed(path: Path, primaries: int, transfer: int, pix_fmt: str = "yuv444p", 
         stream.pix_fmt = pix_fmt
         stream.codec_context.color_primaries, stream.codec_context.color_trc = primaries, transfer
         for i in range(3):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), STORED, np.uint8), format="rgb24").reformat(
-                format=pix_fmt
-            )
+            frame = av.VideoFrame.from_ndarray(
+                np.full((64, 64, 3), STORED, np.uint8), format="rgb24"
+            ).reformat(format=pix_fmt)
             frame.pts, frame.time_base = i, Fraction(1, 16)
             frame.color_primaries, frame.color_trc = primaries, transfer
             container.mux(stream.encode(frame))
@@ -349,7 +401,9 @@ def test_wide_primaries_of_a_video_are_converted(tmp_path: Path) -> None:
     assert MediaHashes(tmp_path).of(plain) == file_hash(plain)
 
 
-def test_an_avif_that_libav_cannot_open_is_read_as_srgb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_avif_that_libav_cannot_open_is_read_as_srgb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ditkit_core.data.media import colours
 
     def refuse(path: Path, formats: str) -> None:

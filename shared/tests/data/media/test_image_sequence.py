@@ -17,9 +17,13 @@ from ditkit_core.errors import UserError
 LEVELS = 20
 
 
-def shot(folder: Path, count: int = 12, first: int = 1, name: str = "frame_{:04d}.png", fps: str = "") -> Path:
+def shot(
+    folder: Path, count: int = 12, first: int = 1, name: str = "frame_{:04d}.png", fps: str = ""
+) -> Path:
     for i in range(count):
-        picture(folder / name.format(first + i), colour=f"rgb({LEVELS * i},{LEVELS * i},{LEVELS * i})")
+        picture(
+            folder / name.format(first + i), colour=f"rgb({LEVELS * i},{LEVELS * i},{LEVELS * i})"
+        )
     if fps:
         (folder / "fps.txt").write_text(fps)
     return folder
@@ -31,7 +35,14 @@ def levels(clip: torch.Tensor) -> list[int]:
 
 def look(folder: Path, **settings: Any) -> Dataset:
     data = DataConfig(
-        **{"folder": str(folder), "frames": 5, "height": 32, "width": 32, "image_folders": True, **settings}
+        **{
+            "folder": str(folder),
+            "frames": 5,
+            "height": 32,
+            "width": 32,
+            "image_folders": True,
+            **settings,
+        }
     )
     return scan(data, frame_step=4, size_step=16, fps=16.0)
 
@@ -43,13 +54,23 @@ def test_each_image_is_a_frame_unless_the_folder_says_its_rate(tmp_path: Path) -
     assert levels(read_clip(plain, fps=7.0, start_seconds=3 / 7, **read)) == [3, 4, 5, 6, 7]
     assert levels(read_clip(timed, fps=16.0, **read)) == [0, 1, 3, 4, 6]
     assert levels(read_clip(timed, fps=48.0, **read)) == [0, 0, 1, 1, 2]
-    assert (available(plain, 16.0).frames, available(timed, 16.0).frames, available(timed, 16.0, at_most=3).frames) == (
+    assert (
+        available(plain, 16.0).frames,
+        available(timed, 16.0).frames,
+        available(timed, 16.0, at_most=3).frames,
+    ) == (
         12,
         8,
         3,
     )
     info = probe(timed)
-    assert (info.kind, info.fps, info.seconds, info.height, info.width) == ("video", 24.0, 0.5, 48, 64)
+    assert (info.kind, info.fps, info.seconds, info.height, info.width) == (
+        "video",
+        24.0,
+        0.5,
+        48,
+        64,
+    )
 
 
 @pytest.mark.parametrize("fps", [1.0, 7.0, 23.976, 24.0, 30.0, 60.0, 1000.0])
@@ -74,7 +95,8 @@ def test_a_folder_of_images_is_one_sample_with_its_caption_next_to_it(tmp_path: 
     found = {sample.id: (sample.frames, sample.captions[0]) for sample in look(tmp_path).samples}
     assert found == {
         "a.v2": (5, "a.v2"), "deep/b": (5, "deep/b"), "mixed/cover": (1, "mixed/cover"),
-        "mixed/frame_0001": (1, "mixed/frame_0001"), "mixed/frame_0002": (1, "mixed/frame_0002"), "still": (1, "still"),
+        "mixed/frame_0001": (1, "mixed/frame_0001"), "mixed/frame_0002": (1, "mixed/frame_0002"),
+        "still": (1, "still"),
     }  # fmt: skip
     windows = look(tmp_path, windows="all").samples
     assert [sample.id for sample in windows][:2] == ["a.v2#0", "a.v2#1"]
@@ -86,7 +108,9 @@ def test_a_folder_that_is_no_clip_is_refused_with_the_reason(tmp_path: Path) -> 
     with pytest.raises(UserError, match="or set data.image_folders = true if shot is one clip"):
         look(tmp_path / "set", image_folders=False)
     (tmp_path / "set" / "shot" / "Thumbs.db").write_text("x")
-    with pytest.raises(UserError, match="or, if shot is one clip, leave only consistently numbered images in it"):
+    with pytest.raises(
+        UserError, match="or, if shot is one clip, leave only consistently numbered images in it"
+    ):
         look(tmp_path / "set")
 
 
@@ -135,7 +159,13 @@ def rate(text: str) -> Any:
     ("spoil", "said"),
     [
         (missing, "has no image 3, before frame_0004.png; add it"),
-        (another_size, "frame_0004.png and frame_0001.png have different sizes|frame_0001.png and frame_0004.png"),
+        (
+            another_size,
+            (
+                "frame_0004.png and frame_0001.png have different sizes|frame_0001.png and "
+                "frame_0004.png"
+            ),
+        ),
         (damaged, "frame_0004.png cannot be read as an image"),
         (rate("fast"), "fps.txt does not contain a number of images"),
         (rate("0"), "fps.txt does not contain a number of images"),

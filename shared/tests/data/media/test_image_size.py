@@ -1,4 +1,5 @@
-"""The size of an image is read from its header, whatever its orientation, and a damaged image is still found."""
+"""The size of an image is read from its header, whatever its orientation, and a damaged image is
+still found."""
 
 import io
 import struct
@@ -31,7 +32,9 @@ ROTATING = {
     "EXIF": chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")),
     "mirrored EXIF": chunk(b"eXIf", exif(2).removeprefix(b"Exif\0\0")),
     "XMP": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP.encode()),
-    "a profile as text": chunk(b"tEXt", b"Raw profile type exif\0\nexif\n      26\n" + exif(8).hex().encode()),
+    "a profile as text": chunk(
+        b"tEXt", b"Raw profile type exif\0\nexif\n      26\n" + exif(8).hex().encode()
+    ),
     "a comment": chunk(b"tEXt", b"Comment\0made by a camera"),
 }
 
@@ -39,7 +42,9 @@ ROTATING = {
 def png(path: Path, what: str = "nothing", *, after: bool = False) -> Path:
     """A PNG of 40 × 24 pixels, with a chunk before or after its pixels."""
     written = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)).save(written, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)).save(
+        written, "PNG"
+    )
     data = written.getvalue()
     at = data.index(b"IEND" if after else b"IDAT") - 4
     path.write_bytes(data[:at] + ROTATING[what] + data[at:])
@@ -66,11 +71,17 @@ def test_a_size_is_that_of_the_upright_image(tmp_path: Path, what: str, after: b
     path = png(tmp_path / "a.png", what, after=after)
     with Image.open(path) as opened:
         upright = ImageOps.exif_transpose(opened)
-    assert image.image_size(path) == (upright.height, upright.width) == image.read_image(path).shape[:2]
+    assert (
+        image.image_size(path)
+        == (upright.height, upright.width)
+        == image.read_image(path).shape[:2]
+    )
     assert (upright.width > upright.height) == (what in ("nothing", "mirrored EXIF", "a comment"))
 
 
-def test_pixels_are_decoded_only_where_something_follows_them(tmp_path: Path, decoded: list[str]) -> None:
+def test_pixels_are_decoded_only_where_something_follows_them(
+    tmp_path: Path, decoded: list[str]
+) -> None:
     for number in range(20):
         image.image_size(png(tmp_path / f"{number}.png", list(ROTATING)[number % len(ROTATING)]))
     assert decoded == []
@@ -91,4 +102,8 @@ def test_other_formats_keep_their_orientation(tmp_path: Path) -> None:
     pixels = Image.new("RGB", (40, 24))
     for name in ("a.jpg", "a.webp", "a.tif", "a.avif"):
         pixels.save(tmp_path / name, exif=exif(6))
-        assert image.image_size(tmp_path / name) == (40, 24) == image.read_image(tmp_path / name).shape[:2], name
+        assert (
+            image.image_size(tmp_path / name)
+            == (40, 24)
+            == image.read_image(tmp_path / name).shape[:2]
+        ), name

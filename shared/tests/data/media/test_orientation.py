@@ -1,4 +1,5 @@
-"""Display matrices of videos: all eight turns and mirrors, as ffmpeg shows them; the rest is refused."""
+"""Display matrices of videos: all eight turns and mirrors, as ffmpeg shows them; the rest is
+refused."""
 
 import struct
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ CASES: dict[Matrix, Sequence[tuple[str, str]]] = {
     (0, 1, 1, 0): [("transpose", "cclock_flip")],
     (0, -1, -1, 0): [("transpose", "clock_flip")],
 }
-"""The filters that ffmpeg inserts for a matrix (`configure_input_video_filter` of its fftools/ffmpeg_filter.c)."""
+"""The filters that ffmpeg inserts for a matrix (`configure_input_video_filter` of its
+fftools/ffmpeg_filter.c)."""
 MIRRORED = list(CASES)[4:]
 
 
@@ -74,7 +76,9 @@ def remuxed(source: Path, path: Path) -> Path:
 def by_libavfilter(filters: Sequence[tuple[str, str]]) -> NDArray[np.uint8]:
     """The stored image after some of libav's filters."""
     graph = av.filter.Graph()
-    last = graph.add_buffer(width=64, height=48, format=av.VideoFormat("rgb24"), time_base=Fraction(1, 16))
+    last = graph.add_buffer(
+        width=64, height=48, format=av.VideoFormat("rgb24"), time_base=Fraction(1, 16)
+    )
     for name, option in filters:
         following = graph.add(name, option)
         last.link_to(following)
@@ -100,13 +104,18 @@ def test_a_clip_is_shown_as_ffmpeg_shows_it(tmp_path: Path, matrix: Matrix) -> N
     clip = read_clip(path, frames=1, fps=16.0, height=height, width=width)
     assert np.abs((clip[:, 0].permute(1, 2, 0).numpy() + 1) * 127.5 - right).mean() < 5
     hashed = file_hash(path)
-    assert MediaHashes(tmp_path).of(path) == (f"{hashed} mirrored" if matrix in MIRRORED else hashed)
+    assert MediaHashes(tmp_path).of(path) == (
+        f"{hashed} mirrored" if matrix in MIRRORED else hashed
+    )
 
 
 @pytest.mark.parametrize("matrix", [(0, 1, -1, 0), (-1, 0, 0, 1), (1, 0, 0, -1)])
 def test_matroska_hands_on_what_it_can_store(tmp_path: Path, matrix: Matrix) -> None:
     """Its header has a roll and a yaw, which libav makes a matrix of."""
-    path, right = remuxed(filmed(tmp_path / "a.mp4", matrix), tmp_path / "a.mkv"), by_libavfilter(CASES[matrix])
+    path, right = (
+        remuxed(filmed(tmp_path / "a.mp4", matrix), tmp_path / "a.mkv"),
+        by_libavfilter(CASES[matrix]),
+    )
     (shown,) = frames_at(path, [0.0])
     assert shown.shape == right.shape and np.abs(shown.astype(int) - right).mean() < 5
 
@@ -116,7 +125,10 @@ def test_a_dataset_has_the_size_that_is_shown(tmp_path: Path) -> None:
         filmed(tmp_path / f"{name}.mp4", matrix)
         (tmp_path / f"{name}.txt").write_text(name)
     lying, standing = look(tmp_path, height=64, width=64, buckets=True, bucket_step=16).samples
-    assert (lying.height, lying.width) == (standing.width, standing.height) and standing.height > standing.width
+    assert (lying.height, lying.width) == (
+        standing.width,
+        standing.height,
+    ) and standing.height > standing.width
 
 
 @pytest.mark.parametrize("matrix", [(0.5, 0, 0, 0.5), (1, 0.01, -0.01, 1)])
@@ -132,10 +144,16 @@ def test_an_empty_matrix_is_none(tmp_path: Path) -> None:
     assert changes_since_first(path) == "mirrored", "earlier versions turned it"
 
 
-@pytest.mark.parametrize("matrix", [(0.707, 0.707, -0.707, 0.707), (1, 0.5, 0, 1), (1, 0, 0, 0), (1, 0, 1, 0)])
+@pytest.mark.parametrize(
+    "matrix", [(0.707, 0.707, -0.707, 0.707), (1, 0.5, 0, 1), (1, 0, 0, 0), (1, 0, 1, 0)]
+)
 def test_other_matrices_are_refused_in_one_line(tmp_path: Path, matrix: Matrix) -> None:
     path = filmed(tmp_path / "a.mp4", matrix)
-    for use in (lambda: probe(path), lambda: available(path, 16.0), lambda: list(frames_at(path, [0.0]))):
+    for use in (
+        lambda: probe(path),
+        lambda: available(path, 16.0),
+        lambda: list(frames_at(path, [0.0])),
+    ):
         with pytest.raises(UserError, match="no quarter turn, or sheared; re-encode it") as caught:
             use()
         assert str(path) in str(caught.value)

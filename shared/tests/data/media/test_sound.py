@@ -1,4 +1,5 @@
-"""Sound of files and of videos: decoded, resampled, made one channel, and placed where its timestamps say, from the first picture on."""
+"""Sound of files and of videos: decoded, resampled, made one channel, and placed where its
+timestamps say, from the first picture on."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,7 +18,9 @@ RATE = 16_000
 
 
 def tone(seconds: float = 1.0, rate: int = RATE) -> np.ndarray:
-    return (0.5 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+    return (0.5 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)).astype(
+        np.float32
+    )
 
 
 def write(
@@ -30,7 +33,8 @@ def write(
     fps: int = 0,
     moved: Callable[[float], float | None] = lambda seconds: seconds,
 ) -> Path:
-    """A sound file, or a video of at least one second with a track that begins later by `delay` seconds.
+    """A sound file, or a video of at least one second with a track that begins later by `delay`
+    seconds.
 
     Args:
         samples: One channel, or channels by samples.
@@ -44,10 +48,16 @@ def write(
             pictures.width, pictures.height, pictures.pix_fmt = 64, 48, "yuv420p"
         stream = container.add_stream(codec, rate=rate, layout=layout)
         for _ in range(round(fps * max(planes.shape[1] / rate, 1))):
-            container.mux(pictures.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+            container.mux(
+                pictures.encode(
+                    av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+                )
+            )
         if fps:
             container.mux(pictures.encode(None))
-        frame = av.AudioFrame.from_ndarray((planes * 32767).astype(np.int16), format="s16p", layout=layout)
+        frame = av.AudioFrame.from_ndarray(
+            (planes * 32767).astype(np.int16), format="s16p", layout=layout
+        )
         frame.sample_rate, frame.pts, frame.time_base = rate, round(delay * rate), Fraction(1, rate)
         resampler = av.AudioResampler(format=stream.codec_context.format, layout=layout, rate=rate)
         frames = [*resampler.resample(frame), *resampler.resample(None), None]
@@ -75,16 +85,22 @@ def click_times(path: Path) -> list[float]:
 
 
 def plainly_decoded(path: Path, rate: int) -> np.ndarray:
-    """All samples of a sound file through one resampler, one after another, and the mean of the channels."""
+    """All samples of a sound file through one resampler, one after another, and the mean of the
+    channels."""
     with av.open(str(path)) as container:
         stream = container.streams.audio[0]
         resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
-        frames = [part for frame in [*container.decode(stream), None] for part in resampler.resample(frame)]
+        frames = [
+            part
+            for frame in [*container.decode(stream), None]
+            for part in resampler.resample(frame)
+        ]
     return np.concatenate([frame.to_ndarray().mean(axis=0) for frame in frames])
 
 
 @pytest.mark.parametrize(
-    ("name", "codec", "off"), [("a.wav", "pcm_s16le", 1e-4), ("a.flac", "flac", 1e-4), ("a.mp3", "libmp3lame", 0.1)]
+    ("name", "codec", "off"),
+    [("a.wav", "pcm_s16le", 1e-4), ("a.flac", "flac", 1e-4), ("a.mp3", "libmp3lame", 0.1)],
 )
 def test_sound_files_are_decoded(tmp_path: Path, name: str, codec: str, off: float) -> None:
     sound, rate = decode_sound(write(tmp_path / name, codec, tone()))
@@ -95,7 +111,9 @@ def test_sound_files_are_decoded(tmp_path: Path, name: str, codec: str, off: flo
 
 
 def test_it_is_resampled(tmp_path: Path) -> None:
-    sound, rate = decode_sound(write(tmp_path / "a.wav", "pcm_s16le", tone(rate=48_000), rate=48_000), rate=RATE)
+    sound, rate = decode_sound(
+        write(tmp_path / "a.wav", "pcm_s16le", tone(rate=48_000), rate=48_000), rate=RATE
+    )
     assert rate == RATE and len(sound) == RATE
     assert np.abs(sound[200:-200] - tone()[200:-200]).max() < 1e-2
 
@@ -107,7 +125,9 @@ def test_decoding_stops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.25])
-def test_the_track_of_a_video_is_in_step_with_its_first_picture(tmp_path: Path, delay: float) -> None:
+def test_the_track_of_a_video_is_in_step_with_its_first_picture(
+    tmp_path: Path, delay: float
+) -> None:
     sound, _ = decode_sound(write(tmp_path / "a.mkv", "flac", tone(), delay=delay, fps=8))
     start = round(delay * RATE)
     assert not sound[:start].any()
@@ -119,7 +139,11 @@ def test_a_video_without_sound_is_one_line(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+        container.mux(
+            stream.encode(
+                av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+            )
+        )
         container.mux(stream.encode(None))
     with pytest.raises(UserError, match=r"a\.mp4 has no sound; give a file with a sound track"):
         decode_sound(tmp_path / "a.mp4")
@@ -167,15 +191,25 @@ def test_a_hole_is_silent_and_what_surrounds_it_as_without_it(tmp_path: Path) ->
     whole, _ = decode_sound(write(tmp_path / "whole.mkv", "flac", tone(2.5), fps=8))
     with_hole, _ = decode_sound(write(tmp_path / "hole.mkv", "flac", tone(2.5), fps=8, moved=hole))
     (missing,) = np.nonzero(whole != with_hole)
-    # the packets of FLAC that begin in the hole, to a sample: Matroska rounds times to a millisecond
-    assert not with_hole[missing[0] : missing[0] + 4608].any() and missing[-1] - missing[0] <= 2 * 4608 + 16
+    # the packets of FLAC that begin in the hole, to a sample: Matroska rounds times to a
+    # millisecond
+    assert (
+        not with_hole[missing[0] : missing[0] + 4608].any()
+        and missing[-1] - missing[0] <= 2 * 4608 + 16
+    )
     assert len(with_hole) == len(whole) and with_hole[: RATE // 2].any() and with_hole[-RATE:].any()
 
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("a.mp4", "aac"), ("a.mkv", "aac"), ("a.webm", "libopus"), ("a.mp3", "libmp3lame"), ("a.wav", "pcm_s16le")],
+    [
+        ("a.mp4", "aac"),
+        ("a.mkv", "aac"),
+        ("a.webm", "libopus"),
+        ("a.mp3", "libmp3lame"),
+        ("a.wav", "pcm_s16le"),
+    ],
 )
 def test_sound_without_holes_is_bitwise_what_one_resampler_gives(
     tmp_path: Path, name: str, codec: str, rate: int
@@ -191,7 +225,8 @@ def test_sound_without_holes_is_bitwise_what_one_resampler_gives(
 
 
 def test_a_window_in_a_hole_is_silence(tmp_path: Path) -> None:
-    """A track that goes on later has sound there, which is silent; a track that has ended has none."""
+    """A track that goes on later has sound there, which is silent; a track that has ended has
+    none."""
     path = write(tmp_path / "a.mkv", "aac", tone(2.5), fps=16, moved=hole)
     sound, rate = decode_sound(path, until_seconds=0.95)
     assert len(sound) == round(0.95 * rate) and not sound[round(0.6 * rate) :].any()
@@ -214,7 +249,8 @@ def test_a_rate_or_a_layout_that_changes_within_a_track_changes_no_times(tmp_pat
 
 
 def test_time_begins_with_the_first_frame_that_is_shown(tmp_path: Path) -> None:
-    """A stream that was caught between two keyframes: the packets before the first one cannot be decoded."""
+    """A stream that was caught between two keyframes: the packets before the first one cannot be
+    decoded."""
     source = write(tmp_path / "a.mkv", "flac", clicks(1.5), fps=16)
     for name in ("part.mkv", "part.mp4", "part.ts"):
         with av.open(str(source)) as read, av.open(str(tmp_path / name), "w") as written:
@@ -234,12 +270,18 @@ def test_time_begins_with_the_first_frame_that_is_shown(tmp_path: Path) -> None:
         assert click_times(tmp_path / name) == pytest.approx([1.5 - 8 / 16], abs=0.045)
         assert sound_changes_since_first(tmp_path / name)
         frames = available(tmp_path / name, 16.0).frames
-        assert frames == 40 - 8 == read_clip(tmp_path / name, frames=frames, fps=16.0, height=32, width=32).shape[1]
+        assert (
+            frames
+            == 40 - 8
+            == read_clip(tmp_path / name, frames=frames, fps=16.0, height=32, width=32).shape[1]
+        )
         assert sound_seconds(tmp_path / name) == pytest.approx(2.5 - 8 / 16, abs=0.1)
 
 
 def test_timestamps_that_need_all_memory_are_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.mkv", "aac", tone(1.0), fps=16, moved=lambda t: t if t < 0.5 else t + 90_000)
+    path = write(
+        tmp_path / "a.mkv", "aac", tone(1.0), fps=16, moved=lambda t: t if t < 0.5 else t + 90_000
+    )
     with pytest.raises(
         UserError, match=r"a\.mkv has no sound for 90000 s, by its timestamps; convert it again"
     ) as caught:
@@ -251,7 +293,9 @@ def test_timestamps_that_need_all_memory_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "is_loudest"), [(-1.0, True), (-0.9, True), (0.0, False), (0.5, False), (1.0, False)]
 )
-def test_channels_that_cancel_leave_the_loudest(tmp_path: Path, share: float, is_loudest: bool) -> None:
+def test_channels_that_cancel_leave_the_loudest(
+    tmp_path: Path, share: float, is_loudest: bool
+) -> None:
     path = write(tmp_path / "a.wav", "pcm_s16le", np.stack([share * tone(), tone()]))
     expected = share * tone() if share == -1 else tone() if is_loudest else (1 + share) / 2 * tone()
     assert np.abs(decode_sound(path)[0] - expected).max() < 1e-3
@@ -266,7 +310,9 @@ def test_only_sound_that_was_read_otherwise_gets_another_hash(tmp_path: Path) ->
     np.save(table, np.zeros((2, 35)))
     for _ in range(2):
         with MediaHashes(tmp_path) as hashes:
-            assert hashes.of_sound(whole) == hashes.of(whole) and hashes.of_sound(table) == hashes.of(table)
+            assert hashes.of_sound(whole) == hashes.of(whole) and hashes.of_sound(
+                table
+            ) == hashes.of(table)
             assert hashes.of_sound(torn) != hashes.of(torn)
 
 

@@ -1,4 +1,5 @@
-"""What the demos' inputs are made with: a folder that is whole, weights sampled by name, images of shapes."""
+"""What the demos' inputs are made with: a folder that is whole, weights sampled by name, images of
+shapes."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES, isometry, paint, randomise, write_inputs
+from ditkit_core.data.media.synthetic import (
+    BACKGROUNDS,
+    COLOURS,
+    SHAPES,
+    isometry,
+    paint,
+    randomise,
+    write_inputs,
+)
 from ditkit_core.errors import UserError
 
 
@@ -23,7 +32,10 @@ def test_a_half_written_folder_is_written_again_and_a_whole_one_left_alone(tmp_p
     write_inputs(tmp_path, {"part": one_file})
     assert list((tmp_path / "part").iterdir()) == []
     write_inputs(tmp_path, {"part": one_file, "of the next version": one_file})
-    assert list((tmp_path / "part").iterdir()) == [] and (tmp_path / "of the next version" / "file").exists()
+    assert (
+        list((tmp_path / "part").iterdir()) == []
+        and (tmp_path / "of the next version" / "file").exists()
+    )
 
 
 def test_a_folder_whose_writing_fails_is_not_complete(tmp_path):
@@ -36,12 +48,16 @@ def test_a_folder_whose_writing_fails_is_not_complete(tmp_path):
     assert (tmp_path / "complete").exists() and (tmp_path / "second" / "file").exists()
 
 
-@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left\n(os error 28)"), OSError(28, "No space")])
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left\n(os error 28)"), OSError(28, "No space")]
+)
 def test_a_full_disk_is_one_line(tmp_path, error):
     def full(folder):
         raise error
 
-    with pytest.raises(UserError, match=r"cannot write the demo into .*No space.*; free some space") as caught:
+    with pytest.raises(
+        UserError, match=r"cannot write the demo into .*No space.*; free some space"
+    ) as caught:
         write_inputs(tmp_path, {"part": full})
     assert "\n" not in str(caught.value)
 
@@ -57,21 +73,31 @@ def test_weights_depend_on_names_alone():
     first, again, other = drawn("one"), drawn("one"), drawn("two")
     assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())
     assert not torch.equal(first["a.weight"], other["a.weight"])
-    assert torch.equal(first["norm.weight"], torch.ones(8)) and torch.equal(first["a.bias"], torch.zeros(8))
+    assert torch.equal(first["norm.weight"], torch.ones(8)) and torch.equal(
+        first["a.bias"], torch.zeros(8)
+    )
     assert 0.8 < first["a.weight"].norm() / 8**0.5 < 1.2, "rows of about unit length"
 
 
 def test_an_isometry_keeps_lengths():
     columns = isometry(12, 5, "test")
-    torch.testing.assert_close(columns.T @ columns, torch.eye(5), rtol=0, atol=1e-6)  # fp32 rounding
-    assert torch.equal(columns, isometry(12, 5, "test")) and not torch.equal(columns, isometry(12, 5, "other"))
+    torch.testing.assert_close(
+        columns.T @ columns, torch.eye(5), rtol=0, atol=1e-6
+    )  # fp32 rounding
+    assert torch.equal(columns, isometry(12, 5, "test")) and not torch.equal(
+        columns, isometry(12, 5, "other")
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_image_has_the_shape_in_its_colour_at_its_place(shape):
-    picture = paint(40, 60, shape=shape, colour="green", background="dark", centre=(20.0, 40.0), radius=8.0)
+    picture = paint(
+        40, 60, shape=shape, colour="green", background="dark", centre=(20.0, 40.0), radius=8.0
+    )
     assert picture.dtype == np.uint8 and picture.shape == (40, 60, 3)
-    assert tuple(picture[20, 40]) == COLOURS["green"] and tuple(picture[35, 10]) == BACKGROUNDS["dark"]
+    assert (
+        tuple(picture[20, 40]) == COLOURS["green"] and tuple(picture[35, 10]) == BACKGROUNDS["dark"]
+    )
     rows, columns = np.nonzero((picture == COLOURS["green"]).all(-1))
     assert abs(columns.mean() - 40) < 0.5 and rows.max() <= 28
     assert rows.min() >= (4 if shape == "triangle" else 12), "a triangle is three radii high"

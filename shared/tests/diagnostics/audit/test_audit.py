@@ -1,4 +1,5 @@
-"""Precision audits: a planted culprit is found, numbers are the batch's alone, and the command as a person meets it."""
+"""Precision audits: a planted culprit is found, numbers are the batch's alone, and the command as a
+person meets it."""
 
 import json
 import re
@@ -52,7 +53,8 @@ class TestToy(AuditChecks):
 
 
 class _Block(ToyBlock):
-    """The modulation passes through numbers 1000 times its size, where bf16 has three bits of it."""
+    """The modulation passes through numbers 1000 times its size, where bf16 has three bits of
+    it."""
 
     def forward(self, carry):
         shifted = carry.modulation.to(self.precision.modulation) + 1000
@@ -102,30 +104,41 @@ def test_levels_are_sampled_in_every_range_and_noise_is_the_same(short, monkeypa
     for low, high, sigma in zip(EDGES, EDGES[1:], levels, strict=False):
         assert low <= sigma.min() and sigma.max() <= high and sigma.unique().numel() == 3
     noise = [
-        [(x - (1 - s) * item["latents"]) / s for s, x, item in zip(sigma, noised, items)] for sigma, noised in seen
+        [(x - (1 - s) * item["latents"]) / s for s, x, item in zip(sigma, noised, items)]
+        for sigma, noised in seen
     ]
     assert all(
-        torch.allclose(eps, other, atol=1e-4) for each in noise for eps, other in zip(each, noise[0], strict=True)
+        torch.allclose(eps, other, atol=1e-4)
+        for each in noise
+        for eps, other in zip(each, noise[0], strict=True)
     )
 
 
 def test_lower_precision_of_the_run_shows_in_its_own_error(few):
     findings = {
-        dtype: findings_of(subject_of(TOY, make_model(TOY, ARCH, dtype=dtype, adapter=LORA), toy_items(2)))
+        dtype: findings_of(
+            subject_of(TOY, make_model(TOY, ARCH, dtype=dtype, adapter=LORA), toy_items(2))
+        )
         for dtype in (torch.bfloat16, torch.float32)
     }
-    narrow, wide = (findings[dtype].as_run.overall.gradient for dtype in (torch.bfloat16, torch.float32))
+    narrow, wide = (
+        findings[dtype].as_run.overall.gradient for dtype in (torch.bfloat16, torch.float32)
+    )
     assert 1e-3 < narrow < 1e-1 and wide < 1e-5
     # the run's own islands keep the timestep, so it is nearer than bf16 throughout
     assert narrow < findings[torch.bfloat16].all_lowered.overall.gradient
-    tried = {each.op_group: each.cost.dtype for each in findings[torch.bfloat16].op_groups if each.cost}
+    tried = {
+        each.op_group: each.cost.dtype for each in findings[torch.bfloat16].op_groups if each.cost
+    }
     assert tried == {"modulation": "bf16", "timestep": "bf16"}
 
 
 def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
     monkeypatch.setattr(audit_module, "ACTING", ("attention", "residual"))
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
-    subject = subject_of(TOY, make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
+    subject = subject_of(
+        TOY, make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA), toy_items(2)
+    )
     costs = {each.op_group: each.cost for each in findings_of(subject).op_groups}
     assert costs["attention"].dtype == "fp32" and costs["residual"].dtype == "bf16"
     assert costs["attention"].num_bytes > 0 > costs["residual"].num_bytes
@@ -133,16 +146,21 @@ def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
 
 def test_findings_survive_json(few, tmp_path):
     findings = replace(
-        findings_of(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))), notes=("a", "b")
+        findings_of(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))),
+        notes=("a", "b"),
     )
-    assert audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
+    assert (
+        audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
+    )
     files = write_audit(findings, tmp_path / "audit")
     assert [file.name for file in files] == ["precision.json", "precision.html"]
     assert sorted(tmp_path.glob("audit/*")) == sorted(files)
     page = files[1].read_text()
     rows = re.findall(r'<tr><td dir="auto">([^<]*)</td>', page)
     assert rows == [*(each.op_group for each in findings.op_groups), "all lowered", "this run"]
-    assert page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.op_groups)
+    assert (
+        page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.op_groups)
+    )
     assert page == audit_page(findings) and all(place in page for place in NOT_IN_A_BATCH)
     assert {each.op_group for each in findings.op_groups}.isdisjoint(findings.not_measured)
 
@@ -200,14 +218,22 @@ def test_times_wait_for_the_devices_of_the_model_alone(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
-    """Alone they err by the rounding to that format; every other place is measured without them, as over the same base stored alone."""
+    """Alone they err by the rounding to that format; every other place is measured without them, as
+    over the same base stored alone."""
     stored, computed = (
-        subject_of(TOY, make_quantized(TOY, ARCH, name, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
+        subject_of(
+            TOY, make_quantized(TOY, ARCH, name, dtype=torch.bfloat16, adapter=LORA), toy_items(2)
+        )
         for name in (kind, f"{kind} computed")
     )
     done: list[None] = []
-    with_it, without = audit_module.audit(computed, advance=lambda: done.append(None)), findings_of(stored)
-    assert len(done) == num_passes(computed) > num_passes(stored) and estimated_seconds(computed) > 0
+    with_it, without = (
+        audit_module.audit(computed, advance=lambda: done.append(None)),
+        findings_of(stored),
+    )
+    assert (
+        len(done) == num_passes(computed) > num_passes(stored) and estimated_seconds(computed) > 0
+    )
     places = {each.op_group: each for each in with_it.op_groups}
     (row,) = [places.pop(place) for place in list(places) if place == BASE]
     assert row.dtype == kind and row.cost is not None and row.cost.dtype == "bf16"
@@ -216,7 +242,9 @@ def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
     assert {place: each.alone for place, each in places.items()} == {
         each.op_group: each.alone for each in without.op_groups
     }
-    assert row.all_but == without.all_lowered != with_it.all_lowered, "all in bf16, products of the base too"
+    assert row.all_but == without.all_lowered != with_it.all_lowered, (
+        "all in bf16, products of the base too"
+    )
     assert with_it.as_run != without.as_run, "this run has them in 8 bits"
     assert all(layer.in_8_bits for layer in quantized_weights(computed.model).values())
 
@@ -227,7 +255,9 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA)
     stored = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA).double()
     items = toy_items(2)
-    inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
+    inputs = TOY.training.make_inputs(
+        [item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0
+    )
     taken: dict[str, Tensor] = {}
     for each in (model, stored):
         set_precision(each, wide)
@@ -239,7 +269,9 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
         torch.stack([output.square().mean() for output in outputs]).sum().backward()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(cast, plain, strict=True))
     expected = {
-        name: parameter.grad for name, parameter in trainable_parameters(stored).items() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in trainable_parameters(stored).items()
+        if parameter.grad is not None
     }
     assert taken.keys() == expected.keys()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in taken.items())
@@ -254,7 +286,10 @@ def test_exact_attention_is_attention(monkeypatch, at_once, masked):
 
     monkeypatch.setattr(module, "SCORES_AT_ONCE", at_once)
     random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, 3, 8, generator=random, dtype=torch.float64).requires_grad_() for n in (7, 5, 5))
+    q, k, v = (
+        torch.randn(2, n, 3, 8, generator=random, dtype=torch.float64).requires_grad_()
+        for n in (7, 5, 5)
+    )
     mask = torch.tensor([[True] * 5, [True, True, False, True, False]]) if masked else None
     weight = torch.randn(2, 7, 3, 8, generator=random, dtype=torch.float64)
     results = []
@@ -275,20 +310,30 @@ def world(tmp_path):
 
 def entries(folder: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and "audit" not in p.parts
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and "audit" not in p.parts
     }
 
 
 def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
     assert world.train("run", 2, "--audit-precision") == 0
     said = capsys.readouterr().out
-    assert "the run's initial weights" in said and "B of the adapters is zero and gets small random values" in said
+    assert (
+        "the run's initial weights" in said
+        and "B of the adapters is zero and gets small random values" in said
+    )
     assert "what matters most:" in said and "precision.html" in said
     run = world.folder / "run"
     assert entries(run) == {}
     assert world.train("run", 2) == 0, capsys.readouterr().err
     before = entries(run)
-    assert world.train("run", 2, "--audit-precision", "--train.swap_blocks", "1", "--base.quantize", "int8") == 0
+    assert (
+        world.train(
+            "run", 2, "--audit-precision", "--train.swap_blocks", "1", "--base.quantize", "int8"
+        )
+        == 0
+    )
     assert entries(run) == before
     said = capsys.readouterr().out
     assert "the run's save of step 2" in said and "small random values" not in said
@@ -297,7 +342,9 @@ def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
 def test_json_is_all_of_stdout(few, world, capsys):
     assert world.train("run", 2, "--audit-precision", "--json") == 0
     findings = audit_from_json(json.loads(capsys.readouterr().out))
-    assert findings == audit_from_json(json.loads((world.folder / "run" / "audit" / "precision.json").read_text()))
+    assert findings == audit_from_json(
+        json.loads((world.folder / "run" / "audit" / "precision.json").read_text())
+    )
     assert len(findings.samples) == 1 and findings.lowered == "bf16"
 
 
@@ -315,7 +362,9 @@ def test_what_takes_long_is_said_first(few, world, capsys, monkeypatch):
     assert world.train("run", 2, "--audit-precision") == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if "at most" in line]
-    assert "fp64" in line and lines.index(line) < next(i for i, x in enumerate(lines) if x.startswith("audit "))
+    assert "fp64" in line and lines.index(line) < next(
+        i for i, x in enumerate(lines) if x.startswith("audit ")
+    )
 
 
 def test_memory_that_runs_out_is_one_line(world, capsys, monkeypatch):

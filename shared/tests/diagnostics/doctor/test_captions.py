@@ -1,4 +1,5 @@
-"""The doctor's findings about captions: alike, with leftovers of other programs, or without the trigger word."""
+"""The doctor's findings about captions: alike, with leftovers of other programs, or without the
+trigger word."""
 
 from pathlib import Path
 
@@ -27,7 +28,9 @@ THINGS = (
 LONG = " ".join(f"word{index}" for index in range(45))
 
 
-def samples(captions: tuple[str, ...] | list[str], *, trigger: str = "", windows: int = 1) -> list[Sample]:
+def samples(
+    captions: tuple[str, ...] | list[str], *, trigger: str = "", windows: int = 1
+) -> list[Sample]:
     """Samples with these captions, as the dataset makes them."""
     return [
         Sample(
@@ -43,8 +46,12 @@ def samples(captions: tuple[str, ...] | list[str], *, trigger: str = "", windows
     ]
 
 
-def findings(data: list[Sample], class_images: list[Sample] | None = None, **flags: object) -> list[Finding]:
-    config = resolve(RunConfig, flags={key.replace("__", "."): value for key, value in flags.items()})
+def findings(
+    data: list[Sample], class_images: list[Sample] | None = None, **flags: object
+) -> list[Finding]:
+    config = resolve(
+        RunConfig, flags={key.replace("__", "."): value for key, value in flags.items()}
+    )
     return list(check_captions(data, count_captions(data, None), config, class_images or []))
 
 
@@ -63,7 +70,9 @@ def test_captions_that_hardly_differ_are_noted_in_one_line() -> None:
     )
     assert said(samples(alike[:4])) == [], "few files are not compared"
     assert said(samples([f"ohwx woman, {thing}" for thing in THINGS])) == []
-    assert said(samples(["a photo of ohwx woman"] * 8)) == ["D15 8 of 8 files"], "the same caption is one note only"
+    assert said(samples(["a photo of ohwx woman"] * 8)) == ["D15 8 of 8 files"], (
+        "the same caption is one note only"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,9 +123,15 @@ def test_ordinary_captions_have_no_leftovers(caption: str) -> None:
 
 
 def test_another_spelling_of_the_trigger_word_is_named() -> None:
-    data = samples(["ohwx, beach", "Ohwx on a beach", "ohwx_woman reads", "OHWX", "fohwxy", "beach"], trigger="ohwx")
+    data = samples(
+        ["ohwx, beach", "Ohwx on a beach", "ohwx_woman reads", "OHWX", "fohwxy", "beach"],
+        trigger="ohwx",
+    )
     (finding,) = findings(data, data__trigger="ohwx")
-    assert (finding.code, finding.where) == ("D42", "1.png#0, 2.png#0, 3.png#0") and "'Ohwx'" in finding.observation
+    assert (finding.code, finding.where) == (
+        "D42",
+        "1.png#0, 2.png#0, 3.png#0",
+    ) and "'Ohwx'" in finding.observation
     assert data[1].captions == ("ohwx Ohwx on a beach",), "both are trained"
 
 
@@ -129,19 +144,30 @@ def test_prompts_without_the_trigger_word_are_named_if_all_are() -> None:
 
 def test_class_images_with_the_trigger_word_are_named() -> None:
     data, images = samples(THINGS, trigger="ohwx"), samples(["a woman", "ohwx woman"])
-    assert said(data, images, data__trigger="ohwx", prior__prompt="a photo of a woman") == ["D43 1.png#0"]
-    assert said(data, images, data__trigger="ohwx", prior__prompt="ohwx woman") == ["D43 prior.prompt, 1.png#0"]
+    assert said(data, images, data__trigger="ohwx", prior__prompt="a photo of a woman") == [
+        "D43 1.png#0"
+    ]
+    assert said(data, images, data__trigger="ohwx", prior__prompt="ohwx woman") == [
+        "D43 prior.prompt, 1.png#0"
+    ]
     assert said(data, images[:1], data__trigger="ohwx", prior__prompt="a woman") == []
 
 
 def test_captions_that_lack_the_word_that_opens_the_others_are_noted() -> None:
-    opened = [f"a photo of Ohwx woman, {thing}{more}" for thing in THINGS for more in ("", ", smiling")]
+    opened = [
+        f"a photo of Ohwx woman, {thing}{more}" for thing in THINGS for more in ("", ", smiling")
+    ]
     (note,) = findings(samples([*opened, "a woman on a roof"]))
     assert (note.code, note.severity, note.where) == ("D42", "note", "12.png")
-    assert "'ohwx', which opens 12 of 13" in note.observation and "data.trigger = 'ohwx'" in note.remedy
+    assert (
+        "'ohwx', which opens 12 of 13" in note.observation
+        and "data.trigger = 'ohwx'" in note.remedy
+    )
     assert said(samples([*opened, "by a river, ohwx"])) == [], "it may be anywhere"
     assert said(samples([*opened[:6], *THINGS])) == [], "no word opens most"
-    assert said(samples([*opened[:8], "a woman on a roof"])) == [], "few files may begin alike by chance"
+    assert said(samples([*opened[:8], "a woman on a roof"])) == [], (
+        "few files may begin alike by chance"
+    )
     usual = [caption.replace("Ohwx", "young") for caption in opened]
     assert said(samples([*usual, "a roof"])) == [], "these are usual openings"
 
@@ -149,7 +175,11 @@ def test_captions_that_lack_the_word_that_opens_the_others_are_noted() -> None:
 def test_captions_of_several_lines_are_noted_unless_each_line_is_one() -> None:
     data = samples([*THINGS, "a cat\n\na dog\n", "one line\n"])
     (note,) = findings(data)
-    assert (note.code, note.severity, note.where) == ("D45", "note", "6.png#0") and '"lines"' in note.remedy
+    assert (note.code, note.severity, note.where) == (
+        "D45",
+        "note",
+        "6.png#0",
+    ) and '"lines"' in note.remedy
     assert said(data, data__captions="lines") == []
 
 
@@ -166,7 +196,11 @@ def test_a_check_and_the_summary_before_training_know_the_run(tmp_path: Path) ->
         "data.width": 16,
     }
     run = create_run(
-        TOY, resolve(RunConfig, flags={**flags, "run.folder": str(tmp_path / "run"), "sample.prompts": ("x",)})
+        TOY,
+        resolve(
+            RunConfig,
+            flags={**flags, "run.folder": str(tmp_path / "run"), "sample.prompts": ("x",)},
+        ),
     )
     checkup = examine_dataset(run.data).checkup
     assert [item.code for item in checkup.findings if item.code in ("D42", "D43")] == ["D42", "D42"]

@@ -1,4 +1,5 @@
-"""What goes with clips is looked at before anything is encoded: by the doctor, by training, and for what is to be sampled."""
+"""What goes with clips is looked at before anything is encoded: by the doctor, by training, and for
+what is to be sampled."""
 
 import json
 from dataclasses import replace
@@ -16,7 +17,12 @@ from toy_world import World
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.findings import BucketRow
-from ditkit_core.diagnostics.doctor.rules import check_control_videos, check_silence, check_sounds, check_uses
+from ditkit_core.diagnostics.doctor.rules import (
+    check_control_videos,
+    check_silence,
+    check_sounds,
+    check_uses,
+)
 from ditkit_core.models.conditions import Column
 
 
@@ -78,9 +84,22 @@ def test_a_control_is_looked_at_where_its_window_begins(world: Guided) -> None:
     numbered_video(world.clips / "long.mp4", frames=24)
     numbered_video(world.clips / "other.mp4", frames=24)
     world.list("long.mp4", direction="left", control_video="other.mp4")
-    flags = ("--data.frames", "5", "--data.fps", "16", "--data.windows", "all", "--data.on_bad", "skip")
+    flags = (
+        "--data.frames",
+        "5",
+        "--data.fps",
+        "16",
+        "--data.windows",
+        "all",
+        "--data.on_bad",
+        "skip",
+    )
     world.check(*flags)
-    starts = {asked.start_seconds for asked in world.way.asked if asked.clip and asked.clip.name == "long.mp4"}
+    starts = {
+        asked.start_seconds
+        for asked in world.way.asked
+        if asked.clip and asked.clip.name == "long.mp4"
+    }
     assert starts == {0.0, 0.3125, 0.625}
 
 
@@ -92,7 +111,10 @@ def test_what_is_to_be_sampled_is_checked_before_anything_is_encoded(
     assert "a drawing has no direction" in error(capsys) and world.media.loads == 0
     status, found = world.check(*prompt)
     assert status == 1 and codes(found) == ["D21"] and "a drawing has no direction" in errors(found)
-    for given, says in (("direction=up", "use left or right"), ("poses=gone.txt", "does not exist")):
+    for given, says in (
+        ("direction=up", "use left or right"),
+        ("poses=gone.txt", "does not exist"),
+    ):
         control = (*prompt, "--sample.controls", f'["{given}"]')
         loads = world.media.loads
         assert world.train("a", 1, *control) == 1
@@ -121,7 +143,11 @@ def test_nothing_that_can_be_encoded_is_one_line(
     world.put("last.png", direction="down")
     assert world.train("a", 1, "--data.on_bad", "skip", *flags) == 1
     said = error(capsys)
-    assert "none of 5 samples can be encoded" in said and "use left or right" in said and "and 2 more" in said
+    assert (
+        "none of 5 samples can be encoded" in said
+        and "use left or right" in said
+        and "and 2 more" in said
+    )
 
 
 def test_what_is_not_installed_is_said_once_and_leaves_no_sample_out(
@@ -133,7 +159,12 @@ def test_what_is_not_installed_is_said_once_and_leaves_no_sample_out(
     assert said.count("a library is not installed") == 1 and "left out" not in said
     assert (world.media.loads, world.text.loads) == (0, 0)
     status, found = world.check("--data.on_bad", "skip")
-    assert status == 1 and found["excluded"] == [] and codes(found) == ["D21"] and found["samples"] == 4
+    assert (
+        status == 1
+        and found["excluded"] == []
+        and codes(found) == ["D21"]
+        and found["samples"] == 4
+    )
 
 
 def test_masks_are_read_counted_and_compared_with_their_clips(
@@ -142,7 +173,14 @@ def test_masks_are_read_counted_and_compared_with_their_clips(
     world = World(tmp_path)
     for i, colour in enumerate(("white", "black", "gray")):
         picture(tmp_path / "masks" / f"{i}.png", (16, 16), colour)
-    flags = ("--data.masks", str(tmp_path / "masks"), "--data.on_bad", "skip", "--sample.captions", "0")
+    flags = (
+        "--data.masks",
+        str(tmp_path / "masks"),
+        "--data.on_bad",
+        "skip",
+        "--sample.captions",
+        "0",
+    )
 
     def check(*more: str) -> tuple[int, dict[str, Any]]:
         status = world.train("run", 1, "--check", *flags, *more)
@@ -151,14 +189,20 @@ def test_masks_are_read_counted_and_compared_with_their_clips(
     status, found = check()
     white, black, grey = found["masks"]
     assert (white, black) == (1, 0) and abs(grey - 128 / 255) < 1e-3
-    assert "loss masks: 3 samples, 0 % to 100 % of their pixels learnt in full" in capsys.readouterr().out
+    assert (
+        "loss masks: 3 samples, 0 % to 100 % of their pixels learnt in full"
+        in capsys.readouterr().out
+    )
     assert "loss masks: 3 samples" in (tmp_path / "run" / "check.html").read_text()
     told = {each["where"]: each["what"] for each in found["findings"] if each["code"] == "D29"}
     assert status == 0 and told.keys() == {"0", "1"}
     assert "white everywhere: it is learnt as without one" in told["0"]
     assert "black everywhere: nothing of it is learnt" in told["1"]
     found = check("--train.mask_weight", "0.5")[1]
-    assert any("black everywhere: all of it has the weight 0.5" in each["what"] for each in found["findings"])
+    assert any(
+        "black everywhere: all of it has the weight 0.5" in each["what"]
+        for each in found["findings"]
+    )
 
     picture(tmp_path / "masks" / "2.png", (16, 32), "gray")
     torn = picture(tmp_path / "masks" / "3.jpg", (160, 160), "gray")
@@ -166,7 +210,10 @@ def test_masks_are_read_counted_and_compared_with_their_clips(
     status, found = check()
     reasons = {each["name"]: each["reason"] for each in found["excluded"]}
     assert status == 0 and len(found["masks"]) == 2 and reasons.keys() == {"2.png", "3"}
-    assert "2.png has 32 x 16 pixels" in reasons["2.png"] and "3.jpg cannot be read as an image" in reasons["3"]
+    assert (
+        "2.png has 32 x 16 pixels" in reasons["2.png"]
+        and "3.jpg cannot be read as an image" in reasons["3"]
+    )
 
 
 def with_sound(path: Path, seconds: float, delay: float = 0.0, volume: float = 1.0) -> Path:
@@ -176,28 +223,37 @@ def with_sound(path: Path, seconds: float, delay: float = 0.0, volume: float = 1
         pictures.width, pictures.height, pictures.pix_fmt = 64, 48, "yuv420p"
         sound = container.add_stream("flac", rate=16000, layout="mono")
         for number in range(24):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24"
+            )
             container.mux(pictures.encode(frame))
         container.mux(pictures.encode(None))
         samples = np.sin(np.arange(round(16000 * seconds)) / 20).astype(np.float32)
         track = av.AudioFrame.from_ndarray(
             (samples * volume * 20000).astype(np.int16)[None], format="s16", layout="mono"
         )
-        track.sample_rate, track.pts, track.time_base = 16000, round(16000 * delay), Fraction(1, 16000)
+        track.sample_rate, track.pts, track.time_base = (
+            16000,
+            round(16000 * delay),
+            Fraction(1, 16000),
+        )
         container.mux(sound.encode(track))
         container.mux(sound.encode(None))
     return path
 
 
 @pytest.mark.parametrize(
-    ("seconds", "delay", "warned"), [(1.0, 0.0, False), (1.6, 0.0, True), (0.5, 0.0, True), (0.5, 0.5, False)]
+    ("seconds", "delay", "warned"),
+    [(1.0, 0.0, False), (1.6, 0.0, True), (0.5, 0.0, True), (0.5, 0.5, False)],
 )
 def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
     tmp_path: Path, seconds: float, delay: float, warned: bool
 ) -> None:
     clip = with_sound(tmp_path / "clip.mkv", seconds, delay)
     sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64)
-    speech, music = (Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False))
+    speech, music = (
+        Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False)
+    )
     assert [finding.code for finding in check_sounds(sample, [speech])] == ["D19"] * warned
     assert list(check_sounds(sample, [music])) == []
     beside = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
@@ -207,7 +263,14 @@ def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
 
 @pytest.mark.parametrize(
     ("volume", "delay", "is_silent"),
-    [(1.0, 0.0, False), (0.01, 0.0, False), (0.001, 0.0, True), (0.0, 0.0, True), (1.0, 0.5, True), (1.0, 0.1, False)],
+    [
+        (1.0, 0.0, False),
+        (0.01, 0.0, False),
+        (0.001, 0.0, True),
+        (0.0, 0.0, True),
+        (1.0, 0.5, True),
+        (1.0, 0.1, False),
+    ],
 )
 def test_sound_that_is_silent_during_its_clip_is_warned_of(
     tmp_path: Path, volume: float, delay: float, is_silent: bool
@@ -215,14 +278,23 @@ def test_sound_that_is_silent_during_its_clip_is_warned_of(
     """The first five of 24 frames a second: sound that begins after these is as silent as none."""
     clip = with_sound(tmp_path / "clip.mkv", 1.0, delay, volume)
     sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64)
-    speech, music = (Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False))
+    speech, music = (
+        Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False)
+    )
     found = list(check_silence(sample, [speech], 24.0))
     assert [finding.code for finding in found] == ["D34"] * is_silent
-    assert all("its sound track is silent from 0.00 s to 0.21 s" in finding.observation for finding in found)
+    assert all(
+        "its sound track is silent from 0.00 s to 0.21 s" in finding.observation
+        for finding in found
+    )
     assert list(check_silence(sample, [music], 24.0)) == [], "music is always a file"
-    beside = replace(sample, media=with_sound(tmp_path / "loud.mkv", 1.0), controls={"sound": str(clip)})
+    beside = replace(
+        sample, media=with_sound(tmp_path / "loud.mkv", 1.0), controls={"sound": str(clip)}
+    )
     for column in (speech, music):
-        assert [finding.where for finding in check_silence(beside, [column], 24.0)] == ["clip"] * is_silent
+        assert [finding.where for finding in check_silence(beside, [column], 24.0)] == [
+            "clip"
+        ] * is_silent
     later = replace(sample, start_seconds=0.6)
     assert bool(list(check_silence(later, [speech], 24.0))) == (volume < 0.01)
     table = replace(sample, controls={"sound": str(tmp_path / "features.npy")})
@@ -255,8 +327,11 @@ def test_a_run_that_uses_each_sample_very_often_is_noted(micro_batches: int, is_
 def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:
     clip = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24)
     mask = numbered_video(tmp_path / "mask.mp4", frames=24, fps=12)
-    sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64, mask=mask)
+    sample = Sample(
+        id="clip", media=clip, captions=("x",), frames=5, height=48, width=64, mask=mask
+    )
     (finding,) = check_control_videos(sample, ())
     assert (
-        finding.code == "D19" and "has as many frames as its clip, at 12 in a second and not 24" in finding.observation
+        finding.code == "D19"
+        and "has as many frames as its clip, at 12 in a second and not 24" in finding.observation
     )

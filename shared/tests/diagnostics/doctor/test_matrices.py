@@ -28,7 +28,9 @@ def video(path: Path, *, height: int = 720, tagged: bool) -> Path:
         if tagged:
             stream.codec_context.colorspace = 1
         for index in range(2):
-            frame = av.VideoFrame.from_ndarray(np.full((height, 64, 3), 99, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((height, 64, 3), 99, np.uint8), format="rgb24"
+            )
             frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709" if tagged else None)
             frame.pts, frame.time_base = index, Fraction(1, 8)
             out.mux(stream.encode(frame))
@@ -42,7 +44,10 @@ def row_of(path: Path, info: MediaInfo) -> FileRow:
 
 
 def test_only_a_video_without_a_tag_is_named(tmp_path: Path) -> None:
-    tagged, untagged = video(tmp_path / "a.mp4", tagged=True), video(tmp_path / "b.mp4", tagged=False)
+    tagged, untagged = (
+        video(tmp_path / "a.mp4", tagged=True),
+        video(tmp_path / "b.mp4", tagged=False),
+    )
     (tmp_path / "c.mp4").write_bytes(b"damaged")
     assert (has_no_matrix(tagged), has_no_matrix(untagged)) == (False, True)
     hd = MediaInfo(kind="video", width=64, height=720, seconds=1.0, fps=8.0)
@@ -50,10 +55,16 @@ def test_only_a_video_without_a_tag_is_named(tmp_path: Path) -> None:
     assert without_matrix([*rows, row_of(untagged, replace(hd, height=480))]) == [str(untagged)]
 
 
-@pytest.mark.parametrize(("files", "where"), [(["a.mp4"], "a.mp4"), (["a.mp4", "b.mp4"], "2 of 3 files (a.mp4, …)")])
+@pytest.mark.parametrize(
+    ("files", "where"), [(["a.mp4"], "a.mp4"), (["a.mp4", "b.mp4"], "2 of 3 files (a.mp4, …)")]
+)
 def test_the_note_is_one_for_all(files: list[str], where: str) -> None:
     (note,) = check_matrices(files, 3)
-    assert (note.code, note.severity, note.where) == ("D40", "note", where) and "BT.601" in note.observation
+    assert (note.code, note.severity, note.where) == (
+        "D40",
+        "note",
+        where,
+    ) and "BT.601" in note.observation
     assert not list(check_matrices([], 3))
 
 

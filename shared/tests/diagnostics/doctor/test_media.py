@@ -1,4 +1,5 @@
-"""What the doctor sees in clips: cuts and no flash, fade or pan; blank, still and frozen images; copies however they are encoded."""
+"""What the doctor sees in clips: cuts and no flash, fade or pan; blank, still and frozen images;
+copies however they are encoded."""
 
 import time
 from itertools import pairwise
@@ -73,7 +74,12 @@ def test_blank_frames_are_counted(tmp_path: Path) -> None:
     found = seen(tmp_path / "dark.mp4", dark)
     assert (found.blank, found.is_black) == (6, True)
     white = look_at_window(picture(tmp_path / "white.png", colour="white"), frames=1, fps=0.0)
-    assert (white.blank, white.is_black, white.fingerprint, white.is_still) == (1, False, None, False)
+    assert (white.blank, white.is_black, white.fingerprint, white.is_still) == (
+        1,
+        False,
+        None,
+        False,
+    )
 
 
 def test_what_cannot_be_decoded_is_an_error(tmp_path: Path) -> None:
@@ -108,13 +114,18 @@ def test_copies_are_near_whatever_their_size_and_compression(tmp_path: Path) -> 
 def test_windows_of_one_file_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
     own = seen(tmp_path / "a.mp4", pan(1, 24)).fingerprint
     assert own is not None
-    assert near_duplicates({"a #0": ("a", own), "a #1": ("a", own), "b": ("b", own)}) == [("a #0", "b")]
+    assert near_duplicates({"a #0": ("a", own), "a #1": ("a", own), "b": ("b", own)}) == [
+        ("a #0", "b")
+    ]
 
 
 def random_prints(count: int) -> dict[str, tuple[int, Fingerprint]]:
     random = np.random.default_rng(0)
     return {
-        str(i): (i, window_fingerprint(random.normal(128, 40, size=(3, 32, 32, 3)).astype(np.float32)))
+        str(i): (
+            i,
+            window_fingerprint(random.normal(128, 40, size=(3, 32, 32, 3)).astype(np.float32)),
+        )
         for i in range(count)
     }
 
@@ -144,7 +155,9 @@ def test_comparisons_grow_with_the_number_of_files_and_no_faster() -> None:
     copies = window_fingerprint(np.stack([texture(1, 32, 32)] * 3).astype(np.float32))
     calls = []
     for count in (500, 1000, 2000):
-        alike = [Counted(bits=copies.bits, colours=copies.colours + 100.0 * i) for i in range(count)]
+        alike = [
+            Counted(bits=copies.bits, colours=copies.colours + 100.0 * i) for i in range(count)
+        ]
         Counted.calls = 0
         # the hardest case: all have the same bits, and no two the same colours
         assert near_duplicates({str(i): (i, each) for i, each in enumerate(alike)}) == []

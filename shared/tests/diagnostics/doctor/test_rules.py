@@ -1,4 +1,5 @@
-"""What goes with a clip and does not belong to it: other images than its ends, videos at another pace or of another shape."""
+"""What goes with a clip and does not belong to it: other images than its ends, videos at another
+pace or of another shape."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,10 @@ from ditkit_core.data.media.clip import read_clip, write_image
 from ditkit_core.diagnostics.doctor.rules import check_boundary_images, check_control_videos
 from ditkit_core.models.conditions import Column
 
-BEGIN, END = Column(name="begin", kind="image", moment="begin"), Column(name="end", kind="image", moment="end")
+BEGIN, END = (
+    Column(name="begin", kind="image", moment="begin"),
+    Column(name="end", kind="image", moment="end"),
+)
 FOLLOWED = Column(name="pose", kind="video")
 FPS = 16.0
 
@@ -27,7 +31,9 @@ def sample(tmp_path: Path) -> Sample:
 
 def frame(sample: Sample, number: int) -> str:
     """A frame of the clip as an image of another size and codec."""
-    pixels = read_clip(sample.media, frames=1, fps=FPS, height=64, width=96, start_seconds=number / FPS)
+    pixels = read_clip(
+        sample.media, frames=1, fps=FPS, height=64, width=96, start_seconds=number / FPS
+    )
     path = sample.media.with_name(f"{number}.png")
     write_image(path, (pixels[:, 0] + 1) / 2)
     return str(path)
@@ -62,7 +68,9 @@ def test_images_are_compared_with_the_frames_that_are_trained(sample: Sample) ->
         (48, 24, "as many frames as its clip, at 24 in a second"), (80, 16, "lasts 5.00 s and its clip 3.00 s"),
     ],
 )  # fmt: skip
-def test_a_video_at_another_pace_is_reported(sample: Sample, frames: int, fps: int, said: str) -> None:
+def test_a_video_at_another_pace_is_reported(
+    sample: Sample, frames: int, fps: int, said: str
+) -> None:
     pose = written(sample.media.with_name("pose.mp4"), [np.zeros((48, 64, 3))] * frames, fps=fps)
     found = told(sample, pose=str(pose))
     assert [said in each and each.startswith("D19") for each in found] == ([True] if said else [])
@@ -77,4 +85,7 @@ def test_a_video_or_mask_of_another_shape_is_reported(sample: Sample) -> None:
 def test_what_is_damaged_behind_its_use_is_compared_no_further(sample: Sample) -> None:
     whole = noisy_video(sample.media.with_name("whole.mp4"))
     torn = truncated(whole, sample.media.with_name("torn.mp4"))
-    assert told(sample, pose=str(torn)) == [] and told(replace(sample, media=torn), pose=str(whole)) == []
+    assert (
+        told(sample, pose=str(torn)) == []
+        and told(replace(sample, media=torn), pose=str(whole)) == []
+    )

@@ -1,4 +1,5 @@
-"""The doctor and training try every shape on the model before weights are read, and the doctor fetches nothing and tries what is cached."""
+"""The doctor and training try every shape on the model before weights are read, and the doctor
+fetches nothing and tries what is cached."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ HUB = "huggingface_hub.snapshot_download"
 
 
 def check(world: Any, *flags: str) -> tuple[int, dict[str, Any]]:
-    status = world.run("train", "--run.folder", str(world.folder / "run"), "--train.steps", "1", "--check", *flags)
+    status = world.run(
+        "train", "--run.folder", str(world.folder / "run"), "--train.steps", "1", "--check", *flags
+    )
     return status, json.loads((world.folder / "run" / "check.json").read_text())
 
 
@@ -36,7 +39,10 @@ def _narrow(latents: Sequence[torch.Tensor], *given: Any) -> Any:
 
 @pytest.mark.parametrize("flags", [(), ("--audit-precision",)])
 def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
 ) -> None:
     world = World(tmp_path)
     world.spec = altered(world.spec, make_inputs=_narrow)
@@ -44,9 +50,16 @@ def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
     buckets = ("--data.buckets", "true")
     if not flags:
         status, found = check(world, *buckets)
-        assert status == 1 and codes(found) == ["D21"] and "z-wide: too wide for this model" in errors(found)
+        assert (
+            status == 1
+            and codes(found) == ["D21"]
+            and "z-wide: too wide for this model" in errors(found)
+        )
         assert world.media.loads == 0, "no sample is encoded for it"
-    monkeypatch.setattr("ditkit_core.run.model.load_weights", lambda *given, **named: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "ditkit_core.run.model.load_weights",
+        lambda *given, **named: pytest.fail("weights were read"),
+    )
     assert world.train("a", 1, *buckets, *flags) == 1
     assert "z-wide: too wide for this model" in error(capsys)
 
@@ -84,7 +97,10 @@ def test_colours_that_are_converted_are_counted_and_others_are_named(tmp_path: P
     (warning,) = [each for each in found["findings"] if each["code"] == "D31"]
     assert status == 0 and (note["severity"], warning["severity"]) == ("note", "warning")
     assert note["where"].startswith("2 files (") and "(Display P3: 2)" in note["what"]
-    assert warning["where"].endswith("r.png") and "a colour profile that cannot be used" in warning["what"]
+    assert (
+        warning["where"].endswith("r.png")
+        and "a colour profile that cannot be used" in warning["what"]
+    )
 
 
 class Hub:
@@ -109,13 +125,19 @@ def test_a_model_in_the_local_cache_is_tried_and_nothing_is_fetched(
     (tmp_path / "toy.safetensors").rename(where)
     monkeypatch.setattr(HUB, Hub({"some/model": tmp_path / "cached"}))
     status, found = check(world, "--model.transformer", "some/model")
-    assert status == 0 and [each["code"] for each in found["findings"]].count("D20") == 0 and found["steps"]
+    assert (
+        status == 0
+        and [each["code"] for each in found["findings"]].count("D20") == 0
+        and found["steps"]
+    )
     status, found = check(world, "--model.transformer", "other/model")
     assert status == 0 and "D20" in codes(found, "note") and found["steps"] == []
     index = {"weight_map": {"a": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
     where.with_name("diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     status, found = check(world, "--model.transformer", "some/model")
-    assert status == 0 and "D20" in codes(found, "note"), "a download that was broken off is not all there"
+    assert status == 0 and "D20" in codes(found, "note"), (
+        "a download that was broken off is not all there"
+    )
 
 
 def test_a_part_that_only_this_architecture_has_is_not_fetched_either(
@@ -124,7 +146,9 @@ def test_a_part_that_only_this_architecture_has_is_not_fetched_either(
     world = World(tmp_path)
     monkeypatch.setattr(HUB, Hub({}))
     looking = ("--model.image_encoder", "some/clip")
-    assert check(world, *looking)[1]["steps"], "an architecture that does not look takes no encoder of pictures"
+    assert check(world, *looking)[1]["steps"], (
+        "an architecture that does not look takes no encoder of pictures"
+    )
     world.spec = altered(world.spec, components=lambda arch: ("image_encoder",))
     status, found = check(world, *looking)
     (note,) = [each for each in found["findings"] if each["code"] == "D20"]
@@ -139,16 +163,24 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
 
 def test_both_experts_are_tried_each_with_its_own_settings(two: TwoExperts) -> None:
     status, found = check(two, "--experts.rank", "[2, 3]")
-    assert status == 0 and [step["expert"] for step in found["steps"]] == ["high_noise", "low_noise"]
+    assert status == 0 and [step["expert"] for step in found["steps"]] == [
+        "high_noise",
+        "low_noise",
+    ]
     assert all(step["without_gradient"] == [] and step["reloaded"] for step in found["steps"])
     high, low = (step["losses"] for step in found["steps"])
     assert high != low
-    assert sorted(path.name for path in (two.folder / "run").iterdir()) == ["check.html", "check.json"]
+    assert sorted(path.name for path in (two.folder / "run").iterdir()) == [
+        "check.html",
+        "check.json",
+    ]
     status, found = check(two, "--experts.train", "low_noise")
     assert status == 0 and [step["expert"] for step in found["steps"]] == ["low_noise"]
 
 
-def test_what_is_wrong_with_the_second_expert_alone_is_found(two: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_the_second_expert_alone_is_found(
+    two: TwoExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HUB, Hub({}))
     status, found = check(two, "--model.transformer_2", "some/model")
     (note,) = [each for each in found["findings"] if each["code"] == "D20"]

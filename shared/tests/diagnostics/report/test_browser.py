@@ -1,4 +1,5 @@
-"""The report in a real browser without a window: it renders, its script runs, nothing complains, and it loads nothing."""
+"""The report in a real browser without a window: it renders, its script runs, nothing complains,
+and it loads nothing."""
 
 import json
 import re
@@ -17,7 +18,9 @@ NAMES = ("google-chrome", "chromium", "chromium-browser")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed (looked for {', '.join(NAMES)})"),
+    pytest.mark.skipif(
+        BROWSER is None, reason=f"no browser is installed (looked for {', '.join(NAMES)})"
+    ),
     pytest.mark.timeout(180),
 ]
 
@@ -26,10 +29,14 @@ def opened(path: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """The document after its script ran, and what was said on the console."""
     assert BROWSER is not None
     command = [
-        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, "--dump-dom", path.as_uri(),
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--no-first-run",
+        f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, "--dump-dom",
+        path.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=150)
+    done = subprocess.run(
+        command, check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=150
+    )
     assert done.returncode == 0 and "</html>" in done.stdout, done.stderr[-2000:]
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
@@ -44,9 +51,9 @@ def test_the_page_renders_runs_its_script_and_says_nothing_on_the_console(tmp_pa
     assert "<title>run: report</title>" in document, "no caption ran"
     written = path.read_text(encoding="utf-8")
     assert document.count("<svg ") == written.count("<svg ") >= 18
-    assert document.count("<path ") == written.count("<path ") and document.count("<figure>") == written.count(
+    assert document.count("<path ") == written.count("<path ") and document.count(
         "<figure>"
-    )
+    ) == written.count("<figure>")
 
 
 def test_the_numbers_shown_are_those_of_the_metrics_file(tmp_path: Path) -> None:
@@ -54,21 +61,30 @@ def test_the_numbers_shown_are_those_of_the_metrics_file(tmp_path: Path) -> None
     document, _ = opened(write_report(run), tmp_path / "profile")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     truth = {(name, row["step"]): value for row in rows for name, value in row.items()}
-    shown = re.findall(r'<data value="([^"]+)" data-key="([^"]+)" data-step="(\d+)">([^<]+)</data>', document)
+    shown = re.findall(
+        r'<data value="([^"]+)" data-key="([^"]+)" data-step="(\d+)">([^<]+)</data>', document
+    )
     assert len(shown) > 50
     for value, key, step, text in shown:
         assert float(value) == truth[unescape(key), int(step)]
-        assert float(text) == pytest.approx(float(value) / (2**30 if key.endswith("_bytes") else 1), rel=5e-3)
-    (numbers,) = re.findall(r'<script type="application/json" id="numbers">(.*?)</script>', document, re.DOTALL)
+        assert float(text) == pytest.approx(
+            float(value) / (2**30 if key.endswith("_bytes") else 1), rel=5e-3
+        )
+    (numbers,) = re.findall(
+        r'<script type="application/json" id="numbers">(.*?)</script>', document, re.DOTALL
+    )
     for name, series in json.loads(numbers)["sections"][0]["series"].items():
         assert [truth[name, step] for step in series["steps"]] == series["values"]
 
 
 def test_the_console_is_heard_and_the_policy_holds(tmp_path: Path) -> None:
-    """What the tests above rest on: an error is seen, and what was smuggled into the page neither runs nor loads."""
+    """What the tests above rest on: an error is seen, and what was smuggled into the page neither
+    runs nor loads."""
     path = write_report(write_run(tmp_path / "run"))
     broken = path.read_text(encoding="utf-8")
-    smuggled = "<script>document.title = 'owned'</script><img src='https://example.invalid/x.png'></body>"
+    smuggled = (
+        "<script>document.title = 'owned'</script><img src='https://example.invalid/x.png'></body>"
+    )
     path.write_text(broken.replace("</body>", smuggled), encoding="utf-8")
     document, console = opened(path, tmp_path / "profile")
     assert "<title>run: report</title>" in document and 'data-script="ran"' in document
@@ -78,7 +94,9 @@ def test_the_console_is_heard_and_the_policy_holds(tmp_path: Path) -> None:
 def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     path = write_report(run)
-    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    text = re.sub(
+        '<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8")
+    )
     played = """<script>
       function say(name, event) {
         const svg = document.querySelector(`svg[data-name="${name}"]`);
@@ -96,11 +114,19 @@ def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
     assert console == []
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     truth = {(name, row["step"]): value for row in rows for name, value in row.items()}
-    wanted = [("loss", 1), ("loss", 2), ("held_out", 40), ("held_out", 40), ("tokens_per_second", 40)]
+    wanted = [
+        ("loss", 1),
+        ("loss", 2),
+        ("held_out", 40),
+        ("held_out", 40),
+        ("tokens_per_second", 40),
+    ]
     for text, (name, step) in zip(re.findall("<pre>(.*?)</pre>", document), wanted, strict=True):
         shown, rounded, value = re.fullmatch(r"step (\d+): (\S+) (\S+)", text).groups()  # type: ignore[union-attr]
         assert int(shown) == step and float(value) == truth[name, step]
-        assert float(rounded) == pytest.approx(truth[name, step], rel=5e-3), "three digits; the element's value has all"
+        assert float(rounded) == pytest.approx(truth[name, step], rel=5e-3), (
+            "three digits; the element's value has all"
+        )
 
 
 PLAYED = """<script>
@@ -126,8 +152,12 @@ def test_videos_play_at_once_unless_the_reader_asked_for_less_motion_and_a_butto
     tmp_path: Path, reduced: bool
 ) -> None:
     path = write_report(write_run(tmp_path / "run"))
-    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
-    assert "autoplay" not in text, "the script asks for the reader's setting; without it there are controls"
+    text = re.sub(
+        '<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8")
+    )
+    assert "autoplay" not in text, (
+        "the script asks for the reader's setting; without it there are controls"
+    )
     path.write_text(text.replace("</body>", PLAYED), encoding="utf-8")
     flags = ["--force-prefers-reduced-motion"] if reduced else []
     document, console = opened(
@@ -156,7 +186,9 @@ def test_a_page_of_a_run_that_trains_loads_itself_again_also_from_disk(
 
     def loads() -> str:
         path = write_report(run)
-        text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+        text = re.sub(
+            '<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8")
+        )
         path.write_text(text.replace("</body>", counted), encoding="utf-8")
         document, console = opened(path, tmp_path / "profile", "--virtual-time-budget=8000")
         assert console == []
@@ -175,7 +207,9 @@ def test_a_video_that_the_policy_allows_is_loaded_without_a_complaint(tmp_path: 
     path = write_report(write_run(tmp_path / "run"))
     text = path.read_text(encoding="utf-8")
     (tmp_path / "run" / "samples" / "step-000000-0.mp4").rename(tmp_path / "run" / "near.mp4")
-    path.write_text(text.replace("</body>", '<video src="near.mp4"></video></body>'), encoding="utf-8")
+    path.write_text(
+        text.replace("</body>", '<video src="near.mp4"></video></body>'), encoding="utf-8"
+    )
     _, console = opened(path, tmp_path / "profile")
     assert len(console) == 1 and "near.mp4" in console[0] and "media-src" in console[0]
 
@@ -183,7 +217,9 @@ def test_a_video_that_the_policy_allows_is_loaded_without_a_complaint(tmp_path: 
 def test_it_fits_a_telephone_with_everything_open(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", captions=(*HOSTILE, "w" * 400))
     path = write_report(run)
-    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    text = re.sub(
+        '<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8")
+    )
     measured = """<script>
       document.querySelectorAll("details").forEach((each) => { each.open = true; });
       const widths = [document.documentElement.scrollWidth, window.innerWidth];

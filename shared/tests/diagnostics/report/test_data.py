@@ -10,9 +10,20 @@ from made_runs import SIGMAS, write_run, write_samples
 
 from ditkit_core.diagnostics.rendering import macros
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart
-from ditkit_core.diagnostics.report.data import MOST_POINTS, MOST_TIMES, Series, read_metrics, read_sections
+from ditkit_core.diagnostics.report.data import (
+    MOST_POINTS,
+    MOST_TIMES,
+    Series,
+    read_metrics,
+    read_sections,
+)
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import is_changed_list, listed_samples, reserve_sample_number, sample_list
+from ditkit_core.io.run_dir import (
+    is_changed_list,
+    listed_samples,
+    reserve_sample_number,
+    sample_list,
+)
 
 
 def series(values: list[float]) -> Series:
@@ -26,19 +37,26 @@ def test_metrics_are_read_by_name_and_torn_lines_are_passed_over(tmp_path: Path)
         '{"step": 2, "loss": 0.1, "worst": "b"}\n{"step": 3, "loss": NaN, "held_out": null, "lr": [1]}\n{"step": 4, "lo'
     )
     found, texts = read_metrics(path)
-    assert found == {"held_out": Series(steps=[0], values=[2.0]), "loss": Series(steps=[1, 2], values=[0.5, 0.1])}
+    assert found == {
+        "held_out": Series(steps=[0], values=[2.0]),
+        "loss": Series(steps=[1, 2], values=[0.5, 0.1]),
+    }
     assert texts == {"worst": (2, "b")}
 
 
 def test_numbers_that_no_curve_can_show_are_passed_over(tmp_path: Path) -> None:
     values = ["1e999", "-1e999", "NaN", "1" + "0" * 400, "-1" + "0" * 400, "0.5"]
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {v}}}\n' for i, v in enumerate(values)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "loss": {v}}}\n' for i, v in enumerate(values))
+    )
     found, _ = read_metrics(tmp_path / "metrics.jsonl")
     assert found == {"loss": Series(steps=[5], values=[0.5])}
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1e999, "loss": 1}\n' + "[" * 100_000 + '\n{"step": 5, "loss": 0.5}\n'
     )
-    assert read_metrics(tmp_path / "metrics.jsonl")[0] == found, "a step may be no number, and a line nested deeply"
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == found, (
+        "a step may be no number, and a line nested deeply"
+    )
 
 
 def test_a_run_and_the_runs_below_it_are_sections(tmp_path: Path) -> None:
@@ -62,7 +80,9 @@ def test_a_downsampled_curve_keeps_its_ends_and_its_spikes() -> None:
     thin = series(values).downsampled()
     assert len(thin.steps) <= MOST_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 49_999)
     assert {31_234, 777} <= set(thin.steps) and list(thin.steps) == sorted(set(thin.steps))
-    assert all(values[step] == value for step, value in zip(thin.steps, thin.values, strict=True)), "points as they are"
+    assert all(
+        values[step] == value for step, value in zip(thin.steps, thin.values, strict=True)
+    ), "points as they are"
     short = series(values[:MOST_POINTS])
     assert short.downsampled() is short
 
@@ -79,11 +99,18 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
     for step in range(0, 400, 10):
         write_samples(run / "samples", step, ("a",))
     (run / "samples" / "step-000390.json").write_text("{")  # torn
-    (run / "samples" / "step-000380.json").write_text('{"samples": 3, "shown": "../../elsewhere.png"}')
-    (run / "samples" / "step-000360.json").write_text('{"samples": [{"file": "../../elsewhere.mp4"}]}')
+    (run / "samples" / "step-000380.json").write_text(
+        '{"samples": 3, "shown": "../../elsewhere.png"}'
+    )
+    (run / "samples" / "step-000360.json").write_text(
+        '{"samples": [{"file": "../../elsewhere.mp4"}]}'
+    )
     for number in (1, 2, 999, 1000):
         write_samples(
-            run / "samples", number, ("by hand",), name=f"{'sampled' if number > 1 else 'drawn'}-{number:03d}-mine"
+            run / "samples",
+            number,
+            ("by hand",),
+            name=f"{'sampled' if number > 1 else 'drawn'}-{number:03d}-mine",
         )  # the first by an earlier version
     (section,) = read_sections(run)
     assert [each.title for each in section.by_command] == [
@@ -99,7 +126,8 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
 
 
 def test_a_list_of_samples_that_changed_since_is_called_so(tmp_path: Path) -> None:
-    """One bit of it: every flip inside a value shows, and a list of an earlier version has no digest to compare with."""
+    """One bit of it: every flip inside a value shows, and a list of an earlier version has no
+    digest to compare with."""
     run = write_run(tmp_path, 40)
     path = run / "samples" / "step-000010.json"
     listed = [{"file": "step-000010-0.png", "prompt": "a cat", "seed": 3, "decoded": ""}]
@@ -112,7 +140,9 @@ def test_a_list_of_samples_that_changed_since_is_called_so(tmp_path: Path) -> No
         content.index(b"-0.png"),
         content.index(b'"digest": "') + 12,
     ):
-        path.write_bytes(bytes(byte ^ (1 if index == place else 0) for index, byte in enumerate(content)))
+        path.write_bytes(
+            bytes(byte ^ (1 if index == place else 0) for index, byte in enumerate(content))
+        )
         assert is_changed_list(path), place
     (section,) = read_sections(run)
     titles = [each.title for each in section.samples]
@@ -123,7 +153,11 @@ def test_a_list_of_samples_that_changed_since_is_called_so(tmp_path: Path) -> No
 
 def test_a_series_is_flat_if_a_curve_would_show_nothing() -> None:
     assert series([0.0, 0.0]).is_flat and series([5.0]).is_flat and series([-1.0, -1.005]).is_flat
-    assert not series([0.0, 1e-9]).is_flat and not series([1.0, 1.02]).is_flat and not series([-1.0, 1.0]).is_flat
+    assert (
+        not series([0.0, 1e-9]).is_flat
+        and not series([1.0, 1.02]).is_flat
+        and not series([-1.0, 1.0]).is_flat
+    )
 
 
 # Curves
@@ -135,7 +169,12 @@ def chart_figure(chart: Chart, section: int) -> str:
 
 def coordinates(svg: str) -> list[tuple[float, float]]:
     paths = re.findall(r' d="([^"]*)"', svg)
-    return [tuple(map(float, pair.split())) for path in paths for pair in re.split("[MLZ]", path) if pair.strip()]
+    return [
+        tuple(map(float, pair.split()))
+        for path in paths
+        for pair in re.split("[MLZ]", path)
+        if pair.strip()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +186,9 @@ def coordinates(svg: str) -> list[tuple[float, float]]:
 )  # fmt: skip
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bool) -> None:
-    chart = Chart(name="x", title="X", series=series(values), level=values[0], logarithmic=logarithmic)
+    chart = Chart(
+        name="x", title="X", series=series(values), level=values[0], logarithmic=logarithmic
+    )
     svg = chart_figure(chart, section=0)
     found = coordinates(svg)
     assert len(found) == len(values)
@@ -158,14 +199,19 @@ def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bo
 def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
     """Of 1000000 at the right edge 10000 was left to read."""
     for values in ([12_000.0, 54_321.0], [1.0e-5, 1.25e-4], [1.001, 1.0025], [-1e30, 1e30]):
-        svg = chart_figure(Chart(name="x", title="X", series=Series(steps=[0, 1_000_000], values=values)), section=0)
+        svg = chart_figure(
+            Chart(name="x", title="X", series=Series(steps=[0, 1_000_000], values=values)),
+            section=0,
+        )
         labels = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="(\w+)">([^<]*)</text>', svg)
         assert {"step", "1000000"} <= {text for _, _, text in labels}
         for x, anchor, text in labels:
             width = 7 * len(text)
             left = float(x) - (width if anchor == "end" else width / 2)
             assert -5 <= left and left + width <= WIDTH, text
-    assert ">20000<" in chart_figure(Chart(name="x", title="X", series=series([12_000.0, 54_321.0])), section=0)
+    assert ">20000<" in chart_figure(
+        Chart(name="x", title="X", series=series([12_000.0, 54_321.0])), section=0
+    )
 
 
 def test_higher_values_and_later_steps_are_higher_and_further_right() -> None:
@@ -186,5 +232,7 @@ def test_a_chart_says_in_words_what_it_shows() -> None:
 
 def test_bytes_are_shown_in_gib() -> None:
     used = Series(steps=[1, 2], values=[2.0**31, 3.0 * 2**30])
-    svg = chart_figure(Chart(name="peak_memory_bytes", title="memory", series=used, unit=2.0**30), section=0)
+    svg = chart_figure(
+        Chart(name="peak_memory_bytes", title="memory", series=used, unit=2.0**30), section=0
+    )
     assert "2 at step 1, 3 at step 2" in svg and ">2.5<" in svg and "e+09" not in svg

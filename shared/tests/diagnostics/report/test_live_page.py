@@ -65,7 +65,9 @@ def test_a_page_that_cannot_be_written_is_one_warning(
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
-def test_the_page_has_the_steps_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_steps_between_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_page, "EVERY_SECONDS", 0.0)
     run = write_run(tmp_path / "run")
     LivePage([run]).after_step(40, {})
@@ -74,5 +76,7 @@ def test_the_page_has_the_steps_between_saves(tmp_path: Path, monkeypatch: pytes
         metrics.write('{"step": 41, "loss": 0.125}\n')
     page = LivePage([run])
     page.after_step(41, {})
-    assert (run / "report.html").read_text() != before and "0.125" in (run / "report.html").read_text()
+    assert (run / "report.html").read_text() != before and "0.125" in (
+        run / "report.html"
+    ).read_text()
     assert not list(run.glob(".*.tmp"))

@@ -1,4 +1,5 @@
-"""The page of a run: its numbers are the metrics file's, its texts are texts, and it loads nothing."""
+"""The page of a run: its numbers are the metrics file's, its texts are texts, and it loads
+nothing."""
 
 import base64
 import hashlib
@@ -19,11 +20,15 @@ from ditkit_core.diagnostics.report.page import write_report
 def test_numbers_are_those_of_the_metrics_file(tmp_path: Path) -> None:
     page = read(write_run(tmp_path))
     check_numbers(page, tmp_path)
-    shown = re.findall(r'<data value="([^"]+)" data-key="([^"]+)" data-step="\d+">([^<]+)</data>', page.text)
+    shown = re.findall(
+        r'<data value="([^"]+)" data-key="([^"]+)" data-step="\d+">([^<]+)</data>', page.text
+    )
     assert len(shown) == len(page.all("data"))
     for value, key, text in shown:
         shown_digits = float(value) / (2**30 if key.endswith("_bytes") else 1)
-        assert float(text) == pytest.approx(shown_digits, rel=5e-3), "three digits; the attribute has all"
+        assert float(text) == pytest.approx(shown_digits, rel=5e-3), (
+            "three digits; the attribute has all"
+        )
 
 
 CONSTANT = {"peak_memory_bytes", "activation_max_block", "nonfinite", "grad_underflow"}
@@ -43,24 +48,37 @@ def test_the_verdict_what_was_trained_and_the_samples_come_first(tmp_path: Path)
         "17 frames, 64 × 96, 16 fps",
         "40 steps",
     ]
-    wanted += ["learning rate 0.0001, adamw", "1 sample per step", "CPU, 1 of 2 threads", "peak memory 1 GiB"]
+    wanted += [
+        "learning rate 0.0001, adamw",
+        "1 sample per step",
+        "CPU, 1 of 2 threads",
+        "peak memory 1 GiB",
+    ]
     wanted += ["a cat (seed 0)", "a dog (seed 0)"]
     wanted += ["training loss", "dashed: before training", "gradient norm", "Constant: "]
     places = [page.shown.index(text) for text in wanted]
     assert places == sorted(places)
     assert page.titles == [
-        "mine", "Samples", "Loss", "Training", "Validation loss by noise level", "Sentinels", "Newest numbers",
+        "mine", "Samples", "Loss", "Training", "Validation loss by noise level", "Sentinels",
+        "Newest numbers",
         "Validation loss in numbers", "Data", "Environment", "Configuration",
     ]  # fmt: skip
     assert re.search(", ".join(f"σ {sigma:g} −\\d+%" for sigma in SIGMAS), page.shown)
     assert "Sentinelsall activations are finite" in page.shown
-    assert not any("open" in attributes for attributes in page.all("details")), "what is special is folded"
+    assert not any("open" in attributes for attributes in page.all("details")), (
+        "what is special is folded"
+    )
 
 
 def test_the_account_of_steps_is_shown_as_shares_of_their_time(tmp_path: Path) -> None:
     """Of each GPU, the largest first; what takes less than half a percent is left to the chart."""
     run = write_run(tmp_path)
-    parts = {"cuda:0/forward": 1.0, "cuda:0/backward": 2.0, "cuda:1/waiting": 0.99, "cuda:1/copies": 0.01}
+    parts = {
+        "cuda:0/forward": 1.0,
+        "cuda:0/backward": 2.0,
+        "cuda:1/waiting": 0.99,
+        "cuda:1/copies": 0.01,
+    }
     with open(run / "metrics.jsonl", "a") as file:
         for step in (41, 42):
             numbers = {f"seconds/{name}": step / 41 * seconds for name, seconds in parts.items()}
@@ -76,7 +94,9 @@ def test_activations_that_are_not_finite_unfold_the_sentinels(tmp_path: Path) ->
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 40, "nonfinite": 3}) + "\n")
     page = read(run)
-    assert page.titles.index("Sentinels") < page.titles.index("Validation loss by noise level"), "not folded"
+    assert page.titles.index("Sentinels") < page.titles.index("Validation loss by noise level"), (
+        "not folded"
+    )
     assert "up to 3 activations are not finite" in page.shown
     assert "nonfinite" in {svg["data-name"] for svg in page.all("svg")}
 
@@ -84,20 +104,30 @@ def test_activations_that_are_not_finite_unfold_the_sentinels(tmp_path: Path) ->
 def test_every_number_has_a_chart_or_is_said_to_be_constant(tmp_path: Path) -> None:
     page = read(write_run(tmp_path))
     shown = {svg["data-name"] for svg in page.all("svg")}
-    names = {name for name, _ in metrics(tmp_path) if not name.endswith(("_low", "_high")) and name != "step"}
+    names = {
+        name
+        for name, _ in metrics(tmp_path)
+        if not name.endswith(("_low", "_high")) and name != "step"
+    }
     assert shown == names - CONSTANT and len(page.all("svg")) == len(shown)
     line = page.text[page.text.index("Constant: ") :].split("</p>")[0]
     assert set(re.findall('data-key="([^"]+)"', line)) == CONSTANT
     for svg in page.all("svg"):
-        values = [value for (name, _), value in metrics(tmp_path).items() if name == svg["data-name"]]
+        values = [
+            value for (name, _), value in metrics(tmp_path).items() if name == svg["data-name"]
+        ]
         assert max(values) - min(values) > 0.01 * max(map(abs, values)), "no flat chart"
     assert page.text.count('class="band"') == 1 + len(SIGMAS) == page.text.count('class="level"')
     assert all(svg["role"] == "img" and svg["aria-labelledby"] for svg in page.all("svg"))
 
 
-def test_what_a_chart_shows_is_said_also_where_nothing_was_measured_before_training(tmp_path: Path) -> None:
+def test_what_a_chart_shows_is_said_also_where_nothing_was_measured_before_training(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path)
-    later = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 0' not in line]
+    later = [
+        line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 0' not in line
+    ]
     (run / "metrics.jsonl").write_text("\n".join(later) + "\n")
     page = read(run)
     assert "band: 95 % confidence interval" in page.shown and "dashed" not in page.shown
@@ -106,7 +136,11 @@ def test_what_a_chart_shows_is_said_also_where_nothing_was_measured_before_train
 
 def test_the_page_loads_nothing_and_names_what_may_run(tmp_path: Path) -> None:
     page = read(write_run(tmp_path))
-    (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        meta["content"]
+        for meta in page.all("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy.startswith("default-src 'none'; img-src data:; media-src data:; ")
     assert "unsafe" not in policy and "http" not in policy and "'self'" not in policy
     (style,) = re.findall("<style>(.*?)</style>", page.text, re.DOTALL)
@@ -114,23 +148,39 @@ def test_the_page_loads_nothing_and_names_what_may_run(tmp_path: Path) -> None:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert len(page.scripts) == 2 and not page.all("link") and not page.all("iframe")
-    assert "style" not in {name for _, attributes in page.elements for name in attributes}, "the policy would refuse it"
-    sources = {value for _, attributes in page.elements for name, value in attributes.items() if name == "src"}
+    assert "style" not in {name for _, attributes in page.elements for name in attributes}, (
+        "the policy would refuse it"
+    )
+    sources = {
+        value
+        for _, attributes in page.elements
+        for name, value in attributes.items()
+        if name == "src"
+    }
     assert [source[:22] for source in sources] == ["data:video/mp4;base64,"] and "url(" not in style
     links = {each["href"] for each in page.all("a")}
-    assert links == {f"samples/{path.name}" for path in (tmp_path / "samples").glob("*.mp4")} and len(links) == 4
+    assert (
+        links == {f"samples/{path.name}" for path in (tmp_path / "samples").glob("*.mp4")}
+        and len(links) == 4
+    )
     assert "@import" not in style
 
 
 def test_hostile_captions_and_file_names_are_shown_as_text(tmp_path: Path) -> None:
     plain = read(write_run(tmp_path / "plain", captions=("a",) * len(HOSTILE)))
     page = read(write_run(tmp_path / "<b>hostile & run", captions=HOSTILE))
-    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements], "no caption made an element"
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements], (
+        "no caption made an element"
+    )
     for caption in HOSTILE[:3]:
         assert page.shown.count(caption) >= 3, "prompt, file left out, reason"
         assert any(caption == video["aria-label"] for video in page.all("video"))
     assert "<b>hostile & run" in page.shown
-    assert "\x00" not in page.text and "\x1b" not in page.text and "猫が走る 🐈 \ufffd half" in page.shown
+    assert (
+        "\x00" not in page.text
+        and "\x1b" not in page.text
+        and "猫が走る 🐈 \ufffd half" in page.shown
+    )
     check_numbers(page, tmp_path / "<b>hostile & run")
 
 
@@ -150,7 +200,11 @@ def test_runs_of_several_experts_are_sections_of_one_page(tmp_path: Path) -> Non
     page = read(tmp_path)
     assert [section["name"] for section in page.numbers] == ["high_noise", "low_noise", ""]
     assert len(page.all("video")) == 7 and "sampled with both" in page.shown
-    assert {link["href"].split("/")[0] for link in page.all("a")} == {"high_noise", "low_noise", "samples"}
+    assert {link["href"].split("/")[0] for link in page.all("a")} == {
+        "high_noise",
+        "low_noise",
+        "samples",
+    }
     assert page.shown.count("It learns: loss on unseen clips fell by") == 2
     assert {svg["data-section"] for svg in page.all("svg")} == {"0", "1"}
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -163,13 +217,18 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
     assert len(text) < 2_500_000
     truth = metrics(run)
     for name, found in Page(text).numbers[0]["series"].items():
-        assert all(truth[name, step] == value for step, value in zip(found["steps"], found["values"], strict=True))
+        assert all(
+            truth[name, step] == value
+            for step, value in zip(found["steps"], found["values"], strict=True)
+        )
         assert found["steps"][-1] == max(step for key, step in truth if key == name)
 
 
 @pytest.mark.parametrize("about", ["[]", "{", '{"environments": 3, "model": [], "data": {"shapes": {"a": 1}, "excluded": [3]}}',
     '{"environments": [{"devices": null}, 7], "model": {"trained_parameters": "x"}, "data": {"shapes": [{"frames": "9"}], "fps": "x"}}'])  # fmt: skip
-def test_a_damaged_description_of_a_run_does_not_prevent_its_page(tmp_path: Path, about: str) -> None:
+def test_a_damaged_description_of_a_run_does_not_prevent_its_page(
+    tmp_path: Path, about: str
+) -> None:
     run = write_run(tmp_path)
     (run / "about.json").write_text(about)
     (run / "samples" / "step-000000.json").write_text(
@@ -209,9 +268,17 @@ def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.Monke
     page = Page((world.folder / "run" / "report.html").read_text(encoding="utf-8"))
     check_numbers(page, world.folder / "run")
     assert "Complete at step 4." in page.shown and len(page.all("img")) == 6
-    assert torch.__version__ in page.shown and "picture number 0" in page.shown and "toy tiny" in page.shown
+    assert (
+        torch.__version__ in page.shown
+        and "picture number 0" in page.shown
+        and "toy tiny" in page.shown
+    )
     about = json.loads((world.folder / "run" / "about.json").read_text())
-    assert about["data"]["samples"] == 5 and len(about["data"]["held_out"]) == 2 and len(about["environments"]) == 1
+    assert (
+        about["data"]["samples"] == 5
+        and len(about["data"]["held_out"]) == 2
+        and len(about["environments"]) == 1
+    )
     assert about["model"]["family"] == "toy" and about["model"]["trained_parameters"] > 0
     assert about["data"]["shapes"] == [{"frames": 1, "height": 16, "width": 16, "samples": 5}]
     assert not list((world.folder / "run").glob("*.tmp"))
@@ -235,18 +302,23 @@ def test_the_page_is_written_anew_by_a_command_that_needs_no_model(
     assert "--report only writes the report of a run and stops" in capsys.readouterr().err
 
 
-def test_a_run_of_two_experts_has_a_page_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_two_experts_has_a_page_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     world = TwoExperts(tmp_path)
     assert world.train("both", 2, "--held_out.clips", "2", "--save.every_steps", "1") == 0
     page = Page((world.folder / "both" / "report.html").read_text(encoding="utf-8"))
     assert [section["name"] for section in page.numbers] == ["high_noise", "low_noise", ""]
     high, low = (section["series"].keys() for section in page.numbers[:2])
-    assert any("sigma" in name for name in high) and not any(name in low for name in high if "sigma" in name)
+    assert any("sigma" in name for name in high) and not any(
+        name in low for name in high if "sigma" in name
+    )
     assert page.shown.count("Complete at step 2.") == 2 and len(page.all("img")) == 2
     for name in ("high_noise", "low_noise"):
         check_numbers(
-            Page((world.folder / "both" / name / "report.html").read_text("utf-8")), world.folder / "both" / name
+            Page((world.folder / "both" / name / "report.html").read_text("utf-8")),
+            world.folder / "both" / name,
         )
 
 
@@ -258,7 +330,9 @@ def test_a_run_that_goes_on_elsewhere_keeps_both_environments(tmp_path: Path) ->
     for device in ("cpu", "cpu", "cuda:0", "cuda:0"):
         write_about(folder, environment={"devices": device}, data={}, model={"family": "toy"})
     kept = json.loads(folder.about.read_text())["environments"]
-    assert [each["devices"] for each in kept] == ["cpu", "cuda:0"] and all(each["since"] for each in kept)
+    assert [each["devices"] for each in kept] == ["cpu", "cuda:0"] and all(
+        each["since"] for each in kept
+    )
 
 
 @pytest.mark.parametrize("damaged", [["cpu", 3, None], "cpu", {"cpu": 1}])
@@ -269,12 +343,16 @@ def test_environments_that_are_none_are_left_out(tmp_path: Path, damaged: object
     folder = RunFolder(tmp_path)
     folder.about.write_text(json.dumps({"environments": damaged}))
     write_about(folder, environment={"devices": "cpu"}, data={}, model={})
-    assert [each["devices"] for each in json.loads(folder.about.read_text())["environments"]] == ["cpu"]
+    assert [each["devices"] for each in json.loads(folder.about.read_text())["environments"]] == [
+        "cpu"
+    ]
 
 
 @pytest.mark.parametrize("values", [(1e-320, 0.5), (1e-320, 2e-320), (5e-324, 5e-324)])
 @pytest.mark.parametrize("logarithmic", [False, True])
-def test_a_chart_of_the_smallest_numbers_is_shown(values: tuple[float, ...], logarithmic: bool) -> None:
+def test_a_chart_of_the_smallest_numbers_is_shown(
+    values: tuple[float, ...], logarithmic: bool
+) -> None:
     from ditkit_core.diagnostics.rendering import macros
     from ditkit_core.diagnostics.report.charts import Chart
     from ditkit_core.diagnostics.report.data import Series

@@ -23,9 +23,16 @@ def test_images_are_embedded_and_lead_to_their_files(tmp_path: Path) -> None:
     for step in (0, 40):
         write_samples(run / "samples", step, ("a cat", "50% & <b>"), suffix=".png")
     page = read(run)
-    assert [image["alt"] for image in page.all("img")] == ["a cat", "a cat", "50% & <b>", "50% & <b>"]
+    assert [image["alt"] for image in page.all("img")] == [
+        "a cat",
+        "a cat",
+        "50% & <b>",
+        "50% & <b>",
+    ]
     assert all(image["src"].startswith("data:image/jpeg;base64,") for image in page.all("img"))
-    assert [link["href"] for link in page.all("a")][:2] == ["samples/step-000000-0.png"] * 2, "the image, and its label"
+    assert [link["href"] for link in page.all("a")][:2] == ["samples/step-000000-0.png"] * 2, (
+        "the image, and its label"
+    )
 
 
 def test_a_sample_that_was_not_decoded_whole_says_how(tmp_path: Path) -> None:
@@ -36,11 +43,18 @@ def test_a_sample_that_was_not_decoded_whole_says_how(tmp_path: Path) -> None:
     for sample, decoded in zip(about["samples"], ("whole", "in bf16 tiles <b>"), strict=True):
         sample["decoded"] = decoded
     listed.write_text(json.dumps(about))
-    assert read(run).text.count("decoded ") == read(run).text.count("decoded in bf16 tiles &lt;b&gt;") == 1
+    assert (
+        read(run).text.count("decoded ")
+        == read(run).text.count("decoded in bf16 tiles &lt;b&gt;")
+        == 1
+    )
 
 
-def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link works where the page is in the folder of the run. The newest samples and those before training go first."""
+def test_large_videos_are_a_link_and_the_page_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link works where the page is in the folder of the run. The newest samples and those before
+    training go first."""
     run = write_run(tmp_path)
     for step in range(1, 8):
         write_samples(run / "samples", step, ("a cat", "a dog"))
@@ -51,8 +65,14 @@ def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkey
     assert 1 <= len(embedded) and 4 <= len(page.all("video")) <= 6
     strip = page.text[page.text.index("a cat (seed 0)") : page.text.index("a dog (seed 0)")]
     tiles = strip.split('<figure class="tile">')[1:]
-    assert len(tiles) == 9 and [("<video" in tile) for tile in (tiles[0], tiles[-1], tiles[1])] == [True, True, False]
-    assert all('href="samples/step-' in tile for tile in tiles) and "in the run's folder" in tiles[1]
+    assert len(tiles) == 9 and [("<video" in tile) for tile in (tiles[0], tiles[-1], tiles[1])] == [
+        True,
+        True,
+        False,
+    ]
+    assert (
+        all('href="samples/step-' in tile for tile in tiles) and "in the run's folder" in tiles[1]
+    )
     spent = sum(
         len(base64.b64decode(each["src"].split(",")[1]))
         for kind in ("video", "img")
@@ -63,7 +83,9 @@ def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkey
     monkeypatch.undo()
     monkeypatch.setattr(samples_part, "VIDEO_BYTES", 10)
     page = read(run)
-    assert not page.all("video") and len(page.all("img")) == 18, "the first frame of each, which leads to the file"
+    assert not page.all("video") and len(page.all("img")) == 18, (
+        "the first frame of each, which leads to the file"
+    )
 
 
 def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> None:
@@ -76,28 +98,47 @@ def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> 
     write_samples(run / "samples", 20, ("a cat", "a dog"), suffix=".png")
     (run / "samples" / "step-000020-0.png").write_bytes(b"no image")
     page = read(run)
-    assert "step-000000-0.mp4 is missing" in page.shown and "step-000000-1.mp4 is missing" in page.shown
-    assert "cannot be read as an image" in page.shown and base64.b64encode(b"secret").decode() not in page.text
+    assert (
+        "step-000000-0.mp4 is missing" in page.shown
+        and "step-000000-1.mp4 is missing" in page.shown
+    )
+    assert (
+        "cannot be read as an image" in page.shown
+        and base64.b64encode(b"secret").decode() not in page.text
+    )
     assert len(page.all("video")) == 2 and len(page.all("img")) == 1
     assert "Samples of the sample command" not in page.shown
     write_samples(run / "samples", 40, ("my prompt",), name="sampled-001-step-000040")
     page = read(run)
-    assert page.titles.index("Samples") < page.titles.index("Samples of the sample command") < page.titles.index("Loss")
-    assert "sampled-001-step-000040" in page.shown and page.all("video")[-1]["aria-label"] == "my prompt"
+    assert (
+        page.titles.index("Samples")
+        < page.titles.index("Samples of the sample command")
+        < page.titles.index("Loss")
+    )
+    assert (
+        "sampled-001-step-000040" in page.shown
+        and page.all("video")[-1]["aria-label"] == "my prompt"
+    )
 
 
-def test_samples_of_one_step_fill_the_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_one_step_fill_the_page_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are the newest and the first samples at the same time."""
     run = write_run(tmp_path)
     for path in (run / "samples").iterdir():
         path.unlink()
     write_samples(run / "samples", 40, ("a cat", "a dog"))
-    monkeypatch.setattr(samples_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4")))
+    monkeypatch.setattr(
+        samples_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4"))
+    )
     assert len(read(run).all("video")) == 2
 
 
 def configure(run: Path, **sections: str) -> None:
-    (run / "config.toml").write_text("".join(f"[{name}]\n{lines}\n" for name, lines in sections.items()))
+    (run / "config.toml").write_text(
+        "".join(f"[{name}]\n{lines}\n" for name, lines in sections.items())
+    )
 
 
 def test_controls_are_marked_and_explained(tmp_path: Path) -> None:

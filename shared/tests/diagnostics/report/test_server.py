@@ -17,7 +17,9 @@ from ditkit_core.io.console import keep_log, say
 
 
 @contextmanager
-def serving(folder: Path, host: str = "127.0.0.1", log: Path | None = None) -> Iterator[ReportServer]:
+def serving(
+    folder: Path, host: str = "127.0.0.1", log: Path | None = None
+) -> Iterator[ReportServer]:
     with ReportServer(folder, host=host, port=0, log=log) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -28,9 +30,13 @@ def serving(folder: Path, host: str = "127.0.0.1", log: Path | None = None) -> I
             thread.join()
 
 
-def answer(server: ReportServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+def answer(
+    server: ReportServer, path: str, method: str = "GET", **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    connection.request(
+        method, path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+    )
     response = connection.getresponse()
     found = response.status, response.read(), {name: text for name, text in response.getheaders()}
     connection.close()
@@ -48,16 +54,24 @@ def test_the_page_is_of_now_and_its_samples_are_served_where_it_links_them(
         check_numbers(page, run)
         assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
         (policy,) = [
-            meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+            meta["content"]
+            for meta in page.all("meta")
+            if meta.get("http-equiv") == "Content-Security-Policy"
         ]
-        assert policy.startswith("default-src 'none'; img-src data: 'self'; media-src data: 'self'; style-src 'sha256-")
-        assert all(caption in page.shown for caption in HOSTILE[:3]) and page.titles[1] == "Last lines"
+        assert policy.startswith(
+            "default-src 'none'; img-src data: 'self'; media-src data: 'self'; style-src 'sha256-"
+        )
+        assert (
+            all(caption in page.shown for caption in HOSTILE[:3]) and page.titles[1] == "Last lines"
+        )
         assert "reloads itself" in page.shown, "it is not complete, and may begin to train"
         sources = [video["src"] for video in page.all("video")]
         assert len(sources) == 10 and not any(source.startswith("data:") for source in sources)
         for source in sources:
             status, data, headers = answer(server, f"/{source}")
-            assert (status, headers["Content-Type"]) == (200, "video/mp4") and data == (run / source).read_bytes()
+            assert (status, headers["Content-Type"]) == (200, "video/mp4") and data == (
+                run / source
+            ).read_bytes()
         write_samples(run / "samples", 41, ("new",), suffix=".png")
         (run / "complete.json").write_text('{"step": 40}')
         page = Page(answer(server, "/")[1].decode())
@@ -78,9 +92,13 @@ def test_nothing_but_the_page_and_samples_is_sent(tmp_path: Path) -> None:
     (run / "expert").symlink_to(tmp_path / "elsewhere")
     (run / "samples.mp4").write_bytes(b"secret")
     paths = [
-        "/config.toml", "/metrics.jsonl", "/samples", "/samples/", "/samples/step-000000.json", "/samples/link.mp4",
-        "/samples/.hidden.mp4", "/expert/samples/a.mp4", "/../secret.mp4", "/samples/../../secret.mp4",
-        "/samples/%2e%2e/%2e%2e/secret.mp4", "/..%2felsewhere/samples/a.mp4", "/../elsewhere/samples/a.mp4", "/samples/..%5c..%5csecret.mp4", "/samples/%00.mp4", "/samples.mp4",
+        "/config.toml", "/metrics.jsonl", "/samples", "/samples/", "/samples/step-000000.json",
+        "/samples/link.mp4",
+        "/samples/.hidden.mp4", "/expert/samples/a.mp4", "/../secret.mp4",
+        "/samples/../../secret.mp4",
+        "/samples/%2e%2e/%2e%2e/secret.mp4", "/..%2felsewhere/samples/a.mp4",
+        "/../elsewhere/samples/a.mp4", "/samples/..%5c..%5csecret.mp4", "/samples/%00.mp4",
+        "/samples.mp4",
         f"/{secret}", "/index.html", "/samples/gone.mp4",
     ]  # fmt: skip
     with serving(run) as server:
@@ -93,7 +111,9 @@ def test_nothing_but_the_page_and_samples_is_sent(tmp_path: Path) -> None:
         assert status == 404 and b"<script>" not in text
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "%ff" * 300, "%f0%9f%98%80" * 100], ids=len)
+@pytest.mark.parametrize(
+    "name", ["a" * 300, "a/" * 3000, "%ff" * 300, "%f0%9f%98%80" * 100], ids=len
+)
 def test_a_name_that_no_file_system_accepts_is_not_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -126,7 +146,9 @@ def test_parts_of_a_video_and_what_a_browser_has_already(tmp_path: Path) -> None
             "bytes=0-9": data[:10], "bytes=10-": data[10:], "bytes=-7": data[-7:], f"bytes=5-{len(data) + 9}": data[5:],
         }.items():  # fmt: skip
             status, part, headers = answer(server, path, Range=asked)
-            assert (status, part) == (206, wanted) and headers["Content-Range"].endswith(f"/{len(data)}")
+            assert (status, part) == (206, wanted) and headers["Content-Range"].endswith(
+                f"/{len(data)}"
+            )
         for odd in ("bytes=9-5", "bytes=x-", "lines=0-1", "bytes=", "bytes=-", "bytes=0-1,4-5"):
             status, whole, _ = answer(server, path, Range=odd)
             assert (status, whole) == (200, data) or status == 416, odd
@@ -138,7 +160,9 @@ def test_a_run_that_has_not_begun_has_a_page_that_loads_itself_again(tmp_path: P
     with serving(tmp_path / "later", log=log) as server:
         page = Page(answer(server, "/")[1].decode())
         assert "has not begun to train" in page.shown and "encoding <b>" in page.shown
-        assert [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "refresh"] == ["20"]
+        assert [
+            meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "refresh"
+        ] == ["20"]
 
 
 def test_the_last_lines_are_shown_as_a_terminal_shows_them(tmp_path: Path) -> None:

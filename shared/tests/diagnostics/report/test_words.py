@@ -45,10 +45,16 @@ def test_the_verdict_says_how_much_and_whether_by_chance(
 
 
 def test_a_headline_says_first_what_it_means_and_then_what_to_do() -> None:
-    fell, rose = judge_change(2.0, 0.64, (0.5, 0.78)), judge_change(2.0, 3.0, (2.5, 3.5), noun="image")
+    fell, rose = (
+        judge_change(2.0, 0.64, (0.5, 0.78)),
+        judge_change(2.0, 3.0, (2.5, 3.5), noun="image"),
+    )
     assert fell.headline == "it learns: loss on unseen clips fell by 68 %" and not fell.advice
     assert fell.certainty == "This is more than chance (95 % confidence 61–75 %)."
-    assert rose.headline == "it got worse: loss on unseen images rose by 50 %" and "overfits" in rose.advice
+    assert (
+        rose.headline == "it got worse: loss on unseen images rose by 50 %"
+        and "overfits" in rose.advice
+    )
     chance = judge_change(2.0, 1.5, (0.9, 2.1), clips=8)
     assert (
         chance.headline == "it is too early to say: loss on unseen clips fell by 25 %"
@@ -66,11 +72,15 @@ def test_a_headline_says_first_what_it_means_and_then_what_to_do() -> None:
 def test_few_clips_that_cannot_tell_are_named_as_the_cause(clips: int) -> None:
     said = judge_change(2.0, 0.5, (-1.0, 2.2), clips)
     assert said.kind == "unclear" and said.words == (
-        "validation loss fell 75 %, which may be chance (95 % confidence: 100 % lower to 10 % higher): "
+        "validation loss fell 75 %, which may be chance (95 % confidence: 100 % lower to 10 % "
+        "higher): "
         f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
     )
     number = ("one held-out clip", "two held-out clips", "three held-out clips")[clips - 1]
     assert said.headline == f"{number} cannot tell: loss on unseen clips fell by 75 %"
-    assert "may be chance" in said.certainty and "hold out 4 to 8 clips in the next run (held_out.clips)" in said.advice
+    assert (
+        "may be chance" in said.certainty
+        and "hold out 4 to 8 clips in the next run (held_out.clips)" in said.advice
+    )
     assert judge_change(2.0, 0.5, (0.2, 0.8), clips).kind == "fell"
     assert "too few" not in judge_change(2.0, 2.0, (2.0, 2.0), clips).words

@@ -1,4 +1,5 @@
-"""Exports are verified at every save, however the model that trains is divided, and the run is the same run."""
+"""Exports are verified at every save, however the model that trains is divided, and the run is the
+same run."""
 
 import json
 import os
@@ -28,12 +29,24 @@ from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 
-NAMES = StateDictNames.renaming(to_native=lambda name: name, from_native={"diffusers": lambda name: name})
-FOUR = ("--save.every_steps", "2", "--save.keep_last", "9", "--sample.captions", "0", "--export.dtype", "fp32")
+NAMES = StateDictNames.renaming(
+    to_native=lambda name: name, from_native={"diffusers": lambda name: name}
+)
+FOUR = (
+    "--save.every_steps",
+    "2",
+    "--save.keep_last",
+    "9",
+    "--sample.captions",
+    "0",
+    "--export.dtype",
+    "fp32",
+)
 
 
 class StandIn:
-    """Loads an adapter file into a toy that shares our base, as diffusers does; the model that it compares with is looked at."""
+    """Loads an adapter file into a toy that shares our base, as diffusers does; the model that it
+    compares with is looked at."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -47,9 +60,13 @@ class StandIn:
         self.whole_matrices |= {
             name
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and "lora_" not in name and id(module) not in map(id, at_use.values())
+            if isinstance(module, nn.Linear)
+            and "lora_" not in name
+            and id(module) not in map(id, at_use.values())
         }
-        self.transformer = build_on_meta(TOY, TOY.architecture.presets["tiny"], Precision(matmul=torch.float32))
+        self.transformer = build_on_meta(
+            TOY, TOY.architecture.presets["tiny"], Precision(matmul=torch.float32)
+        )
         share_base(self.transformer, model, NAMES, "diffusers", lambda name: torch.float32)
         (item,) = toy_items(1)
         inputs = ToyInputs([item["latents"]], torch.tensor([0.5]), [item["text"]])
@@ -62,13 +79,20 @@ class StandIn:
         from ditkit_core.adapters.config import AdapterConfig
         from ditkit_core.adapters.inject import initialise, inject
 
-        shapes = {n: (m.out_features, m.in_features) for n, m in self.transformer.named_modules() if _is_linear(m)}
+        shapes = {
+            n: (m.out_features, m.in_features)
+            for n, m in self.transformer.named_modules()
+            if _is_linear(m)
+        }
         file = open_adapter(Path(path), TOY.architecture.names, shapes)
         kinds = {name for name in file.modules}
         dora = any("magnitude" in key or "dora" in key for key in file.source.tensors)
         inject(self.transformer, AdapterConfig(rank=2, targets=tuple(kinds), use_dora=dora), {})
         initialise(
-            self.transformer, 0, device_of=lambda name: torch.device("cpu"), start=initial_adapter(file, file.modules)
+            self.transformer,
+            0,
+            device_of=lambda name: torch.device("cpu"),
+            start=initial_adapter(file, file.modules),
         )
 
 
@@ -97,7 +121,9 @@ def test_every_kept_save_is_verified_once_and_the_finished_file_is_that_of_the_l
     for name in [*steps, "run.safetensors"]:
         assert said.count(f"verified: diffusers loads {name} and agrees with our model to ") == 1
     results = json.loads((world.folder / "run" / "verified.json").read_text())
-    assert results.keys() == {*steps, "run.safetensors"} and all(each["agrees"] for each in results.values())
+    assert results.keys() == {*steps, "run.safetensors"} and all(
+        each["agrees"] for each in results.values()
+    )
     assert "4 of 4 verified" in (world.folder / "run" / "report.html").read_text()
     assert verify_of(world).whole_matrices == set(), "every matrix of the base is read at its use"
 
@@ -105,7 +131,14 @@ def test_every_kept_save_is_verified_once_and_the_finished_file_is_that_of_the_l
 WAYS = {
     "streamed": ("--train.swap_blocks", "[2]", "--train.checkpointing", "full"),
     "int8": ("--base.quantize", "int8"),
-    "nf4 dora": ("--base.quantize", "nf4", "--adapter.use_dora", "true", "--export.forms", '["diffusers"]'),
+    "nf4 dora": (
+        "--base.quantize",
+        "nf4",
+        "--adapter.use_dora",
+        "true",
+        "--export.forms",
+        '["diffusers"]',
+    ),
     "average": ("--ema.decay", "0.5"),
     "schedule-free": ("--optim.name", "schedulefree_adamw"),
     "merged too": ("--export.merged", "true"),
@@ -118,14 +151,22 @@ def test_the_adapter_is_compared_however_the_run_trains(
 ) -> None:
     assert world.train("run", 2, *FOUR, "--optim.lr", "0.05", *WAYS[way]) == 0
     form = "_diffusers" * ("dora" in way)
-    assert f"verified: diffusers loads run{form}.safetensors and agrees with our model" in capsys.readouterr().out
+    assert (
+        f"verified: diffusers loads run{form}.safetensors and agrees with our model"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_model_that_is_split_over_devices_is_verified(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_split_over_devices_is_verified(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     with PretendDevices():
         devices = ("--train.devices", '["cpu", "cpu:1"]', "--train.swap_blocks", "[1]")
         assert world.train("run", 2, *FOUR, "--optim.lr", "0.05", *devices) == 0
-    assert "verified: diffusers loads run.safetensors and agrees with our model" in capsys.readouterr().out
+    assert (
+        "verified: diffusers loads run.safetensors and agrees with our model"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_run_is_the_same_run_whether_its_exports_are_verified(world: World) -> None:
@@ -133,7 +174,8 @@ def test_a_run_is_the_same_run_whether_its_exports_are_verified(world: World) ->
     flags = (*FOUR, "--held_out.clips", "1", "--ema.decay", "0.9")
     assert plain.train("plain", 4, *flags) == world.train("run", 4, *flags) == 0
     states = [
-        load_file(world.folder / run / "state" / "step-000004" / "trainable.safetensors") for run in ("plain", "run")
+        load_file(world.folder / run / "state" / "step-000004" / "trainable.safetensors")
+        for run in ("plain", "run")
     ]
     assert equal(*states) and equal(plain.adapter("plain"), world.adapter("run"))
     assert len(verify_of(world).seen) == 2
@@ -148,7 +190,9 @@ def refusing(names: tuple[str, ...]) -> Any:
     return verify
 
 
-def test_a_mistake_in_the_comparison_ends_no_training(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_comparison_ends_no_training(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     def verify(file: Path, *_: Any) -> str:
         if file.name == "run-step-000002.safetensors":
             raise KeyError("a name that a library does not have")
@@ -157,9 +201,15 @@ def test_a_mistake_in_the_comparison_ends_no_training(world: World, capsys: pyte
     world.spec = altered(world.spec, verify=verify)
     assert world.train("run", 4, *FOUR) == 0
     out, err = capsys.readouterr()
-    assert "comparing it with diffusers failed (KeyError: 'a name that a library does not have')" in err
+    assert (
+        "comparing it with diffusers failed (KeyError: 'a name that a library does not have')"
+        in err
+    )
     assert "not verified: run-step-000002.safetensors: " in err
-    assert "verified: diffusers loads run-step-000004" in out and "verified: diffusers loads run.safetensors" in out
+    assert (
+        "verified: diffusers loads run-step-000004" in out
+        and "verified: diffusers loads run.safetensors" in out
+    )
 
 
 def test_a_save_that_is_wrong_is_one_line_and_training_goes_on(
@@ -174,9 +224,15 @@ def test_a_save_that_is_wrong_is_one_line_and_training_goes_on(
 def test_a_finished_adapter_that_is_wrong_ends_the_run_with_one_line(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world.spec = altered(world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors")))
+    world.spec = altered(
+        world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors"))
+    )
     assert world.train("run", 2, *FOUR) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if "run.safetensors: diffusers' output" in line]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "run.safetensors: diffusers' output" in line
+    ]
     assert len(lines) == 1 and lines[0].startswith("error: ")
 
 
@@ -211,20 +267,26 @@ def test_a_result_counts_as_long_as_its_export_is_there_unchanged(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the run, and on its page."""
-    world.spec = altered(world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors")))
+    world.spec = altered(
+        world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors"))
+    )
     assert world.train("run", 2, *FOUR) == 1
     folder = RunFolder(world.folder / "run")
     run: Any = None  # nothing is compared
     with pytest.raises(UserError, match="export it again"):
         Verifier(run, folder, apart=False).wait()
-    (of_save,) = (section.verified.keys() - {"run.safetensors"} for section in read_sections(folder.path))
+    (of_save,) = (
+        section.verified.keys() - {"run.safetensors"} for section in read_sections(folder.path)
+    )
     (folder.exports / "run.safetensors").unlink()
     capsys.readouterr()
     verifier = Verifier(run, folder, apart=False)
     verifier.wait()
     verifier._give_up("it crashed when it was done")
     assert not capsys.readouterr().err
-    assert [section.verified for section in read_sections(folder.path)] == [dict.fromkeys(of_save, False)]
+    assert [section.verified for section in read_sections(folder.path)] == [
+        dict.fromkeys(of_save, False)
+    ]
     os.utime(folder.exports / "run-step-000002.safetensors")
     assert of_save and [section.verified for section in read_sections(folder.path)] == [{}]
 
@@ -235,17 +297,30 @@ def test_an_old_export_that_is_open_elsewhere_stays_until_the_next_save(
     unlink = Path.unlink
 
     def on_windows(path: Path, **options: bool) -> None:
-        if path.name == "run-step-000001.safetensors" and (path.parents[1] / "state" / "step-000003").exists() is False:
+        if (
+            path.name == "run-step-000001.safetensors"
+            and (path.parents[1] / "state" / "step-000003").exists() is False
+        ):
             raise PermissionError(13, "it is open", str(path))
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", on_windows)
-    assert world.train("run", 3, "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0") == 0
+    assert (
+        world.train(
+            "run", 3, "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0"
+        )
+        == 0
+    )
     assert not list((world.folder / "run" / "exports").glob("run-step-000001*"))
 
 
 def test_exports_of_removed_saves_are_forgotten(world: World) -> None:
-    assert world.train("run", 4, "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0") == 0
+    assert (
+        world.train(
+            "run", 4, "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0"
+        )
+        == 0
+    )
     results = json.loads((world.folder / "run" / "verified.json").read_text())
     assert results.keys() == {"run-step-000004.safetensors", "run.safetensors"}
 
@@ -258,5 +333,9 @@ def test_a_base_that_cannot_be_read_any_more_is_a_warning(
 
     monkeypatch.setattr("ditkit_core.diagnostics.verification.verify.read_at_use", gone)
     assert world.train("run", 2, *FOUR) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not verified" in line and "run.saf" in line]
+    (line,) = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "not verified" in line and "run.saf" in line
+    ]
     assert "there is no toy.safetensors; check the path" in line

@@ -1,4 +1,5 @@
-"""What `attend` asks of a backend and refuses, the settings that are in force, and the mark on a block's last step."""
+"""What `attend` asks of a backend and refuses, the settings that are in force, and the mark on a
+block's last step."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,9 +33,14 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
     q, k, v = qkv(torch.float64)
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
-    expected = torch.einsum("bhqk,bkhd->bqhd", weights.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1), v)
-    assert torch.allclose(attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-14)
-    assert torch.allclose(attend(q, k, v, name="self"), torch.einsum("bhqk,bkhd->bqhd", weights.softmax(-1), v), rtol=0, atol=1e-14)  # fmt: skip
+    expected = torch.einsum(
+        "bhqk,bkhd->bqhd", weights.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1), v
+    )
+    assert torch.allclose(
+        attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-14
+    )
+    assert torch.allclose(attend(q, k, v, name="self"), torch.einsum("bhqk,bkhd->bqhd",
+        weights.softmax(-1), v), rtol=0, atol=1e-14)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -54,9 +60,14 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("keep", [None, ()])
-def test_what_a_backend_cannot_take_is_refused_before_it_runs(monkeypatch, fake, can, given, dtype, message, keep):
+def test_what_a_backend_cannot_take_is_refused_before_it_runs(
+    monkeypatch, fake, can, given, dtype, message, keep
+):
     monkeypatch.setitem(BACKENDS, "fake", replace(fake, **can))
-    with block_settings(BlockSettings(backend="fake", keep=keep)), pytest.raises(UserError) as refused:
+    with (
+        block_settings(BlockSettings(backend="fake", keep=keep)),
+        pytest.raises(UserError) as refused,
+    ):
         attend(*qkv(dtype), name="self", **given)
     assert str(refused.value) == message
 
@@ -135,16 +146,24 @@ def more_than_a_matmul() -> nn.Module:
         (matmul, "none", 1),
         (matmul, "attn_only", 1),
         (partial(matmul, trained=True), "none", 1),
-        (partial(matmul, trained=True), "attn_only", 2),  # a gate that is trained with it needs its output
+        (
+            partial(matmul, trained=True),
+            "attn_only",
+            2,
+        ),  # a gate that is trained with it needs its output
         (more_than_a_matmul, "none", 1),
         (more_than_a_matmul, "attn_only", 2),
     ],
 )
-def test_a_frozen_last_matmul_and_no_other_layer_is_left_out_of_a_recompute_that_keeps_regions(last, policy, runs):
+def test_a_frozen_last_matmul_and_no_other_layer_is_left_out_of_a_recompute_that_keeps_regions(
+    last, policy, runs
+):
     plain, block = Gated(last()), Gated(last())
     block.load_state_dict(plain.state_dict())
     expected, found = gradients(plain, "none"), gradients(block, policy)
-    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
     assert block.runs == {"first": 1 if policy == "none" else 2, "last": runs}
 
 

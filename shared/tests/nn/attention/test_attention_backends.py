@@ -1,4 +1,5 @@
-"""The table of attention backends: what each entry hands on and refuses, what is usable here, and the help text made from it."""
+"""The table of attention backends: what each entry hands on and refuses, what is usable here, and
+the help text made from it."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +86,11 @@ def test_a_library_gets_tokens_before_heads_and_what_it_returns_is_handed_on(
 ):
     q, k, v = qkv(torch.bfloat16)
     out, seen = torch.full((2, 5, 3, 8), 0.5, dtype=torch.bfloat16), []
-    install(monkeypatch, backend, stand_in(seen, returns=(out, torch.zeros(2, 3, 5)) if wrapped else out))
+    install(
+        monkeypatch,
+        backend,
+        stand_in(seen, returns=(out, torch.zeros(2, 3, 5)) if wrapped else out),
+    )
     with block_settings(BlockSettings(backend=backend)):
         assert attend(q, k, v, name="self", dropout=dropout) is out
     ((*shapes, given_q, given_k, given_v, given_options),) = seen
@@ -96,7 +101,8 @@ def test_a_library_gets_tokens_before_heads_and_what_it_returns_is_handed_on(
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_library_is_called_with_the_device_of_its_tensors_current(monkeypatch, backend):
-    """flash-attn 4 launches on the current device's stream, and sageattention leaves another device current."""
+    """flash-attn 4 launches on the current device's stream, and sageattention leaves another device
+    current."""
     entered = []
 
     @contextmanager
@@ -114,11 +120,16 @@ def test_a_library_is_called_with_the_device_of_its_tensors_current(monkeypatch,
 
     install(monkeypatch, backend, kernel)
     with FakeTensorMode(), block_settings(BlockSettings(backend=backend)):
-        attend(*(torch.empty(2, 5, 3, 8, dtype=torch.bfloat16, device="cuda:1") for _ in range(3)), name="self")
+        attend(
+            *(torch.empty(2, 5, 3, 8, dtype=torch.bfloat16, device="cuda:1") for _ in range(3)),
+            name="self",
+        )
     assert seen == [torch.device("cuda", 1)] and entered == [torch.device("cuda", 1), None]
 
 
-@pytest.mark.parametrize("backend", [name for name, b in BACKENDS.items() if not (b.takes_mask and b.takes_dropout)])
+@pytest.mark.parametrize(
+    "backend", [name for name, b in BACKENDS.items() if not (b.takes_mask and b.takes_dropout)]
+)
 def test_a_kernel_is_not_asked_for_what_it_has_not(monkeypatch, on_any_device, backend):
     entry = replace(BACKENDS[backend], kernel=fake_kernel)
     monkeypatch.setitem(BACKENDS, backend, entry)
@@ -148,11 +159,15 @@ def test_sdpa_is_held_to_one_kernel_and_let_go_again(monkeypatch, on_any_device,
     before = enabled_kernels()
     with block_settings(BlockSettings(backend=backend)):
         if which is SDPBackend.MATH:
-            assert torch.allclose(attend(*qkv(), name="self"), attention_backends._sdpa(*qkv(), None, 0.0), atol=1e-6)
+            assert torch.allclose(
+                attend(*qkv(), name="self"), attention_backends._sdpa(*qkv(), None, 0.0), atol=1e-6
+            )
         elif which is SDPBackend.FLASH_ATTENTION:
             attend(*qkv(torch.bfloat16), name="self")
         else:
-            with pytest.raises(UserError, match=f"{backend!r} cannot run q .* on this cpu; use sdpa"):
+            with pytest.raises(
+                UserError, match=f"{backend!r} cannot run q .* on this cpu; use sdpa"
+            ):
                 attend(*qkv(torch.bfloat16), name="self")
     assert pinned == [which]
     assert enabled_kernels() == before
@@ -161,12 +176,14 @@ def test_sdpa_is_held_to_one_kernel_and_let_go_again(monkeypatch, on_any_device,
 def enabled_kernels() -> tuple[bool, ...]:
     cuda = torch.backends.cuda
     return (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled()
     )  # fmt: skip
 
 
 def test_devices_that_recompute_at_once_do_not_undo_each_others_choice_of_a_kernel(on_any_device):
-    """torch holds the choice for the whole process; without a lock the last to leave restores what another had chosen."""
+    """torch holds the choice for the whole process; without a lock the last to leave restores what
+    another had chosen."""
     before = enabled_kernels()
 
     def work(name: str) -> None:
@@ -182,16 +199,26 @@ def test_devices_that_recompute_at_once_do_not_undo_each_others_choice_of_a_kern
 @pytest.mark.parametrize("masked", [False, True])
 def test_varlen_gets_the_keys_that_may_be_seen_packed(monkeypatch, on_any_device, masked):
     def packed(q, k, v, bounds_q, bounds_k, max_q, max_k):
-        assert (bounds_q.dtype, bounds_k.dtype) == (torch.int32, torch.int32) and (max_q, max_k) == (5, 7)
+        assert (bounds_q.dtype, bounds_k.dtype) == (torch.int32, torch.int32) and (
+            max_q,
+            max_k,
+        ) == (5, 7)
         parts = zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
         return torch.cat(
-            [attention_backends._sdpa(q[None, a:b], k[None, c:d], v[None, c:d], None, 0.0)[0] for a, b, c, d in parts]
+            [
+                attention_backends._sdpa(q[None, a:b], k[None, c:d], v[None, c:d], None, 0.0)[0]
+                for a, b, c, d in parts
+            ]
         )
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", packed)
     monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["varlen"], half_only=False))
     q, k, v = (t.requires_grad_() for t in qkv(torch.float64))
-    mask = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]]) if masked else None
+    mask = (
+        torch.tensor([[True] * 7, [False, True, True, True, True, False, False]])
+        if masked
+        else None
+    )
     out, expected = None, attend(q, k, v, name="self", padding_mask=mask)
     with block_settings(BlockSettings(backend="varlen")):
         out = attend(q, k, v, name="self", padding_mask=mask)
@@ -210,7 +237,9 @@ def test_flex_sees_no_masked_key(monkeypatch, on_any_device, masked):
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3]) if masked else None
     expected = attend(q, k, v, name="self", padding_mask=mask)
     with torch.no_grad(), block_settings(BlockSettings(backend="flex")):
-        assert torch.allclose(attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-6)
+        assert torch.allclose(
+            attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-6
+        )
 
 
 def test_flex_never_runs_eagerly_behind_the_last_graph_that_it_may_make(monkeypatch, on_any_device):
@@ -233,9 +262,13 @@ def test_flex_never_runs_eagerly_behind_the_last_graph_that_it_may_make(monkeypa
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", [name for name, entry in BACKENDS.items() if entry.has_backward])
+@pytest.mark.parametrize(
+    "backend", [name for name, entry in BACKENDS.items() if entry.has_backward]
+)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's reasons why a GPU has no such kernel, before it raises
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # torch's reasons why a GPU has no such kernel, before it raises
 def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(backend, masked, gpu):
     """bf16 rounds to 8 bits: 2**-7 of the largest value, in results and gradients."""
     entry = BACKENDS[backend]
@@ -256,7 +289,9 @@ def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(ba
     there = [t.to(gpu.device).requires_grad_() for t in given]
     try:
         with block_settings(BlockSettings(backend=backend)):
-            out = attend(*there, name="self", padding_mask=None if mask is None else mask.to(gpu.device))
+            out = attend(
+                *there, name="self", padding_mask=None if mask is None else mask.to(gpu.device)
+            )
     except UserError as refused:
         pytest.skip(str(refused))  # this GPU has no such kernel
     gradients = torch.autograd.grad(out.float().square().mean(), there)
@@ -281,18 +316,23 @@ TORCH_ON_A_CPU = ", ".join(name for name, backend in BACKENDS.items() if not bac
 def test_an_unknown_backend_is_refused_with_those_that_work(nothing_installed):
     with pytest.raises(UserError) as refused:
         check_backend("flash5", training=True, devices=["cpu"])
-    assert str(refused.value) == "unknown attention backend 'flash5'; usable here: " + TORCH_ON_A_CPU
+    assert (
+        str(refused.value) == "unknown attention backend 'flash5'; usable here: " + TORCH_ON_A_CPU
+    )
     with pytest.raises(UserError, match=f"usable here: {TORCH_ON_GPUS}$"):
         check_backend("flash5", training=True, devices=["cuda"])
 
 
 @pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if backend.module])
-def test_a_backend_that_is_not_installed_is_refused_with_the_package_to_install(nothing_installed, name):
+def test_a_backend_that_is_not_installed_is_refused_with_the_package_to_install(
+    nothing_installed, name
+):
     with pytest.raises(UserError) as refused:
         check_backend(name, training=False)
     package = LIBRARIES[name][0]
     assert (
-        str(refused.value) == f"attention backend {name!r} needs {package}, not installed; usable here: {TORCH_ON_GPUS}"
+        str(refused.value)
+        == f"attention backend {name!r} needs {package}, not installed; usable here: {TORCH_ON_GPUS}"
     )
 
 
@@ -306,7 +346,8 @@ def test_a_backend_of_gpus_is_refused_on_a_cpu_before_the_first_step(monkeypatch
     with pytest.raises(UserError) as refused:
         check_backend(name, training=True, devices=["cuda", "cpu"])
     assert (
-        str(refused.value) == f"attention backend {name!r} runs on cuda only, not on cpu; usable here: {TORCH_ON_A_CPU}"
+        str(refused.value)
+        == f"attention backend {name!r} runs on cuda only, not on cpu; usable here: {TORCH_ON_A_CPU}"
     )
 
 
@@ -317,8 +358,13 @@ def test_what_is_installed_is_accepted_and_listed(monkeypatch):
     with pytest.raises(UserError, match="usable here: .*, varlen, flash2$"):
         check_backend("flash3", training=True)
     # flash-attn 4 alone: a folder of that name without the package
-    libraries |= {"flash_attn": ModuleSpec("flash_attn", None), "flash_attn.cute": ModuleSpec("", None, origin="here")}
-    with pytest.raises(UserError, match="'flash2' needs flash_attn, not installed; .*, varlen, flash4$"):
+    libraries |= {
+        "flash_attn": ModuleSpec("flash_attn", None),
+        "flash_attn.cute": ModuleSpec("", None, origin="here"),
+    }
+    with pytest.raises(
+        UserError, match="'flash2' needs flash_attn, not installed; .*, varlen, flash4$"
+    ):
         check_backend("flash2", training=True)
 
 
@@ -333,7 +379,8 @@ def test_a_backend_without_a_backward_samples_and_does_not_train(monkeypatch):
     with pytest.raises(UserError) as refused:
         check_backend("sage", training=True)
     assert (
-        str(refused.value) == f"attention backend 'sage' has no backward and cannot train; usable here: {TORCH_ON_GPUS}"
+        str(refused.value)
+        == f"attention backend 'sage' has no backward and cannot train; usable here: {TORCH_ON_GPUS}"
     )
     with pytest.raises(UserError, match=f"usable here: {TORCH_ON_GPUS}, sage$"):
         check_backend("nothing", training=False)

@@ -1,4 +1,5 @@
-"""What `attn_only` keeps is marked where attention is called: it holds for every kernel, is never lost in silence, and replays dropout."""
+"""What `attn_only` keeps is marked where attention is called: it holds for every kernel, is never
+lost in silence, and replays dropout."""
 
 import threading
 from collections import Counter
@@ -42,7 +43,9 @@ class Attending(nn.Module):
         x, text = carry
         for name, seen in (("self", x), ("cross", text)):
             q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in (self.q(x), self.k(seen), seen.sin()))
-            x = x + F.dropout(self.out(attend(q, k, v, name=name, dropout=self.dropout).flatten(2)), self.dropout)
+            x = x + F.dropout(
+                self.out(attend(q, k, v, name=name, dropout=self.dropout).flatten(2)), self.dropout
+            )
         return x, text
 
 
@@ -61,7 +64,8 @@ class Composed(torch.autograd.Function):
 
 
 class FakeFlash(torch.autograd.Function):
-    """As a flash kernel does it: keeps its result and the log-sum-exp, and computes the weights again."""
+    """As a flash kernel does it: keeps its result and the log-sum-exp, and computes the weights
+    again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,14 +79,20 @@ class FakeFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5 - lse[..., None]).exp()
+        weights = (
+            torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5 - lse[..., None]
+        ).exp()
         assert torch.isfinite(out).all()
         return differentiated(gradient, q, k, v, weights)
 
 
-def differentiated(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+def differentiated(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor
+) -> tuple[Tensor, ...]:
     of_weights = torch.einsum("bqhd,bkhd->bhqk", gradient, v)
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    of_scores = (
+        weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    )
     return (
         torch.einsum("bhqk,bkhd->bqhd", of_scores, k),
         torch.einsum("bhqk,bqhd->bkhd", of_scores, q),
@@ -94,7 +104,9 @@ BIAS = nn.Parameter(torch.linspace(-1, 1, TOKENS * TOKENS).reshape(1, 1, TOKENS,
 
 
 def with_a_mask(make: Callable[[], Tensor]) -> Kernel:
-    def kernel(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+    ) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*heads_first, attn_mask=make()).transpose(1, 2)
 
@@ -109,7 +121,10 @@ KERNELS: dict[str, tuple[Kernel, float]] = {
     "a mask made of one that needs a gradient": (with_a_mask(lambda: BIAS * 2), 0.0),
     "a mask of bools": (with_a_mask(lambda: BIAS.detach() < 0.9), 0.0),
     "an autograd function": (lambda q, k, v, padding_mask, dropout: Composed.apply(q, k, v), 0.0),
-    "a fake of flash attention": (lambda q, k, v, padding_mask, dropout: FakeFlash.apply(q, k, v)[0], 0.0),
+    "a fake of flash attention": (
+        lambda q, k, v, padding_mask, dropout: FakeFlash.apply(q, k, v)[0],
+        0.0,
+    ),
 }
 """Kernels by what is special about them, with the dropout they are given."""
 
@@ -166,7 +181,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Seen]
     ("policy", "again"), [("none", 0), ("full", 4), ("attn_only", 0), ("attn_only(self)", 2), ("attn_only(self, cross)", 0)]
 )  # fmt: skip
 def test_a_kept_call_runs_once_whatever_its_kernel_is(runs, special, policy, again):
-    """Two blocks of two calls: N + 0 where all are kept, N_self + 2 N_cross where self-attention is."""
+    """Two blocks of two calls: N + 0 where all are kept, N_self + 2 N_cross where self-attention
+    is."""
     plain, under = runs(special, "none"), runs(special, policy)
     assert (under.forward, under.again) == (4, again)
     assert all(map(torch.equal, under.gradients, plain.gradients))
@@ -177,7 +193,8 @@ def test_a_kept_call_runs_once_whatever_its_kernel_is(runs, special, policy, aga
 
 
 class Forgetful(AttentionOnly):
-    """A policy that says that attention is kept, and is run by a checkpoint that knows nothing of it."""
+    """A policy that says that attention is kept, and is run by a checkpoint that knows nothing of
+    it."""
 
 
 def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(monkeypatch):
@@ -187,12 +204,16 @@ def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:
         train_shortly(TOY, model, toy_items(2), BlockEngine(policy="forgetful"))
-    assert "should have been kept but is computed again" in str(refused.value) and "\n" not in str(refused.value)
+    assert "should have been kept but is computed again" in str(refused.value) and "\n" not in str(
+        refused.value
+    )
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("policy", ["attn_only(slf)", "full, 1=attn_only(slf)"])
-def test_a_name_that_no_block_calls_is_refused_in_the_first_step_of_every_start(monkeypatch, tmp_path, policy):
+def test_a_name_that_no_block_calls_is_refused_in_the_first_step_of_every_start(
+    monkeypatch, tmp_path, policy
+):
     config = TrainConfig(steps=2, batch_size=2, accumulation=2)
     toy_training.toy_run(tmp_path / "resumed", 2, config=config)
     monkeypatch.setattr(toy_training, "BlockEngine", lambda: BlockEngine(policy=policy))
@@ -200,7 +221,8 @@ def test_a_name_that_no_block_calls_is_refused_in_the_first_step_of_every_start(
         with pytest.raises(UserError) as refused:
             toy_training.toy_run(tmp_path / folder, steps, config=replace(config, steps=steps))
         assert str(refused.value) == (
-            "train.checkpointing: attn_only(slf) keeps attention 'slf', which no block calls; the blocks call cross, self"
+            "train.checkpointing: attn_only(slf) keeps attention 'slf', which no block calls; the "
+            "blocks call cross, self"
         )
     assert latest(tmp_path / "new" / "state", warn=print) is None, "nothing was updated"
 
@@ -210,25 +232,35 @@ def test_calls_are_counted_in_the_first_step_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(AttentionCalls, "check", lambda calls: looked.append(calls.counts.copy()))
     monkeypatch.setattr(toy_training, "BlockEngine", lambda: BlockEngine(policy="attn_only"))
     toy_training.toy_run(tmp_path, 3, config=TrainConfig(steps=3, batch_size=2, accumulation=2))
-    assert looked == [Counter(self=2, cross=2), Counter(self=4, cross=4)]  # two micro-batches of two blocks
+    assert looked == [
+        Counter(self=2, cross=2),
+        Counter(self=4, cross=4),
+    ]  # two micro-batches of two blocks
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attn_only", "attn_only(self)", "full, 1=attn_only(cross)"])
+@pytest.mark.parametrize(
+    "policy", ["none", "full", "attn_only", "attn_only(self)", "full, 1=attn_only(cross)"]
+)
 def test_policies_that_keep_what_they_say_pass(policy):
     model: Any = make_model(TOY, ToyArch(depth=3))
     calls = AttentionCalls()
     with counted_calls(calls):
         outcome(TOY, model, toy_items(1), BlockEngine(policy=policy))
     calls.check()
-    assert calls.counts == ({} if policy == "none" else Counter(self=3, cross=3))  # not those of the recompute
+    assert calls.counts == (
+        {} if policy == "none" else Counter(self=3, cross=3)
+    )  # not those of the recompute
 
 
 def test_a_policy_that_keeps_attention_of_blocks_without_any_is_refused():
     calls = AttentionCalls()
     with counted_calls(calls):
-        run_block(nn.Linear(4, 4), torch.ones(2, 4), policy=parse_policy("attn_only"), name="block 0")
+        run_block(
+            nn.Linear(4, 4), torch.ones(2, 4), policy=parse_policy("attn_only"), name="block 0"
+        )
     with pytest.raises(
-        UserError, match="attn_only keeps the results of attention, but no block calls attention; write full"
+        UserError,
+        match="attn_only keeps the results of attention, but no block calls attention; write full",
     ):
         calls.check()
 
@@ -252,7 +284,9 @@ def test_a_second_backward_of_a_graph_gives_the_same_gradients(policy, preset):
     outcome(TOY, model, toy_items(2), BlockEngine(policy=policy), backward=backward)
     assert len(twice) == 2
     for gradients in twice:
-        assert [n for n, gradient in gradients.items() if not torch.equal(gradient, plain.gradients[n])] == []
+        assert [
+            n for n, gradient in gradients.items() if not torch.equal(gradient, plain.gradients[n])
+        ] == []
 
 
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
@@ -278,7 +312,9 @@ def test_two_backwards_at_once_replay_each_its_own_dropout(policy):
             thread.join()
         for model in models:
             found = {name: p.grad for name, p in model.named_parameters()}
-            assert [n for n, g in found.items() if g is None or not torch.equal(g, plain.gradients[n])] == []
+            assert [
+                n for n, g in found.items() if g is None or not torch.equal(g, plain.gradients[n])
+            ] == []
         losses.clear()
         for model in models:
             outcome(TOY, model, toy_items(2), BlockEngine(policy=policy), backward=losses.append)
@@ -321,7 +357,9 @@ def functional_all_to_all(x: Tensor) -> Tensor:
     return all_to_all_single_autograd(x.contiguous(), None, None, dist.group.WORLD).wait()
 
 
-@pytest.mark.parametrize("exchange", [InPlaceAllToAll.apply, functional_all_to_all], ids=["in place", "functional"])
+@pytest.mark.parametrize(
+    "exchange", [InPlaceAllToAll.apply, functional_all_to_all], ids=["in place", "functional"]
+)
 @pytest.mark.parametrize(("policy", "issued"), [("none", 4), ("full", 8), ("attn_only", 4)])
 def test_a_collective_inside_attention_is_issued_once_where_attention_is_kept(
     monkeypatch, alone, exchange, policy, issued
@@ -338,4 +376,6 @@ def test_a_collective_inside_attention_is_issued_once_where_attention_is_kept(
 
 
 def test_what_a_policy_holds_at_its_core_is_a_plain_value():
-    assert parse_policy("attn_only(self)") == AttentionOnly(names=("self",)) and isinstance(Full(), Policy)
+    assert parse_policy("attn_only(self)") == AttentionOnly(names=("self",)) and isinstance(
+        Full(), Policy
+    )

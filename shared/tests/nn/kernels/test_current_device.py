@@ -1,5 +1,5 @@
-"""How kernels of Triton are launched: with the device of their tensors current, whichever device the thread was on, and with nothing left to
-a default that differs between versions of Triton."""
+"""How kernels of Triton are launched: with the device of their tensors current, whichever device
+the thread was on, and with nothing left to a default that differs between versions of Triton."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -25,7 +25,9 @@ class Launches:
         self._stand_in, self._seen = stand_in, seen
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *given, **named: self._seen.append((self._stand_in.runtime.current_device(), named))
+        return lambda *given, **named: self._seen.append(
+            (self._stand_in.runtime.current_device(), named)
+        )
 
 
 @pytest.fixture
@@ -50,7 +52,11 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "added_products.accumulated", (halves, halves, there(8, 8, dtype=torch.bfloat16)), {}
     yield "code_products.multiplied", (codes, codes, there(4, 1), None, None), {"out": there(4, 4)}
     yield "dequantized.rows", (codes, there(4, 1), torch.float32), {}
-    yield "dequantized.nf4", (codes.to(torch.uint8), there(8, dtype=torch.int8), *(there(1),) * 3, torch.float32), {}
+    yield (
+        "dequantized.nf4",
+        (codes.to(torch.uint8), there(8, dtype=torch.int8), *(there(1),) * 3, torch.float32),
+        {},
+    )
     yield "gated_sum.forward", (x, x, there(2, 1, 8)), {}
     yield "gated_sum.backward", (x, there(2, 1, 8), torch.bfloat16), {}
     yield "gated_unit.forward", (x,), {}
@@ -59,7 +65,11 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "lora_parts.products", (there(5, 12), None, 4, 1.0), {}
     yield "lora_parts.products", (there(5, 12), there(5, 4), 4, 1.0), {}
     yield "lora_parts.sums", (there(12, 8), there(6, 12), 4), {}
-    yield "modulated_norm.forward", (x, there(2, 1, 8), there(2, 1, 8), 1e-6, 1.0, torch.float32), {}
+    yield (
+        "modulated_norm.forward",
+        (x, there(2, 1, 8), there(2, 1, 8), 1e-6, 1.0, torch.float32),
+        {},
+    )
     yield "modulated_norm.backward", (x, x, there(2, 1, 8), 1e-6, 1.0, True), {}
     yield "norm_rotation.forward", (x, there(8), None, 1e-6, 2, torch.float32), {}
     yield "norm_rotation.backward", (there(2, 3, 2, 4), x, there(8), None, there(2, 3, 1), True), {}
@@ -71,8 +81,11 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "rounding.restored", (rows, bits, bits), {}
 
 
-def test_its_device_is_the_current_one_and_its_arithmetic_is_said(seen: list[tuple[int, dict[str, Any]]]) -> None:
-    """Triton 3.9 warns where nothing says whether products and sums are fused, and in 3.10 they no longer are."""
+def test_its_device_is_the_current_one_and_its_arithmetic_is_said(
+    seen: list[tuple[int, dict[str, Any]]],
+) -> None:
+    """Triton 3.9 warns where nothing says whether products and sums are fused, and in 3.10 they no
+    longer are."""
     given = list(calls())
     for place, tensors, named in given:
         attrgetter(place)(KERNELS)(*tensors, **named)
@@ -87,7 +100,9 @@ def properties(kernel: Any, given: Any, named: dict[str, Any]) -> str:
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
     return str(bind(*given, **named)[1])
 
 
@@ -119,8 +134,15 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
     with torch.device("meta"):
         weight = torch.empty(32)
         for batch, tokens in ((1, 1), (1, 15), (1, 16), (2, 1), (3, 33), (4, 300)):
-            x, row, table = torch.empty(batch, tokens, 32), torch.empty(batch, 1, 32), torch.empty(1, tokens, 1, 8, 2)
-            heads, inverse = torch.empty(batch, 2, tokens, 16).transpose(1, 2), torch.empty(batch, tokens, 1)
+            x, row, table = (
+                torch.empty(batch, tokens, 32),
+                torch.empty(batch, 1, 32),
+                torch.empty(1, tokens, 1, 8, 2),
+            )
+            heads, inverse = (
+                torch.empty(batch, 2, tokens, 16).transpose(1, 2),
+                torch.empty(batch, tokens, 1),
+            )
             KERNELS.modulated_norm.forward(x, row, row, 1e-6, 1.0, torch.bfloat16)
             KERNELS.norm_rotation.forward(x, weight, table, 1e-6, 2, torch.bfloat16)
             codes = torch.empty(batch * tokens, 32, dtype=torch.int8)
@@ -133,7 +155,9 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
                 out=torch.empty(len(codes), 64),
             )
             halves = codes.bfloat16()
-            KERNELS.added_products.accumulated(halves, halves, torch.empty(32, 32, dtype=torch.bfloat16))
+            KERNELS.added_products.accumulated(
+                halves, halves, torch.empty(32, 32, dtype=torch.bfloat16)
+            )
             KERNELS.gated_sum.forward(x, x, row)
             KERNELS.gated_sum.backward(x, row, torch.bfloat16)
             KERNELS.gated_unit.forward(x)
@@ -144,4 +168,6 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
             for trained in (False, True):
                 KERNELS.modulated_norm.backward(x, x, row, 1e-6, 1.0, trained)
                 KERNELS.norm_rotation.backward(heads, x, weight, table, inverse, trained)
-    assert len(found) == 15 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 15 and {name: len(each) for name, each in found.items()} == dict.fromkeys(
+        found, 1
+    )

@@ -1,4 +1,5 @@
-"""Launches: each kernel with the arguments, on the stream and in the compiled form that Triton itself would take; and their sizes."""
+"""Launches: each kernel with the arguments, on the stream and in the compiled form that Triton
+itself would take; and their sizes."""
 
 import inspect
 import random
@@ -51,11 +52,18 @@ class Driver:
         return {"max_shared_mem": 2**17}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return None, 100 + device, 16, 0, 1024  # a module, a function, registers, spilled bytes, threads
+        return (
+            None,
+            100 + device,
+            16,
+            0,
+            1024,
+        )  # a module, a function, registers, spilled bytes, threads
 
 
 class Noting:
-    """In place of the compiled C code that launches a kernel. Which kernel that is, it says by what Triton compiled it for."""
+    """In place of the compiled C code that launches a kernel. Which kernel that is, it says by what
+    Triton compiled it for."""
 
     def __init__(self, source: Any, metadata: Any):
         self._kernel = str((source.signature, source.constants, source.attrs, metadata.num_warps))
@@ -68,7 +76,8 @@ class Noting:
 
 
 class Call(NamedTuple):
-    """One launch. Two calls that differ in one field have kernels that Triton compiles for different properties, or go to different places."""
+    """One launch. Two calls that differ in one field have kernels that Triton compiles for
+    different properties, or go to different places."""
 
     device: int = 0
     stream: int = 70
@@ -82,13 +91,21 @@ class Call(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.bfloat16)
     offsets: tuple[int, int] = (0, 0)
 
-    def arguments(self) -> tuple[tuple[int, int, int], tuple[Tensor, ...], tuple[float, ...], tuple[float, ...], int]:
+    def arguments(
+        self,
+    ) -> tuple[tuple[int, int, int], tuple[Tensor, ...], tuple[float, ...], tuple[float, ...], int]:
         tensors = []
         for memory, dtype, offset in zip(MEMORY, self.dtypes, self.offsets, strict=True):
             x = memory.view(dtype)[offset:].as_subclass(OnDevice)
             x.index = self.device
             tensors.append(x)
-        return (3, 1, 1), (*tensors,), (self.number, self.free, self.scalar), (self.size, self.adds), self.warps
+        return (
+            (3, 1, 1),
+            (*tensors,),
+            (self.number, self.free, self.scalar),
+            (self.size, self.adds),
+            self.warps,
+        )
 
 
 MEMORY = tuple(torch.zeros(64, dtype=torch.float64) for _ in range(2))
@@ -101,7 +118,10 @@ CALLS = (
     Call(adds=2.0),
     Call(warps=8),
     *(Call(offsets=offsets) for offsets in ((1, 0), (0, 1))),
-    *(Call(dtypes=dtypes) for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))),
+    *(
+        Call(dtypes=dtypes)
+        for dtypes in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))
+    ),
     Call(stream=99),
     Call(device=1, current=1),
     Call(device=1, current=0),
@@ -109,7 +129,9 @@ CALLS = (
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     with patch.object(triton.runtime.driver, "_active", Driver()) as active:
         yield active
@@ -141,7 +163,9 @@ def differences(make: Callable[[], Any], driver: Driver) -> list[Call]:
 
     def by_triton(grid: Any, tensors: Any, numbers: Any, constants: Any, num_warps: int) -> None:
         with Current(tensors[0]):
-            _kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, enable_fp_fusion=True)
+            _kernel[grid](
+                *tensors, *numbers, *constants, num_warps=num_warps, enable_fp_fusion=True
+            )
 
     wanted = {call: launched_by(by_triton, driver, call) for call in CALLS}
     different = []
@@ -158,11 +182,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Launcher]:
     return lambda: Launcher(_kernel, enable_fp_fusion=True)
 
 
-def test_every_launch_is_what_triton_would_launch(driver: Driver, make: Callable[[], Launcher]) -> None:
+def test_every_launch_is_what_triton_would_launch(
+    driver: Driver, make: Callable[[], Launcher]
+) -> None:
     assert differences(make, driver) == []
 
 
-def test_triton_is_asked_once_for_each_kind_of_launch(driver: Driver, make: Callable[[], Launcher]) -> None:
+def test_triton_is_asked_once_for_each_kind_of_launch(
+    driver: Driver, make: Callable[[], Launcher]
+) -> None:
     launcher, asked = make(), list[Any]()
 
     class Counted:
@@ -242,7 +270,12 @@ def test_sizes():
     assert [warps(size, sums=True) for size in (1, 2048, 8192, 2**20)] == [1, 4, 16, 16]
     assert [blocks_of(count, 16) for count in (0, 1, 16, 17)] == [0, 1, 1, 2]
     assert summing_programs(5, 0) == 5  # tokens of no samples
-    assert (summing_programs(5), summing_programs(10**6), summing_programs(10**6, 4), summing_programs(9, 10**4)) == (
+    assert (
+        summing_programs(5),
+        summing_programs(10**6),
+        summing_programs(10**6, 4),
+        summing_programs(9, 10**4),
+    ) == (
         5,
         1024,
         256,

@@ -1,4 +1,5 @@
-"""The Triton kernels: in the interpreter against fp64, and under fake tensors. `tests/test_kernel_resources.py` compiles them."""
+"""The Triton kernels: in the interpreter against fp64, and under fake tensors.
+`tests/test_kernel_resources.py` compiles them."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -24,7 +25,8 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 @pytest.mark.slow
 def test_every_kernel_equals_fp64_forward_and_backward(gpu):
-    """In a process of its own, where the interpreter stands in for a GPU: triton reads the variable when it is imported."""
+    """In a process of its own, where the interpreter stands in for a GPU: triton reads the variable
+    when it is imported."""
     pytest.importorskip("triton")
     kind, interpret = ("cuda", "0") if gpu.is_real else ("cpu", "1")
     found = printed(SUPPORT / "interpreted_kernels.py", kind, TRITON_INTERPRET=interpret)
@@ -34,7 +36,9 @@ def test_every_kernel_equals_fp64_forward_and_backward(gpu):
         # With the step of fp32 that a result may be off as well, 2e-6.
         assert error <= (0 if is_bitwise else 1.8e-6) and operations, (name, error, operations)
     ran = {each for *_, operations in found["errors"] for each in operations}
-    assert ran == ops.IMPLEMENTATIONS.keys() - (set() if has_hopper else {"add_product", "multiply_codes"})
+    assert ran == ops.IMPLEMENTATIONS.keys() - (
+        set() if has_hopper else {"add_product", "multiply_codes"}
+    )
     assert len(found["parts"]) == 4 and all(found["parts"].values()), found["parts"]
 
 
@@ -45,7 +49,11 @@ def test_fake_tensors_get_the_kernels_results():
         out = ops.NormRotation.apply(x, weight, table, 1e-6, 2, torch.bfloat16)
         assert (out.shape, out.dtype) == ((2, 5, 2, 12), torch.bfloat16)
         out.sum().backward()
-        assert (x.grad.dtype, weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, torch.float32, (24,))
+        assert (x.grad.dtype, weight.grad.dtype, weight.grad.shape) == (
+            torch.bfloat16,
+            torch.float32,
+            (24,),
+        )
         with block_settings(BlockSettings(kernels="triton")):
             assert gated_unit(x).grad_fn.name() == "GatedUnitBackward"
             assert gated_unit(x).shape == (2, 5, 12)
@@ -64,12 +72,15 @@ class Noted(TorchDispatchMode):
 
 
 def test_an_operation_goes_through_torch_only_where_that_shows(monkeypatch):
-    """Under a dispatch mode, for a tensor that is none of torch's plain ones, and where a gradient would be lost."""
+    """Under a dispatch mode, for a tensor that is none of torch's plain ones, and where a gradient
+    would be lost."""
     pytest.importorskip("triton")
     from ditkit_core.nn.kernels import gated_unit as kernels
 
     launches = []  # of a kernel that computes nothing
-    monkeypatch.setattr(kernels._forward, "kernel", defaultdict(lambda: lambda *_, **__: launches.append(1)))
+    monkeypatch.setattr(
+        kernels._forward, "kernel", defaultdict(lambda: lambda *_, **__: launches.append(1))
+    )
     x = torch.nn.Parameter(torch.ones(2, 3, 8))
     assert ops._gated_unit(x).grad_fn is not None  # a backward through it fails
     with torch.no_grad():
@@ -80,7 +91,9 @@ def test_an_operation_goes_through_torch_only_where_that_shows(monkeypatch):
             with Noted() as noted:
                 results.append(ops._gated_unit(tensor))
             assert noted.names == ["gated_unit"]
-            assert {(result.shape, result.dtype) for result in results} == {((2, 3, 4), torch.float32)}
+            assert {(result.shape, result.dtype) for result in results} == {
+                ((2, 3, 4), torch.float32)
+            }
         with FakeTensorMode():
             fake = torch.empty(2, 3, 8)
         assert isinstance(ops._gated_unit(fake), FakeTensor)
@@ -89,9 +102,12 @@ def test_an_operation_goes_through_torch_only_where_that_shows(monkeypatch):
         assert not launches
 
 
-@pytest.mark.parametrize(("kind", "launches"), [("int8", (6, 4)), ("fp8", (6, 6)), ("nf4", (16, 4))])
+@pytest.mark.parametrize(
+    ("kind", "launches"), [("int8", (6, 4)), ("fp8", (6, 6)), ("nf4", (16, 4))]
+)
 def test_a_quantized_layer_is_converted_in_one_launch(kind, launches):
-    """Forward and backward: a conversion and a product each; Triton does not convert fp8 on all GPUs. A matrix of this size is in one part on a GPU."""
+    """Forward and backward: a conversion and a product each; Triton does not convert fp8 on all
+    GPUs. A matrix of this size is in one part on a GPU."""
     found = []
     for name in ("torch", "triton"):
         with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
@@ -104,7 +120,9 @@ def test_a_quantized_layer_is_converted_in_one_launch(kind, launches):
     assert tuple(found) == launches
 
 
-@pytest.mark.parametrize(("rounding", "launches"), [("nearest", (4, 4)), ("split", (12, 4)), ("stochastic", (37, 4))])
+@pytest.mark.parametrize(
+    ("rounding", "launches"), [("nearest", (4, 4)), ("split", (12, 4)), ("stochastic", (37, 4))]
+)
 def test_an_update_of_a_bf16_weight_is_as_many_launches_and_bytes_as_plans_say(rounding, launches):
     """Widen or join, advance the count, update, write."""
     count, own = 2**20, {"nearest": 14, "split": 16, "stochastic": 14}[rounding]
@@ -112,7 +130,9 @@ def test_an_update_of_a_bf16_weight_is_as_many_launches_and_bytes_as_plans_say(r
         with fake_tensors("cuda") as meter:
             weight = torch.nn.Parameter(torch.empty(2**10, 2**10, dtype=torch.bfloat16))
             config = OptimConfig(rounding=rounding)
-            optimizer = NamedOptimizer({"weight": weight}, config, accumulation=torch.float32, kernels=kernels)
+            optimizer = NamedOptimizer(
+                {"weight": weight}, config, accumulation=torch.float32, kernels=kernels
+            )
             for step in range(2):  # the state is made in the first
                 weight.grad = torch.empty(weight.shape)
                 meter.kernels.clear()
@@ -125,7 +145,8 @@ def test_an_update_of_a_bf16_weight_is_as_many_launches_and_bytes_as_plans_say(r
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_product_in_8_bits_is_three_launches(kind):
-    """Rounding rows, the product, applying scales; the backward also transposes the codes. fp8's product gets a scale that is one."""
+    """Rounding rows, the product, applying scales; the backward also transposes the codes. fp8's
+    product gets a scale that is one."""
     found = []
     for name in ("torch", "triton"):
         with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
@@ -137,7 +158,12 @@ def test_a_product_in_8_bits_is_three_launches(kind):
             out.backward(torch.empty_like(out))
             found.append(meter.kernels.total())
             assert (
-                sum(count for kernel, count in meter.kernels.items() if kernel.kind.startswith(f"matmul_{kind}")) == 2
+                sum(
+                    count
+                    for kernel, count in meter.kernels.items()
+                    if kernel.kind.startswith(f"matmul_{kind}")
+                )
+                == 2
             )
     assert found[1] == 7 + 2 * (kind == "fp8")
     assert found[0] > 3 * found[1] - 6
@@ -152,7 +178,9 @@ def test_a_cpu_runs_torch_whatever_the_setting():
 def test_triton_is_refused_where_no_gpu_trains_or_it_is_missing(monkeypatch):
     launch.check_kernels("torch", ["cpu"])
     launch.check_kernels("triton", [])
-    with pytest.raises(UserError, match=r"train\.kernels = triton runs on GPUs only, and this run uses cpu"):
+    with pytest.raises(
+        UserError, match=r"train\.kernels = triton runs on GPUs only, and this run uses cpu"
+    ):
         launch.check_kernels("triton", ["cuda", "cpu"])
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     with pytest.raises(UserError, match="needs the package triton"):

@@ -27,7 +27,11 @@ BLOCK = StageCost(
 def profile(num_blocks: int = 4) -> Profile:
     nothing = (0,) * (num_blocks + 1)
     return Profile(
-        embed=StageCost(), blocks=(BLOCK,) * num_blocks, head=StageCost(), crossing=nothing, crossing_back=nothing
+        embed=StageCost(),
+        blocks=(BLOCK,) * num_blocks,
+        head=StageCost(),
+        crossing=nothing,
+        crossing_back=nothing,
     )
 
 
@@ -52,7 +56,8 @@ def test_fewer_rows_than_ranks_are_padded_when_they_are_gathered():
 def test_gradients_of_adapters_are_added_up_over_ranks_once_a_step(micro_batches):
     layout = RankLayout(nproc=2, shard=2)
     of_adapters, of_all = (
-        work_of_rank(Workload(micro_batches=2 * micro_batches), layout, adapts=each) for each in (True, False)
+        work_of_rank(Workload(micro_batches=2 * micro_batches), layout, adapts=each)
+        for each in (True, False)
     )
     assert of_adapters.micro_batches == of_all.micro_batches == micro_batches
     assert of_adapters.ranks.rounds[-1].again == (micro_batches > 1) and not any(

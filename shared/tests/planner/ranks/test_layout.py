@@ -8,8 +8,12 @@ from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_o
 from ditkit_core.run.config import RunConfig
 
 
-def layout(num_gpus: int = 1, *, nproc: int = 0, nodes: int = 1, link: str = "", **flags) -> RankLayout | None:
-    config = resolve(RunConfig, flags={name.replace("_", ".", 1): value for name, value in flags.items()})
+def layout(
+    num_gpus: int = 1, *, nproc: int = 0, nodes: int = 1, link: str = "", **flags
+) -> RankLayout | None:
+    config = resolve(
+        RunConfig, flags={name.replace("_", ".", 1): value for name, value in flags.items()}
+    )
     launch = PlannedLaunch(nproc=nproc, nodes=nodes, link=link)
     return layout_of(config.ranks, num_gpus, launch, devices=config.train.devices)
 
@@ -33,10 +37,19 @@ def test_micro_batches_are_divided_over_the_ranks_that_do_not_share_samples():
     ("given", "words"),
     [
         ({"num_gpus": 4, "nproc": 8}, "--gpus names 4 GPUs"),
-        ({"num_gpus": 4, "ranks_shard": 8}, "ranks.shard = 8 needs a multiple of 8 ranks, and this plan has 4"),
-        ({"nproc": 6, "ranks_context": 4, "ranks_shard": 2}, "ranks.context = 4 needs a multiple of 4"),
+        (
+            {"num_gpus": 4, "ranks_shard": 8},
+            "ranks.shard = 8 needs a multiple of 8 ranks, and this plan has 4",
+        ),
+        (
+            {"nproc": 6, "ranks_context": 4, "ranks_shard": 2},
+            "ranks.context = 4 needs a multiple of 4",
+        ),
         ({"nproc": 2, "train_devices": ("cuda:0", "cuda:1")}, "train.devices"),
-        ({"link": "pcie"}, "--link pcie is between ranks, and this plan is of one process; add --nproc N"),
+        (
+            {"link": "pcie"},
+            "--link pcie is between ranks, and this plan is of one process; add --nproc N",
+        ),
         ({"nproc": -1}, "must be at least 1"),
         ({"nodes": 0}, "must be at least 1"),
     ],

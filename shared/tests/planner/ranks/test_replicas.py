@@ -18,7 +18,9 @@ def test_the_time_of_a_tree_is_its_depth_and_a_broadcast():
         assert sums.seconds(lambda rank, other: 1.0, 10.0) == depth + 10
         assert sums.most_sent == 1 and sums.gradients.exchanged == 2
     sums = replica_sums(8, 8, adapts=True)
-    assert sums.seconds(lambda rank, other: 1.0 + 100 * (rank // 4 != other // 4), 0.0) == 103, "one level crosses"
+    assert sums.seconds(lambda rank, other: 1.0 + 100 * (rank // 4 != other // 4), 0.0) == 103, (
+        "one level crosses"
+    )
 
 
 def test_a_rank_whose_sums_wait_for_those_of_others_has_several():

@@ -1,4 +1,5 @@
-"""The search for settings that fit: on profiles made by hand, against looking at every one of them."""
+"""The search for settings that fit: on profiles made by hand, against looking at every one of
+them."""
 
 import functools
 import itertools
@@ -34,10 +35,16 @@ from ditkit_core.testing.toy import TOY
 
 
 def task_of(gpus, **settings):
-    shape = {name: settings.pop(name) for name in ("num_blocks", "block_gib", "work") if name in settings}
+    shape = {
+        name: settings.pop(name) for name in ("num_blocks", "block_gib", "work") if name in settings
+    }
     profiles = functools.cache(lambda policy, quantize: made_profile(policy, quantize, **shape))
     settings["work"] = Workload(micro_batches=settings.pop("micro_batches", 1))
-    return FitTask(gpus=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
+    return FitTask(
+        gpus=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus),
+        profile_of=profiles,
+        **settings,
+    )
 
 
 def every_way(task):
@@ -53,14 +60,18 @@ def every_way(task):
                     named = tuple(torch.device("cuda", i) for i in devices)
                     placement = Placement(embed=named[0], blocks=named, head=named[-1])
                     sizes = [range(b - a + 1) for a, b in itertools.pairwise(bounds)]
-                    overlap = (False, True) if task.work.micro_batches > 1 and used > 1 else (False,)
+                    overlap = (
+                        (False, True) if task.work.micro_batches > 1 and used > 1 else (False,)
+                    )
                     for swap, pipelined in itertools.product(itertools.product(*sizes), overlap):
                         streamed = choose_streamed(placement, swap, [True] * count)
                         division = Partition(devices=devices, streamed=streamed)
                         work = replace(task.work, pipelined=pipelined, quantize=quantize)
                         plans = compose(profile, division, [card.budget for card in chosen], work)
                         on_host = sum(profile.blocks[i].weights for i in streamed)
-                        if all(plan.fits for plan in plans) and (task.host is None or on_host <= task.host):
+                        if all(plan.fits for plan in plans) and (
+                            task.host is None or on_host <= task.host
+                        ):
                             seconds = step_seconds(profile, division, chosen, work)
                             yield seconds * PRICE[quantize], seconds, quantize == "none"
 
@@ -101,8 +112,14 @@ def test_no_other_settings_that_fit_are_faster(gpus, shape, micro_batches):
 
 def test_where_all_fits_nothing_is_done_to_it():
     chosen = fit(task_of("80GiB")).chosen
-    assert (chosen.execution.checkpointing, chosen.execution.quantize, chosen.swap_blocks) == ("none", "none", (0,))
-    assert fit(task_of("2x80GiB")).chosen.gpus == (0,), "a second card that works in turn is no help"
+    assert (chosen.execution.checkpointing, chosen.execution.quantize, chosen.swap_blocks) == (
+        "none",
+        "none",
+        (0,),
+    )
+    assert fit(task_of("2x80GiB")).chosen.gpus == (0,), (
+        "a second card that works in turn is no help"
+    )
 
 
 def test_of_equal_choices_the_one_without_streaming_is_taken():
@@ -144,7 +161,9 @@ def test_micro_batches_overlap_where_memory_allows_it():
     assert chosen.execution.pipelined and len(chosen.gpus) == 2
     alone = fit(task_of("24GiB", **settings)).chosen
     assert not alone.execution.pipelined and chosen.seconds < 0.7 * alone.seconds
-    assert not fit(task_of("2x24GiB", **{**settings, "micro_batches": 1})).chosen.execution.pipelined
+    assert not fit(
+        task_of("2x24GiB", **{**settings, "micro_batches": 1})
+    ).chosen.execution.pipelined
 
 
 def test_a_small_host_has_another_gpu_used_and_says_what_it_lacks():
@@ -181,7 +200,8 @@ def test_least_memory_is_less_than_what_is_chosen():
 
 
 def test_activations_wait_on_the_host_where_that_alone_makes_it_fit():
-    """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the GPUs fit a slower way otherwise."""
+    """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the
+    GPUs fit a slower way otherwise."""
     shape = {"num_blocks": 6, "work": 6.0, "quantizations": ("none",)}
     first = fit(task_of("24GiB", **shape)).chosen
     assert first.execution.checkpointing in POLICIES
@@ -216,10 +236,14 @@ def test_profiles_are_asked_for_only_where_they_can_matter():
     assert {quantize for _, quantize in asked} == {"none"}
     asked.clear()
     fit(FitTask(gpus=parse_gpus("2GiB"), profile_of=profile_of))
-    assert {policy for policy, _ in asked} == {"full", SMALLEST}, "what holds more than full is not looked at"
+    assert {policy for policy, _ in asked} == {"full", SMALLEST}, (
+        "what holds more than full is not looked at"
+    )
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_a_larger_gpu_never_makes_the_step_slower(seed):
     draw = random.Random(seed)
     count = (2, 1, 2, 3)[seed % 4]
@@ -245,19 +269,25 @@ def test_a_larger_gpu_never_makes_the_step_slower(seed):
 
 def trained_profile(policy, quantize, gradients=2 * GIB):
     profile = made_profile(policy, quantize)
-    trained = replace(profile.blocks[0], weights=0, adapters=2 * GIB, gradients=gradients, optimizer=4 * GIB)
+    trained = replace(
+        profile.blocks[0], weights=0, adapters=2 * GIB, gradients=gradients, optimizer=4 * GIB
+    )
     return replace(profile, blocks=(trained,) * 12, trains_all=True)
 
 
 def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
     task = FitTask(
-        gpus=parse_gpus("48GiB"), profile_of=lambda *how: trained_profile(*how, gradients=0), quantizations=("none",)
+        gpus=parse_gpus("48GiB"),
+        profile_of=lambda *how: trained_profile(*how, gradients=0),
+        quantizations=("none",),
     )
     assert fit(task).chosen is None and least_missing(task) > 0
     task = replace(task, streams_trained=True)
     chosen = fit(task).chosen
     (count,) = chosen.swap_blocks
-    assert count > 0 and chosen.host == count * 6 * GIB, "weights with what the optimizer keeps of them"
+    assert count > 0 and chosen.host == count * 6 * GIB, (
+        "weights with what the optimizer keeps of them"
+    )
     assert all(plan.fits for plan in chosen.plan) and least_missing(task) == 0
     assert fit(replace(task, host=chosen.host // 2)).chosen is None
 
@@ -265,7 +295,10 @@ def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
 def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     profile_of = trained_profile
     task = FitTask(
-        gpus=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, work=Workload(fp32=True), quantizations=("none",)
+        gpus=(of_size(140 * GIB, "140GiB"),),
+        profile_of=profile_of,
+        work=Workload(fp32=True),
+        quantizations=("none",),
     )
     chosen = fit(task).chosen
     assert (chosen.execution.quantize, chosen.swap_blocks) == ("none", (0,))
@@ -273,7 +306,11 @@ def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
 
 def test_of_resolutions_the_largest_are_left_out():
     config = create_run(TOY, RunConfig(data=DataConfig(resolutions=(16, 8, 32)))).config
-    (ladder,) = (each for each in levers(TOY, config, ()) if any("resolution" in change.words for change in each))
+    (ladder,) = (
+        each
+        for each in levers(TOY, config, ())
+        if any("resolution" in change.words for change in each)
+    )
     assert [change.words for change in ladder] == [
         "data.resolutions = [8, 16] (now [8, 16, 32])",
         "data.resolutions = [8] (now [8, 16, 32])",
@@ -284,7 +321,9 @@ def test_of_resolutions_the_largest_are_left_out():
 
 def test_of_frame_buckets_the_longest_are_left_out():
     config = create_run(TOY, RunConfig(data=DataConfig(frame_buckets=(81, 1, 33)))).config
-    (ladder,) = (each for each in levers(TOY, config, ()) if any("frame" in change.words for change in each))
+    (ladder,) = (
+        each for each in levers(TOY, config, ()) if any("frame" in change.words for change in each)
+    )
     assert [change.words for change in ladder] == [
         "data.frame_buckets = [1, 33] (now [1, 33, 81])",
         "data.frame_buckets = [1] (now [1, 33, 81])",

@@ -1,4 +1,5 @@
-"""What a full fine-tune may change so that it fits, and schedules of several policies, on profiles made by hand."""
+"""What a full fine-tune may change so that it fits, and schedules of several policies, on profiles
+made by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +19,9 @@ FULL = {"adapter.method": "full", "model.dtype": "fp32", "train.accumulation": 4
 
 
 def config_of(**flags):
-    return resolve(RunConfig, flags={**FULL, **{key.replace("__", "."): value for key, value in flags.items()}})
+    return resolve(
+        RunConfig, flags={**FULL, **{key.replace("__", "."): value for key, value in flags.items()}}
+    )
 
 
 def shorts(config):
@@ -32,8 +35,18 @@ FAST = "precision.preset = fast"
 def test_levers_are_added_in_the_order_of_what_they_change():
     split = f"{FUSED}, model.dtype = bf16, optim.rounding = split"
     stochastic = split.replace("split", "stochastic")
-    eight_bits, adafactor = (f"{stochastic}, optim.name = {name}" for name in ("adamw8bit", "adafactor"))
-    assert shorts(config_of()) == ["", FUSED, split, stochastic, eight_bits, adafactor, f"{adafactor}, {FAST}"]
+    eight_bits, adafactor = (
+        f"{stochastic}, optim.name = {name}" for name in ("adamw8bit", "adafactor")
+    )
+    assert shorts(config_of()) == [
+        "",
+        FUSED,
+        split,
+        stochastic,
+        eight_bits,
+        adafactor,
+        f"{adafactor}, {FAST}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +57,18 @@ def test_levers_are_added_in_the_order_of_what_they_change():
         ({"adapter__method": "lora", "model__dtype": "bf16", "precision__residual": "bf16"}, [""]),
         ({"optim__name": "prodigy", "optim__lr": 1.0}, [""]),
         ({"optim__name": "schedulefree_adamw"}, ["", FUSED]),
-        ({"train__clip_norm": 0.0, "optim__name": "schedulefree_adamw"}, ["", "optim.fused_backward = true"]),
+        (
+            {"train__clip_norm": 0.0, "optim__name": "schedulefree_adamw"},
+            ["", "optim.fused_backward = true"],
+        ),
         (
             {"optim__name": "muon", "model__dtype": "bf16", "optim__rounding": "stochastic"},
-            ["", FUSED, f"{FUSED}, optim.name = adafactor", f"{FUSED}, optim.name = adafactor, {FAST}"],
+            [
+                "",
+                FUSED,
+                f"{FUSED}, optim.name = adafactor",
+                f"{FUSED}, optim.name = adafactor, {FAST}",
+            ],
         ),
         (
             {
@@ -70,7 +91,9 @@ def test_each_change_says_what_it_was_and_what_it_costs():
     assert [str(each).partition(" (was ")[2].partition(")")[0] for each in last.changed] == [
         "false", "step", "fp32", "nearest", "adamw", "default",
     ]  # fmt: skip
-    keys = {change.key for level in levels(config_of()) for change in level.changed} | {"base.compute"}  # offered alone
+    keys = {change.key for level in levels(config_of()) for change in level.changed} | {
+        "base.compute"
+    }  # offered alone
     assert keys == {key.partition(" = ")[0] for key in COSTS if not key.startswith("encode.")}
 
 
@@ -105,14 +128,17 @@ def test_what_fits_as_configured_is_not_changed():
     ],
 )
 def test_the_first_level_that_fits_is_chosen(host, expected):
-    """12 blocks of half a billion weights each: what is streamed has to be on the host, whose limit decides how far the levels go."""
+    """12 blocks of half a billion weights each: what is streamed has to be on the host, whose limit
+    decides how far the levels go."""
     found = fit_levels(config_of(), task_of("24GiB", host=None if host is None else host * GIB))
     assert found.level.short == expected
     assert all(plan.fits for plan in found.fit.chosen.plan)
     assert host is None or found.fit.chosen.host <= host * GIB
     before = found.fit.chosen
     for level, later in found.later:
-        assert len(level.changed) >= len(found.level.changed) and all(plan.fits for plan in later.plan)
+        assert len(level.changed) >= len(found.level.changed) and all(
+            plan.fits for plan in later.plan
+        )
         assert later.seconds < before.seconds or later.host < before.host
         before = later
 
@@ -124,10 +150,13 @@ def test_a_level_that_contradicts_another_setting_is_passed_over():
 
 def test_where_nothing_fits_the_last_level_is_what_lacks_least():
     found = fit_levels(config_of(), task_of("2GiB"))
-    assert found.fit.chosen is None and found.level.short.endswith(f"optim.name = adafactor, {FAST}")
+    assert found.fit.chosen is None and found.level.short.endswith(
+        f"optim.name = adafactor, {FAST}"
+    )
     assert not found.later
     first, last = (
-        state_bytes(task_of("2GiB")(each).profile_of("full", "none")) for each in (config_of(), found.level.config)
+        state_bytes(task_of("2GiB")(each).profile_of("full", "none"))
+        for each in (config_of(), found.level.config)
     )
     assert last < first / 7
 
@@ -136,7 +165,8 @@ LORA = {"adapter.method": "lora", "model.dtype": "bf16"}
 
 
 def adapting(gpus, made_for):
-    """A LoRA over blocks that keep and use half as much with the preset `fast`; each planned precision is added to a list."""
+    """A LoRA over blocks that keep and use half as much with the preset `fast`; each planned
+    precision is added to a list."""
 
     def task(config):
         narrow = config.precision.preset == "fast"
@@ -148,7 +178,9 @@ def adapting(gpus, made_for):
                 name: getattr(made.blocks[0], name) // 2
                 for name in ("kept", "released", "forward_extra", "backward_extra")
             }
-            return replace(made, blocks=(replace(made.blocks[0], **halved),) * 12) if narrow else made
+            return (
+                replace(made, blocks=(replace(made.blocks[0], **halved),) * 12) if narrow else made
+            )
 
         return FitTask(gpus=parse_gpus(gpus), profile_of=profile_of)
 
@@ -159,7 +191,9 @@ def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
     config, made_for = resolve(RunConfig, flags=LORA), []
     found = fit_levels(config, adapting("24GiB", made_for))
     chosen, ((level, offer),) = found.fit.chosen, found.later
-    assert not found.level.changed and level.short == FAST and "1.1 to 1.2 %" in level.changed[-1].cost
+    assert (
+        not found.level.changed and level.short == FAST and "1.1 to 1.2 %" in level.changed[-1].cost
+    )
     assert all(plan.fits for plan in offer.plan)
     assert offer.score <= 0.9 * chosen.score or offer.host < 0.75 * chosen.host
     assert "fast" in made_for
@@ -178,7 +212,8 @@ def test_a_lora_that_fits_no_other_way_takes_it():
 
 
 def storing_8_bits(computed, compute="dtype"):
-    """The search for a LoRA that only fits in int8, whose matmuls take a share of their time when they are computed in it."""
+    """The search for a LoRA that only fits in int8, whose matmuls take a share of their time when
+    they are computed in it."""
     config = resolve(RunConfig, flags=LORA | {"base.compute": compute, "base.quantize": "int8"})
 
     def task(config):
@@ -189,13 +224,16 @@ def storing_8_bits(computed, compute="dtype"):
             made = made_profile(policy, quantize, num_blocks=24)
             scaled = {
                 name: frozenset(
-                    (kernel._replace(flops=int(kernel.flops * work)), n) for kernel, n in getattr(made.blocks[0], name)
+                    (kernel._replace(flops=int(kernel.flops * work)), n)
+                    for kernel, n in getattr(made.blocks[0], name)
                 )
                 for name in ("kernels_forward", "kernels_backward")
             }
             return replace(made, blocks=(replace(made.blocks[0], **scaled),) * 24)
 
-        return FitTask(gpus=parse_gpus("24GiB"), profile_of=profile_of, quantizations=("int8",), streams=False)
+        return FitTask(
+            gpus=parse_gpus("24GiB"), profile_of=profile_of, quantizations=("int8",), streams=False
+        )
 
     return fit_levels(config, task)
 
@@ -215,7 +253,9 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
     config = config_of(optim__fused_backward=True, train__clip_by="block")
     task = task_of("24.5GiB")(config)
     one_policy, several = fit(replace(task, schedules=False)).chosen, fit(task).chosen
-    assert "=" in several.execution.checkpointing and several.score <= one_policy.score * (1 + HARDLY_LONGER)
+    assert "=" in several.execution.checkpointing and several.score <= one_policy.score * (
+        1 + HARDLY_LONGER
+    )
     assert all(plan.fits for plan in several.plan) and several.host < one_policy.host
     uniform = list(candidates(task, "full", "none"))
     for like, mixed in zip(uniform, scheduled(task, uniform), strict=True):
@@ -226,6 +266,12 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
 
 
 def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
-    task = replace(task_of("24GiB,24GiB")(config_of(optim__fused_backward=True)), work=Workload(micro_batches=4))
+    task = replace(
+        task_of("24GiB,24GiB")(config_of(optim__fused_backward=True)),
+        work=Workload(micro_batches=4),
+    )
     assert any(each.execution.pipelined for each in candidates(task, "full", "none"))
-    assert not any(each.execution.pipelined for each in candidates(replace(task, overlaps=False), "full", "none"))
+    assert not any(
+        each.execution.pipelined
+        for each in candidates(replace(task, overlaps=False), "full", "none")
+    )

@@ -1,4 +1,5 @@
-"""The optimizer's step in the backward with clipping and accumulation: the numbers of the ordinary loop, resident or streamed."""
+"""The optimizer's step in the backward with clipping and accumulation: the numbers of the ordinary
+loop, resident or streamed."""
 
 import itertools
 from collections import Counter
@@ -19,7 +20,13 @@ from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import (
+    EMAConfig,
+    FlowConfig,
+    HeldOutConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.clipping import Clipping
@@ -35,7 +42,16 @@ CLIP = 0.05
 BF16 = {"dtype": torch.bfloat16}
 
 
-def steps(optim, *, streams=False, micro_batches=1, clip_by="step", clip_norm=CLIP, devices=None, dtype=torch.float32):
+def steps(
+    optim,
+    *,
+    streams=False,
+    micro_batches=1,
+    clip_by="step",
+    clip_norm=CLIP,
+    devices=None,
+    dtype=torch.float32,
+):
     """What three steps report, and everything after them, on the host."""
     model = make_model(TOY, ARCH, dtype=dtype)
     if devices:
@@ -47,16 +63,24 @@ def steps(optim, *, streams=False, micro_batches=1, clip_by="step", clip_norm=CL
     reported = []
     for step in range(3):
         batches = [
-            ToyBatch([f"{micro} {i}" for i in range(2)], toy_items(2 * micro_batches)[2 * micro :][:2])
+            ToyBatch(
+                [f"{micro} {i}" for i in range(2)], toy_items(2 * micro_batches)[2 * micro :][:2]
+            )
             for micro in range(micro_batches)
         ]
-        context = StepContext(step=step, seed=1, flow=FlowConfig(), clip_by=clip_by, last_norm=trained.last_norm)
-        result = training_step(run, batches, trained.optimizer, context, lr=1e-2, clip_norm=clip_norm)
+        context = StepContext(
+            step=step, seed=1, flow=FlowConfig(), clip_by=clip_by, last_norm=trained.last_norm
+        )
+        result = training_step(
+            run, batches, trained.optimizer, context, lr=1e-2, clip_norm=clip_norm
+        )
         trained.last_norm = result.grad_norm
         reported.append(result)
     trained.optimizer.zero_grad()
     groups = trained.state_dict().tensors
-    return reported, {f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()}
+    return reported, {
+        f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()
+    }
 
 
 def assert_same(one, other):
@@ -76,7 +100,10 @@ FUSED = OptimConfig(lr=1e-2, fused_backward=True)
         (FUSED, {"clip_by": "block"}),
         (FUSED, {"micro_batches": 3, "clip_norm": 0.0}),
         (replace(FUSED, rounding="split"), {"clip_by": "block", "micro_batches": 2, **BF16}),
-        (replace(FUSED, rounding="stochastic", name="adafactor"), {"clip_by": "last_step", "micro_batches": 2, **BF16}),
+        (
+            replace(FUSED, rounding="stochastic", name="adafactor"),
+            {"clip_by": "last_step", "micro_batches": 2, **BF16},
+        ),
         (replace(FUSED, name="muon"), {"clip_by": "block", "micro_batches": 3}),
     ],
     ids=["last step", "block", "accumulation", "split", "stochastic", "muon"],
@@ -102,18 +129,26 @@ def test_streamed_blocks_of_two_devices_sum_and_clip_bitwise():
 
 
 class Copied(TorchDispatchMode):
-    """Counts bytes that are copied between the buffers of streamed blocks, by what they are and whether they come to the device."""
+    """Counts bytes that are copied between the buffers of streamed blocks, by what they are and
+    whether they come to the device."""
 
     def __init__(self, swap):
         super().__init__()
         (queue,) = swap._queues.values()
         self.bytes, self._of = Counter(), {}
-        kinds = {"weights": [queue.blocks.values()], "state": queue.states.values(), "sums": queue.sums.values()}
+        kinds = {
+            "weights": [queue.blocks.values()],
+            "state": queue.states.values(),
+            "sums": queue.sums.values(),
+        }
         for kind, parts in kinds.items():
             for part in itertools.chain.from_iterable(parts):
                 self._of[part.buffer.untyped_storage()._cdata] = f"{kind} come"
                 self._of[part.host.untyped_storage()._cdata] = f"{kind} return"
-        self.size = {kind: sum(part.num_bytes for each in parts for part in each) for kind, parts in kinds.items()}
+        self.size = {
+            kind: sum(part.num_bytes for each in parts for part in each)
+            for kind, parts in kinds.items()
+        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         storage = args[0].untyped_storage()._cdata if func is torch.ops.aten.copy_.default else 0
@@ -124,7 +159,8 @@ class Copied(TorchDispatchMode):
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weights(micro_batches):
-    """Those before it return sums of gradients; the first brings none. The buffers of the last two blocks stay after a forward."""
+    """Those before it return sums of gradients; the first brings none. The buffers of the last two
+    blocks stay after a forward."""
     model = make_model(TOY, ARCH)
     swap = stream(model, trained=True)
     trained = TrainState(model, trainable_parameters(model), FUSED, EMAConfig(), swap)
@@ -152,14 +188,19 @@ def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weig
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "schedulefree_adamw"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
 def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_finite(name, rounding):
-    """Those of the gradient and of all after it, with updates before it that count, whatever dtype the weights have."""
+    """Those of the gradient and of all after it, with updates before it that count, whatever dtype
+    the weights have."""
     if name == "schedulefree_adamw":
         pytest.importorskip("schedulefree")
         if rounding != "nearest":
             return  # refused
-    model = make_model(TOY, ToyArch(dim=16), dtype=torch.float32 if rounding == "nearest" else torch.bfloat16)
+    model = make_model(
+        TOY, ToyArch(dim=16), dtype=torch.float32 if rounding == "nearest" else torch.bfloat16
+    )
     parameters = trainable_parameters(model)
-    matrices = {each for each, p in parameters.items() if each.startswith("layers.") and p.ndim == 2}
+    matrices = {
+        each for each, p in parameters.items() if each.startswith("layers.") and p.ndim == 2
+    }
     config = OptimConfig(name=name, lr=3e-3, fused_backward=True, rounding=rounding)
     optimizer = NamedOptimizer(parameters, config, matrices=matrices)
 
@@ -185,17 +226,27 @@ def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_fin
 
 @pytest.mark.parametrize("clip_by", ["step", "last_step", "block"])
 def test_each_way_of_clipping_is_its_own(clip_by):
-    plain = replace(FUSED, fused_backward=False, name="adafactor")  # AdamW hardly depends on the gradients' scale
+    plain = replace(
+        FUSED, fused_backward=False, name="adafactor"
+    )  # AdamW hardly depends on the gradients' scale
     clipped, whole = steps(plain, clip_by=clip_by), steps(plain, clip_by=clip_by, clip_norm=0.0)
     assert clipped[0][0] == whole[0][0], "what is reported is from before clipping"
     assert clipped[0][2] != whole[0][2]
-    others = [steps(plain, clip_by=other)[0][2] for other in ("step", "last_step", "block") if other != clip_by]
+    others = [
+        steps(plain, clip_by=other)[0][2]
+        for other in ("step", "last_step", "block")
+        if other != clip_by
+    ]
     assert clipped[0][2] not in others
 
 
 def test_a_blocks_gradients_are_limited_by_their_own_norm_and_the_last_norm_limits_all():
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    first.grad, second.grad, third.grad = torch.tensor([3.0, 0]), torch.tensor([0, 4.0]), torch.tensor([0.1, 0])
+    first.grad, second.grad, third.grad = (
+        torch.tensor([3.0, 0]),
+        torch.tensor([0, 4.0]),
+        torch.tensor([0.1, 0]),
+    )
     parameters = {"a": first, "b": second, "c": third}
     block = Clipping(max_norm=1.0, by="block", stage_of={"a": 0, "b": 0, "c": 1})
     block.apply(parameters, torch.tensor(5.0))
@@ -217,13 +268,24 @@ def run(folder, num_steps, *, fused, clip_by, one_of=None, accumulation=2):
         def micro_batches(self, index):
             return [self.micro_batch(accumulation * index + micro) for micro in range(accumulation)]
 
-    toy = Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable_parameters(model), swap)
+    toy = Model(
+        model,
+        BlockEngine(hooks=() if swap is None else (swap,)),
+        TOY,
+        trainable_parameters(model),
+        swap,
+    )
     return train(
         toy,
         Accumulated(),
         folder=folder,
         config=TrainConfig(
-            steps=num_steps, batch_size=2, clip_norm=CLIP, clip_by=clip_by, accumulation=accumulation, seed=5
+            steps=num_steps,
+            batch_size=2,
+            clip_norm=CLIP,
+            clip_by=clip_by,
+            accumulation=accumulation,
+            seed=5,
         ),
         optim=OptimConfig(name="adafactor", lr=3e-3, fused_backward=fused),
         ema=EMAConfig(decay=0.9),
@@ -237,7 +299,8 @@ def run(folder, num_steps, *, fused, clip_by, one_of=None, accumulation=2):
 
 @pytest.mark.parametrize("clip_by", ["last_step", "block"])
 def test_a_run_goes_on_streamed_or_not_bitwise(clip_by, tmp_path):
-    """The norm of the last step is part of a save: the step after it is clipped as in a run that was never stopped."""
+    """The norm of the last step is part of a save: the step after it is clipped as in a run that
+    was never stopped."""
     whole = run(tmp_path / "whole", 5, fused=False, clip_by=clip_by)
     run(tmp_path / "halves", 3, fused=True, clip_by=clip_by, one_of=1)
     halves = run(tmp_path / "halves", 5, fused=True, clip_by=clip_by, one_of=2)
@@ -257,8 +320,13 @@ def test_a_weight_that_only_the_first_micro_batch_uses_is_updated_too():
     found = []
     for fused in (False, True):
         model = Two()
-        optimizer = NamedOptimizer(dict(model.named_parameters()), replace(FUSED, fused_backward=fused))
-        losses = [lambda model=model: (model.a * model.b).sum(), lambda model=model: model.a.square().sum()]
+        optimizer = NamedOptimizer(
+            dict(model.named_parameters()), replace(FUSED, fused_backward=fused)
+        )
+        losses = [
+            lambda model=model: (model.a * model.b).sum(),
+            lambda model=model: model.a.square().sum(),
+        ]
         if fused:
             clipping = Clipping(max_norm=0.1, by="block", stage_of={"a": 0, "b": 0})
             with OptimizerInBackward(optimizer, 0.1, micro_batches=2, clipping=clipping) as updates:
@@ -292,7 +360,8 @@ def test_sums_of_resident_weights_are_freed_with_the_step_and_none_is_saved():
     trained = TrainState(model, trainable_parameters(model), FUSED, EMAConfig())
     batches = [ToyBatch([f"{i}"], toy_items(2)[i:][:1]) for i in range(2)]
     training_step(
-        Model(model, BlockEngine(), TOY), batches, trained.optimizer, StepContext(step=0, seed=1, flow=FlowConfig()),
+        Model(model, BlockEngine(), TOY), batches, trained.optimizer, StepContext(step=0, seed=1,
+        flow=FlowConfig()),
         lr=0.01, clip_norm=0.0,
     )  # fmt: skip
     assert all(trained.optimizer.sum_of(name) for name in trained.parameters)
@@ -336,17 +405,29 @@ def test_eight_bit_states_leave_their_device_and_a_save_is_loaded_where_they_are
         def step(number):
             context = StepContext(step=number, seed=1, flow=FlowConfig())
             with Watched(swap) as watch:
-                training_step(run, [ToyBatch(["a"], toy_items(1))], trained.optimizer, context, lr=0.01, clip_norm=0.0)
-            assert watch.most == 2 and not any(each.untyped_storage().nbytes() for each in swap.state_buffers)
+                training_step(
+                    run,
+                    [ToyBatch(["a"], toy_items(1))],
+                    trained.optimizer,
+                    context,
+                    lr=0.01,
+                    clip_norm=0.0,
+                )
+            assert watch.most == 2 and not any(
+                each.untyped_storage().nbytes() for each in swap.state_buffers
+            )
 
         step(0)
         step(1)
         state = trained.state_dict()
         copied = {
-            group: {name: value.detach().clone() for name, value in own.items()} for group, own in state.tensors.items()
+            group: {name: value.detach().clone() for name, value in own.items()}
+            for group, own in state.tensors.items()
         }
         step(2)
-        after = {name: value.clone() for name, value in trained.state_dict().tensors["trainable"].items()}
+        after = {
+            name: value.clone() for name, value in trained.state_dict().tensors["trainable"].items()
+        }
         trained.load_state_dict(replace(state, tensors=copied), tmp_path)
         step(2)
     again = trained.state_dict().tensors["trainable"]

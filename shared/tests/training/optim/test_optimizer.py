@@ -27,11 +27,14 @@ def config_of(name, **fields):
 
 
 def build(name, held, **fields):
-    return NamedOptimizer(held, config_of(name, **fields), matrices=["block.weight"] if name == "muon" else [])
+    return NamedOptimizer(
+        held, config_of(name, **fields), matrices=["block.weight"] if name == "muon" else []
+    )
 
 
 def give_gradients(held, step):
-    """Towards zero, with noise: an optimizer that estimates its own step size has something to estimate."""
+    """Towards zero, with noise: an optimizer that estimates its own step size has something to
+    estimate."""
     random = torch.Generator().manual_seed(step)
     for parameter in held.values():
         parameter.grad = parameter.detach() + 0.1 * torch.randn(parameter.shape, generator=random)
@@ -51,7 +54,9 @@ def through_a_file(state, folder):
 
 def check_that_a_reloaded_state_continues_bitwise(name, folder):
     whole, halves = parameters(), parameters()
-    run(name, whole, build(name, whole), range(60))  # Prodigy changes its step size from the twentieth on
+    run(
+        name, whole, build(name, whole), range(60)
+    )  # Prodigy changes its step size from the twentieth on
     first = build(name, halves)
     run(name, halves, first, range(30))
     second = build(name, halves)
@@ -68,7 +73,9 @@ def test_a_reloaded_state_continues_bitwise(name, tmp_path):
     check_that_a_reloaded_state_continues_bitwise(name, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")]
+)
 def test_a_reloaded_state_of_an_extra_optimizer_continues_bitwise(name, package, tmp_path):
     pytest.importorskip(package)
     check_that_a_reloaded_state_continues_bitwise(name, tmp_path)
@@ -132,7 +139,9 @@ def test_muon_takes_the_block_matrices_and_adamw_the_rest():
     held = parameters()
     muon, adamw = build("muon", held).parts
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
-    assert [id(p) for group in muon.param_groups for p in group["params"]] == [id(held["block.weight"])]
+    assert [id(p) for group in muon.param_groups for p in group["params"]] == [
+        id(held["block.weight"])
+    ]
     assert {id(p) for group in adamw.param_groups for p in group["params"]} == {
         id(held["head.weight"]),
         id(held["head.bias"]),
@@ -144,7 +153,9 @@ def test_muon_without_whole_matrices_names_what_to_use_instead():
         NamedOptimizer(parameters(), OptimConfig(name="muon"))
 
 
-@pytest.mark.parametrize(("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")]
+)
 def test_a_missing_package_is_named_with_its_extra(name, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError) as error:
@@ -170,7 +181,9 @@ class Averaging(torch.optim.SGD):
 def test_looking_at_averaged_weights_leaves_the_trained_ones_bitwise(monkeypatch):
     from ditkit_core.training.optim import optimizer as optim
 
-    kind = optim.OptimizerKind(build=lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True)
+    kind = optim.OptimizerKind(
+        build=lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True
+    )
     monkeypatch.setitem(optim.OPTIMIZERS, "schedulefree_adamw", kind)
     held = parameters()
     optimizer = build("schedulefree_adamw", held)
@@ -184,7 +197,9 @@ def test_looking_at_averaged_weights_leaves_the_trained_ones_bitwise(monkeypatch
 
 def test_a_constant_rate_follows_a_linear_warm_up():
     config = OptimConfig(lr=0.1, warmup_steps=4)
-    assert [learning_rate(step, config, 100) for step in range(6)] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    assert [learning_rate(step, config, 100) for step in range(6)] == pytest.approx(
+        [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -203,7 +218,10 @@ def test_without_a_fraction_the_last_step_has_no_rate_as_the_help_says(schedule)
     config = OptimConfig(lr=0.1, schedule=schedule)
     assert [learning_rate(step, config, 3) for step in range(3)] == pytest.approx([0.1, 0.05, 0.0])
     assert learning_rate(0, config, 1) == pytest.approx(0.1), "a run of one step trains"
-    assert "With 0 the last step changes nothing" in config_fields(RunConfig)["optim.final_lr_fraction"].doc
+    assert (
+        "With 0 the last step changes nothing"
+        in config_fields(RunConfig)["optim.final_lr_fraction"].doc
+    )
 
 
 def test_a_run_shorter_than_its_warm_up_has_rates():
@@ -240,7 +258,11 @@ def adapter_parameters():
         f"layers.{block}.{layer}.{part}.weight": shape
         for block in (0, 1)
         for layer in ("q", "ffn")
-        for part, shape in {"lora_A": (2, 8), "lora_B": (8, 2), "lora_magnitude_vector": (8,)}.items()
+        for part, shape in {
+            "lora_A": (2, 8),
+            "lora_B": (8, 2),
+            "lora_magnitude_vector": (8,),
+        }.items()
     }
     return {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
@@ -259,7 +281,12 @@ def test_lora_plus_updates_as_pefts_optimizer():
             owner = owner.get_submodule(part)
         setattr(owner, leaf, nn.Parameter(parameter.detach().clone()))
     theirs = create_loraplus_optimizer(
-        model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1, fused=True
+        model,
+        torch.optim.AdamW,
+        lr=1e-2,
+        loraplus_lr_ratio=16.0,
+        loraplus_weight_decay=0.1,
+        fused=True,
     )
     ours = NamedOptimizer(held, OptimConfig(lr=1e-2, loraplus_lr_ratio=16.0, weight_decay=0.1))
     assert ours.rates(1e-2) == {"lr B": 0.16}
@@ -278,7 +305,10 @@ def test_a_rate_by_layer_is_that_of_a_run_with_this_rate():
     """A power of two apart, so that the factor is exact."""
     mixed, slow, fast = adapter_parameters(), adapter_parameters(), adapter_parameters()
     built = {
-        "mixed": (mixed, NamedOptimizer(mixed, OptimConfig(lr=2**-6, lr_pattern=(f"layers.1.*={2**-9}",)))),
+        "mixed": (
+            mixed,
+            NamedOptimizer(mixed, OptimConfig(lr=2**-6, lr_pattern=(f"layers.1.*={2**-9}",))),
+        ),
         "slow": (slow, NamedOptimizer(slow, OptimConfig(lr=2**-9))),
         "fast": (fast, NamedOptimizer(fast, OptimConfig(lr=2**-6))),
     }
@@ -287,7 +317,9 @@ def test_a_rate_by_layer_is_that_of_a_run_with_this_rate():
             give_gradients(held, step)
             optimizer.step(2**-9 if name == "slow" else 2**-6)
     for name in mixed:
-        assert torch.equal(mixed[name], (slow if name.startswith("layers.1.") else fast)[name]), name
+        assert torch.equal(mixed[name], (slow if name.startswith("layers.1.") else fast)[name]), (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "schedulefree_adamw"])
@@ -312,7 +344,13 @@ def test_a_reloaded_state_of_several_rates_continues_bitwise(name, fused, tmp_pa
     steps(whole, NamedOptimizer(whole, config), range(8))
     first = NamedOptimizer(halves, config)
     assert first.rates(0.01) == pytest.approx(
-        {"lr layers.1.*": 0.001, "lr layers.1.* B": 0.004, "lr B": 0.04, "lr ffn": 0.002, "lr ffn B": 0.008}
+        {
+            "lr layers.1.*": 0.001,
+            "lr layers.1.* B": 0.004,
+            "lr B": 0.04,
+            "lr ffn": 0.002,
+            "lr ffn B": 0.008,
+        }
     )
     steps(halves, first, range(4))
     second = NamedOptimizer(halves, config)

@@ -1,4 +1,5 @@
-"""The optimizer's step in the backward: the same numbers as the ordinary loop, and hardly a gradient alive."""
+"""The optimizer's step in the backward: the same numbers as the ordinary loop, and hardly a
+gradient alive."""
 
 import json
 import math
@@ -68,10 +69,15 @@ def step(model, optimizer, *, number=3, run=None, num_items=2):
 
 
 def same(one, other):
-    return all(torch.equal(on_host(p), on_host(other.parameters[name])) for name, p in one.parameters.items())
+    return all(
+        torch.equal(on_host(p), on_host(other.parameters[name]))
+        for name, p in one.parameters.items()
+    )
 
 
-@pytest.mark.parametrize(("name", "method"), [*((name, "full") for name in KINDS), ("adamw", "lora")])
+@pytest.mark.parametrize(
+    ("name", "method"), [*((name, "full") for name in KINDS), ("adamw", "lora")]
+)
 def test_a_run_is_that_of_the_ordinary_loop_bitwise(name, method, tmp_path):
     """Weights, optimizer, average, losses, norms of gradients, held-out losses."""
     plain = train(tmp_path / "plain", 5, name, fused=False, method=method)
@@ -113,7 +119,10 @@ class Watch:
 
     def __init__(self, optimizer):
         self.seen, update = [], optimizer.step_one
-        optimizer.step_one = lambda name, *given, **named: (self.seen.append(name), update(name, *given, **named))
+        optimizer.step_one = lambda name, *given, **named: (
+            self.seen.append(name),
+            update(name, *given, **named),
+        )
 
     def pre_forward(self, index, block):
         pass
@@ -128,7 +137,8 @@ class Watch:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_each_parameter_is_updated_once_and_before_the_block_in_front_begins(policy, method):
-    """Whoever streams a block's weights may take them away when the passage tells of the block before it."""
+    """Whoever streams a block's weights may take them away when the passage tells of the block
+    before it."""
     model, optimizer = trained(fused=True, method=method)
     watch = Watch(optimizer)
     step(model, optimizer, run=BlockEngine(policy=policy, hooks=(watch,)))
@@ -138,7 +148,12 @@ def test_each_parameter_is_updated_once_and_before_the_block_in_front_begins(pol
     for index in (1, 0):
         done = watch.seen[: watch.seen.index(index)]
         expected = {name for name in optimizer.parameters if not name.startswith("embed.")}
-        expected -= {name for name in expected for block in range(index + 1) if name.startswith(f"layers.{block}.")}
+        expected -= {
+            name
+            for name in expected
+            for block in range(index + 1)
+            if name.startswith(f"layers.{block}.")
+        }
         assert {name for name in done if isinstance(name, str)} == expected
 
 
@@ -200,7 +215,10 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated(tmp_path)
     poisoned = int(data.micro_batch(4).ids[0].split()[1])
     data.items[poisoned]["latents"][0] = float("nan")
     model, optimizer = trained(fused=True)
-    before, watch = {name: p.detach().clone() for name, p in optimizer.parameters.items()}, Watch(optimizer)
+    before, watch = (
+        {name: p.detach().clone() for name, p in optimizer.parameters.items()},
+        Watch(optimizer),
+    )
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
             Model(model, BlockEngine(hooks=(watch,)), TOY),
@@ -226,27 +244,40 @@ def test_a_gradient_that_is_not_finite_is_not_applied_nor_any_after_it():
         step(model, optimizer)
     evidence = json.loads(json.dumps(error.value.evidence, allow_nan=False))
     assert evidence["first_parameters_with_non_finite_gradients"] == ["layers.1.out.weight"]
-    assert evidence["num_parameters_with_non_finite_gradients"] == 1 and evidence["grad_norm"] == "nan"
+    assert (
+        evidence["num_parameters_with_non_finite_gradients"] == 1 and evidence["grad_norm"] == "nan"
+    )
     assert all(math.isfinite(sample["loss"]) for sample in evidence["samples"])
     changed = {name for name, p in optimizer.parameters.items() if not torch.equal(p, before[name])}
     assert "head.out.weight" in changed and "layers.1.mlp.0.weight" in changed
-    assert not any(name.startswith(("layers.0.", "embed.", "layers.1.qkv", "layers.1.out.weight")) for name in changed)
+    assert not any(
+        name.startswith(("layers.0.", "embed.", "layers.1.qkv", "layers.1.out.weight"))
+        for name in changed
+    )
     assert evidence["num_parameters_updated_before"] == len(changed)
-    assert f"{len(changed)} parameters were updated" in str(error.value) and "only the last save" in str(error.value)
-    assert evidence["weights_were_updated"] is True and "before its origin was looked for" in str(error.value)
+    assert f"{len(changed)} parameters were updated" in str(
+        error.value
+    ) and "only the last save" in str(error.value)
+    assert evidence["weights_were_updated"] is True and "before its origin was looked for" in str(
+        error.value
+    )
     assert not optimizer.gradients()
 
 
 def of_all_weights(model, config):
     parameters = dict(model.named_parameters())
-    matrices = {name for name, p in parameters.items() if name.startswith("layers.") and p.ndim == 2}
+    matrices = {
+        name for name, p in parameters.items() if name.startswith("layers.") and p.ndim == 2
+    }
     return NamedOptimizer(parameters, config, matrices=matrices)
 
 
 def host_waits(name, depth):
     """How often the host waits for the device in the second step, and the number of parameters."""
     with StandIn() as stand_in:
-        model = TOY.architecture.build(ToyArch(dim=16, depth=depth), Precision(matmul=torch.float32))
+        model = TOY.architecture.build(
+            ToyArch(dim=16, depth=depth), Precision(matmul=torch.float32)
+        )
         place_model(model, [torch.device("cpu:1")] * depth)
         optimizer = of_all_weights(model, optim(name, fused=True))
         step(model, optimizer, number=0)
@@ -280,8 +311,15 @@ def test_a_gradient_that_is_not_finite_on_one_device_stops_the_updates_there():
     model.layers[1].out.weight.register_hook(lambda gradient: gradient * float("nan"))
     with PretendDevices(), pytest.raises(NonFiniteLoss) as error:
         step(model, optimizer)
-    changed = {name for name, p in optimizer.parameters.items() if not torch.equal(on_host(p), before[name])}
-    assert "layers.1.mlp.0.weight" in changed and not changed & {"layers.1.out.weight", "layers.1.qkv.weight"}
+    changed = {
+        name
+        for name, p in optimizer.parameters.items()
+        if not torch.equal(on_host(p), before[name])
+    }
+    assert "layers.1.mlp.0.weight" in changed and not changed & {
+        "layers.1.out.weight",
+        "layers.1.qkv.weight",
+    }
     assert error.value.evidence["num_parameters_updated_before"] == len(changed)
 
 
@@ -296,7 +334,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_saves(tmp_pat
 
     monkeypatch.setattr(toy_training, "toy_model", broken)
     with pytest.raises(
-        UserError, match=r"only the last save is valid; evidence is in .*failure-step-000003.*step-000002"
+        UserError,
+        match=r"only the last save is valid; evidence is in .*failure-step-000003.*step-000002",
     ) as error:
         train(tmp_path, 4, fused=True)
     assert "\n" not in str(error.value)
@@ -305,7 +344,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_saves(tmp_pat
 
 
 def bytes_above(policy, *, fused):
-    """The most bytes that a step holds above what there was before it, the optimizer's state included, and the gradients' sizes."""
+    """The most bytes that a step holds above what there was before it, the optimizer's state
+    included, and the gradients' sizes."""
     torch.manual_seed(0)
     model = TOY.architecture.build(ToyArch(dim=128, depth=6), Precision(matmul=torch.float32))
     optimizer = NamedOptimizer(dict(model.named_parameters()), optim("adamw", fused=fused))
@@ -329,14 +369,17 @@ def bytes_above(policy, *, fused):
         ledger.restart_peak()
         before = ledger.total(torch.device("cpu"))
         once()
-    return ledger.peak[torch.device("cpu")] - before, [p.nbytes for p in optimizer.parameters.values()]
+    return ledger.peak[torch.device("cpu")] - before, [
+        p.nbytes for p in optimizer.parameters.values()
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hardly_a_gradient_is_alive(policy):
     ordinary, gradients = bytes_above(policy, fused=False)
     fused, _ = bytes_above(policy, fused=True)
-    # The ordinary loop holds all of them; here activations and gradients together are less than two of the largest gradients.
+    # The ordinary loop holds all of them; here activations and gradients together are less than two
+    # of the largest gradients.
     assert ordinary > sum(gradients)
     assert fused < 2 * max(gradients) < sum(gradients) / 10
 
@@ -353,7 +396,10 @@ def test_a_divided_model_is_updated_bitwise(name):
         with PretendDevices():
             assert step(model, fused, number=number, run=BlockEngine(policy="full")) == expected
     assert same(plain, fused)
-    assert {tensor.device for key, tensor in fused.state()[0].items() if "exp_avg" in key} <= {one, two}
+    assert {tensor.device for key, tensor in fused.state()[0].items() if "exp_avg" in key} <= {
+        one,
+        two,
+    }
 
 
 def test_values_that_cannot_be_read_are_not_looked_at():
@@ -370,15 +416,21 @@ def test_values_that_cannot_be_read_are_not_looked_at():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "schedulefree_adamw"])
 def test_threads_of_two_devices_update_side_by_side(name):
-    """Torch runs the backward of each device in a thread of its own; on the host it runs in whichever thread calls for it."""
+    """Torch runs the backward of each device in a thread of its own; on the host it runs in
+    whichever thread calls for it."""
     pytest.importorskip(PACKAGES.get(name, "torch"))
     random = torch.Generator().manual_seed(0)
-    start = {f"{thread}.{i}": torch.randn(8, 8, generator=random) for thread in range(4) for i in range(25)}
+    start = {
+        f"{thread}.{i}": torch.randn(8, 8, generator=random)
+        for thread in range(4)
+        for i in range(25)
+    }
     x = torch.randn(4, 8, generator=random)
 
     def make(fused):
         return NamedOptimizer(
-            {key: nn.Parameter(value.clone()) for key, value in start.items()}, optim(name, fused=fused)
+            {key: nn.Parameter(value.clone()) for key, value in start.items()},
+            optim(name, fused=fused),
         )
 
     def backward(optimizer, thread):
@@ -397,7 +449,9 @@ def test_threads_of_two_devices_update_side_by_side(name):
                 backward(plain, thread)
             plain.step(0.01)
             with OptimizerInBackward(fused, 0.01) as updates:
-                threads = [threading.Thread(target=backward, args=(fused, thread)) for thread in range(4)]
+                threads = [
+                    threading.Thread(target=backward, args=(fused, thread)) for thread in range(4)
+                ]
                 [thread.start() for thread in threads]
                 [thread.join() for thread in threads]
             assert sorted(updates.updated) == sorted(start)
@@ -428,10 +482,26 @@ def test_the_state_of_a_parameter_can_be_put_elsewhere_between_its_updates():
 @pytest.mark.parametrize(
     ("fields", "run", "message"),
     [
-        ({"clip_norm": 1.0}, {}, "train.clip_norm = 1 with train.clip_by = step: set train.clip_by = last_step"),
-        ({"clip_norm": 0.0, "accumulation": 2, "pipelined": True}, {}, "set train.pipelined = false"),
-        ({"clip_norm": 0.0, "accumulation": 2}, {"adapts": True}, "set train.accumulation = 1 and a larger"),
-        ({"clip_norm": 0.0}, {"adapts": True, "prior": True}, "leave prior.folder and prior.prompt out"),
+        (
+            {"clip_norm": 1.0},
+            {},
+            "train.clip_norm = 1 with train.clip_by = step: set train.clip_by = last_step",
+        ),
+        (
+            {"clip_norm": 0.0, "accumulation": 2, "pipelined": True},
+            {},
+            "set train.pipelined = false",
+        ),
+        (
+            {"clip_norm": 0.0, "accumulation": 2},
+            {"adapts": True},
+            "set train.accumulation = 1 and a larger",
+        ),
+        (
+            {"clip_norm": 0.0},
+            {"adapts": True, "prior": True},
+            "leave prior.folder and prior.prompt out",
+        ),
     ],
 )
 def test_what_needs_all_gradients_is_refused_with_the_remedies(fields, run, message):
@@ -442,9 +512,14 @@ def test_what_needs_all_gradients_is_refused_with_the_remedies(fields, run, mess
     assert "\n" not in str(error.value)
     check_fused_backward(config, optim("adamw", fused=False), **run)
     for by in ("last_step", "block"):
-        check_fused_backward(TrainConfig(clip_by=by, accumulation=4), optim("adamw", fused=True), prior=True)
+        check_fused_backward(
+            TrainConfig(clip_by=by, accumulation=4), optim("adamw", fused=True), prior=True
+        )
 
 
 def test_an_optimizer_that_looks_at_all_gradients_is_refused():
-    with pytest.raises(UserError, match="prodigy, which estimates one rate .* use adamw, adamw8bit, adafactor, muon"):
+    with pytest.raises(
+        UserError,
+        match="prodigy, which estimates one rate .* use adamw, adamw8bit, adafactor, muon",
+    ):
         OptimConfig(name="prodigy", lr=1.0, fused_backward=True)

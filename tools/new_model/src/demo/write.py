@@ -7,13 +7,23 @@ from ditkit_zed.presets import PRESETS
 from ditkit_zed.spec import ZED
 
 from ditkit_core.data.media.synthetic import write_index, write_inputs
-from ditkit_core.families.demo import CAPTIONS, write_shapes, write_text_model, write_transformer, write_vae
+from ditkit_core.families.demo import (
+    CAPTIONS,
+    write_shapes,
+    write_text_model,
+    write_transformer,
+    write_vae,
+)
 
 
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `media/`, the same bytes every time."""
     write_inputs(
-        folder, {"media": lambda media: write_shapes(media, ZED.data.frame_step), "checkpoint": write_checkpoint}
+        folder,
+        {
+            "media": lambda media: write_shapes(media, ZED.data.frame_step),
+            "checkpoint": write_checkpoint,
+        },
     )
 
 
@@ -22,4 +32,8 @@ def write_checkpoint(folder: Path) -> None:
     write_text_model(folder, CAPTIONS, width=PRESETS["two-blocks"].text_dim)
     write_vae(folder, VAE)
     write_transformer(folder, ZED, PRESETS["two-blocks"])
-    write_index(folder, "ZedPipeline", {"transformer": ["diffusers", "ZedTransformer"], "vae": ["diffusers", VAE.kind]})
+    write_index(
+        folder,
+        "ZedPipeline",
+        {"transformer": ["diffusers", "ZedTransformer"], "vae": ["diffusers", VAE.kind]},
+    )

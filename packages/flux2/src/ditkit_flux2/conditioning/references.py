@@ -15,8 +15,9 @@ _MAX_PIXELS_OF_ONE, _MAX_PIXELS_OF_SEVERAL = 2024**2, 1024**2
 def reference_size(height: int, width: int, count: int) -> tuple[int, int]:
     """Height and width at which a reference image is encoded, in pixels.
 
-    As in the official code: an image is shrunk to at most 2024² pixels, or to 1024² if there are several. It keeps its aspect ratio,
-    its sides are cropped to multiples of 16, and it is never enlarged.
+    As in the official code: an image is shrunk to at most 2024² pixels, or to 1024² if there are
+    several. It keeps its aspect ratio, its sides are cropped to multiples of 16, and it is never
+    enlarged.
 
     Args:
         height: Height of the file's image in pixels.
@@ -28,10 +29,14 @@ def reference_size(height: int, width: int, count: int) -> tuple[int, int]:
     """
     if min(height, width) < _MIN_SIDE:
         raise UserError(
-            f"a reference image of {width}x{height} pixels is too small; each side needs at least {_MIN_SIDE}"
+            f"a reference image of {width}x{height} pixels is too small; each side needs at least "
+            f"{_MIN_SIDE}"
         )
     if max(height, width) > _MAX_ASPECT * min(height, width):
-        raise UserError(f"a reference image of {width}x{height} pixels is too long; crop it to at most {_MAX_ASPECT}:1")
+        raise UserError(
+            f"a reference image of {width}x{height} pixels is too long; crop it to at most "
+            f"{_MAX_ASPECT}:1"
+        )
     most = _MAX_PIXELS_OF_ONE if count == 1 else _MAX_PIXELS_OF_SEVERAL
     scale = min(1.0, math.sqrt(most / (height * width)))
     return int(height * scale) // PATCH * PATCH, int(width * scale) // PATCH * PATCH

@@ -1,4 +1,5 @@
-"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other.
+"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction
+that edits one into the other.
 
 The demo's checkpoint was trained on such images and edits (tools/demo/train_demo_base_flux2.py).
 """
@@ -15,10 +16,14 @@ def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
 
 
 def _pair(index: int, look: tuple[str, str], position: str, part: str, value: str) -> Example:
-    before = demo_image(index, look, position, (SIDE, SIDE))  # a reference must have 64 pixels on each side
+    before = demo_image(
+        index, look, position, (SIDE, SIDE)
+    )  # a reference must have 64 pixels on each side
     after, instruction = edited(before, part, value)
     references = ((f"references/edit{index:02d}.png", before),)
-    return Example(file=f"edit{index:02d}.png", image=after, captions=(instruction,), references=references)
+    return Example(
+        file=f"edit{index:02d}.png", image=after, captions=(instruction,), references=references
+    )
 
 
 _EDITS = (

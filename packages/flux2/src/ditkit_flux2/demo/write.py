@@ -1,7 +1,9 @@
-"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint, captioned images and editing pairs.
+"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint, captioned images and editing
+pairs.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its VAE and transformer
-were trained on generated shapes by tools/demo/train_demo_base_flux2.py; their weights are part of the package, in bf16.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
+layout. Its VAE and transformer were trained on generated shapes by
+tools/demo/train_demo_base_flux2.py; their weights are part of the package, in bf16.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,12 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ditkit_core.data.media.synthetic import random_model, write_index, write_inputs, write_text_encoder
+from ditkit_core.data.media.synthetic import (
+    random_model,
+    write_index,
+    write_inputs,
+    write_text_encoder,
+)
 from ditkit_core.families.demo import separate_words, word_tokenizer
 from ditkit_core.families.demo_places import write_dataset
 from ditkit_flux2.demo.media import EXAMPLES
@@ -19,22 +26,31 @@ from ditkit_flux2.demo.media import EXAMPLES
 HEADS, AXES = 3, (8, 8, 8, 8)
 WIDTH = HEADS * sum(AXES)
 DOUBLE_BLOCKS, SINGLE_BLOCKS = 1, 4
-TEXT_DIM, TEXT_LAYERS = 32, 28  # the deepest hidden state read is 27, which in a model of 27 layers would be normalised
+TEXT_DIM, TEXT_LAYERS = (
+    32,
+    28,
+)  # the deepest hidden state read is 27, which in a model of 27 layers would be normalised
 LATENT_CHANNELS = 16
 VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif "
+    "%}{% endif %}"
 )
 WEIGHTS = Path(__file__).parent / "base"
 """The trained weights of the checkpoint."""
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every time."""
-    write_inputs(folder, {"images": partial(write_dataset, examples=EXAMPLES), "checkpoint": write_checkpoint})
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every
+    time."""
+    write_inputs(
+        folder,
+        {"images": partial(write_dataset, examples=EXAMPLES), "checkpoint": write_checkpoint},
+    )
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -46,7 +62,8 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def write_text(folder: Path) -> None:
-    """Write all of the checkpoint that is not trained: tokenizer, text encoder, scheduler and index."""
+    """Write all of the checkpoint that is not trained: tokenizer, text encoder, scheduler and
+    index."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     tokenizer = build_tokenizer([caption for example in EXAMPLES for caption in example.captions])
@@ -98,7 +115,9 @@ def build_text_encoder(tokenizer: Any) -> Any:
         dtype="float32",
     )
     model = random_model("text encoder", Qwen3ForCausalLM, config)
-    separate_words(model, tokenizer, [caption for example in EXAMPLES for caption in example.captions])
+    separate_words(
+        model, tokenizer, [caption for example in EXAMPLES for caption in example.captions]
+    )
     return model
 
 

@@ -26,7 +26,9 @@ class Flux2StreamAttention(nn.Module):
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()
         self.heads, self.precision = arch.heads, precision
-        self.q, self.k, self.v, self.proj = (nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.proj = (
+            nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(4)
+        )
         self.norm = Flux2QKNorm(arch)
 
     def forward(self, h: Float[Tensor, "batch rows dim"], rotary: Tensor) -> tuple[Tensor, ...]:
@@ -37,14 +39,16 @@ class Flux2StreamAttention(nn.Module):
 
 
 class Flux2GatedUnit(nn.Module):
-    """silu(a) · b, where a, the gate, is the first half of the features. A module, so that both MLPs keep upstream's parameter names."""
+    """silu(a) · b, where a, the gate, is the first half of the features. A module, so that both
+    MLPs keep upstream's parameter names."""
 
     def forward(self, x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
         return gated_unit(x)
 
 
 class Flux2DoubleBlock(nn.Module):
-    """Joint attention over text and image; each stream has its own weights and modulation for everything else."""
+    """Joint attention over text and image; each stream has its own weights and modulation for
+    everything else."""
 
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()
@@ -66,19 +70,31 @@ class Flux2DoubleBlock(nn.Module):
         shift_t, scale_t, gate_t, *mlp_t = carry.text_modulation[:, None].unbind(2)
         sizes = [text.shape[1], image.shape[1]]
         rotary_t, rotary_i = carry.rotary.split(sizes, 1)
-        text_qkv = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms, matmul), rotary_t)
-        image_qkv = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms, matmul), rotary_i)
+        text_qkv = self.txt_attn(
+            modulated_norm(text, scale_t, shift_t, self.eps, norms, matmul), rotary_t
+        )
+        image_qkv = self.img_attn(
+            modulated_norm(image, scale_i, shift_i, self.eps, norms, matmul), rotary_i
+        )
         q, k, v = (torch.cat(pair, 1) for pair in zip(text_qkv, image_qkv, strict=True))
         out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(matmul)
         out_t, out_i = out.split(sizes, 1)
         text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
         image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
-        h_t, h_i = self._hidden(self.txt_mlp, text, *mlp_t), self._hidden(self.img_mlp, image, *mlp_i)
-        # Both last matmuls at once: a recompute can stop in front of them only if nothing after the first is recomputed.
+        h_t, h_i = (
+            self._hidden(self.txt_mlp, text, *mlp_t),
+            self._hidden(self.img_mlp, image, *mlp_i),
+        )
+        # Both last matmuls at once: a recompute can stop in front of them only if nothing after the
+        # first is recomputed.
         y_t, y_i = recompute_boundaries([(self.txt_mlp[2], h_t), (self.img_mlp[2], h_i)])
-        return carry._replace(text=gated_sum(y_t, text, mlp_t[2]), image=gated_sum(y_i, image, mlp_i[2]))
+        return carry._replace(
+            text=gated_sum(y_t, text, mlp_t[2]), image=gated_sum(y_i, image, mlp_i[2])
+        )
 
-    def _hidden(self, mlp: nn.Sequential, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+    def _hidden(
+        self, mlp: nn.Sequential, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor
+    ) -> Tensor:
         h = modulated_norm(x, scale, shift, self.eps, self.precision.norms, self.precision.matmul)
         return mlp[1](mlp[0](h))
 
@@ -116,6 +132,12 @@ class Flux2SingleBlock(nn.Module):
         q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, carry.rotary)
         k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, carry.rotary)
         v = v.unflatten(-1, (arch.heads, -1)).to(precision.attention)
-        out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(precision.matmul)
+        out = (
+            attend(q, k, v, name="self", padding_mask=carry.padding_mask)
+            .flatten(2)
+            .to(precision.matmul)
+        )
         h = torch.cat([out, gated_unit(both)], -1)
-        return carry._replace(tokens=gated_sum(recompute_boundary(self.linear2, h), x.to(precision.residual), gate))
+        return carry._replace(
+            tokens=gated_sum(recompute_boundary(self.linear2, h), x.to(precision.residual), gate)
+        )

@@ -20,7 +20,8 @@ class Flux2DoubleCarry(NamedTuple):
     single_modulation: Float[Tensor, "batch 3 dim"]
     time: Float[Tensor, "batch dim"]
     rotary: Float[Tensor, "tables tokens 1 pairs 2"]
-    """Cosines and sines, side by side, of text, then image; `tables` is 1 when all samples share a layout."""
+    """Cosines and sines, side by side, of text, then image; `tables` is 1 when all samples share a
+    layout."""
     padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[Grid, ...]
@@ -53,4 +54,5 @@ TOKEN_STREAMS = TokenStreams(
     residual=("text", "image", "tokens"),
     routed="image",
 )
-"""Text and image, each divided among ranks by itself: blocks before the join have different weights for them. Text skips no block."""
+"""Text and image, each divided among ranks by itself: blocks before the join have different weights
+for them. Text skips no block."""

@@ -1,7 +1,8 @@
 """The embedding of the FLUX.2 transformer: inputs to the first carry.
 
-Modulation is computed once and shared by all blocks of a kind. It is one tensor per kind, which each block splits: a reentrant
-checkpoint does not detach tensors inside a tuple, and its recompute would then run backward through the graph that all blocks share.
+Modulation is computed once and shared by all blocks of a kind. It is one tensor per kind, which
+each block splits: a reentrant checkpoint does not detach tensors inside a tuple, and its recompute
+would then run backward through the graph that all blocks share.
 """
 
 from collections.abc import Sequence
@@ -32,9 +33,13 @@ class Flux2MlpEmbedder(nn.Module):
         self.in_layer = CastLinear(arch.freq_dim, arch.dim, bias=False)
         self.out_layer = CastLinear(arch.dim, arch.dim, bias=False)
 
-    def forward(self, x: Float[Tensor, " batch"], precision: Precision) -> Float[Tensor, "batch dim"]:
+    def forward(
+        self, x: Float[Tensor, " batch"], precision: Precision
+    ) -> Float[Tensor, "batch dim"]:
         dtype = precision.timestep
-        features = timestep_features(1000 * x.to(dtype), self.freq_dim, dtype).to(precision.time_mlp)
+        features = timestep_features(1000 * x.to(dtype), self.freq_dim, dtype).to(
+            precision.time_mlp
+        )
         return self.out_layer(F.silu(self.in_layer(features)))
 
 
@@ -67,13 +72,21 @@ class Flux2Embed(nn.Module):
 
     def forward(self, inputs: Flux2Inputs) -> Flux2DoubleCarry:
         precision = self.precision
-        images = [(latent, *others) for latent, others in zip(inputs.latents, inputs.references, strict=True)]
-        rows = [torch.cat([rearrange(one, "c 1 h w -> (h w) c") for one in group]) for group in images]
-        image = self.img_in(pad_sequence(rows, batch_first=True).to(precision.matmul)).to(precision.entry)
+        images = [
+            (latent, *others)
+            for latent, others in zip(inputs.latents, inputs.references, strict=True)
+        ]
+        rows = [
+            torch.cat([rearrange(one, "c 1 h w -> (h w) c") for one in group]) for group in images
+        ]
+        image = self.img_in(pad_sequence(rows, batch_first=True).to(precision.matmul)).to(
+            precision.entry
+        )
         assert all(len(text) == self.arch.text_tokens for text in inputs.text)
         text = self.txt_in(torch.stack(list(inputs.text)).to(precision.matmul)).to(precision.entry)
         layouts = [tuple((one.shape[2], one.shape[3]) for one in group) for group in images]
-        # One table serves the whole batch where all samples share a layout: it is broadcast instead of stored per sample.
+        # One table serves the whole batch where all samples share a layout: it is broadcast instead
+        # of stored per sample.
         table = self._angles(layouts if len(set(layouts)) > 1 else layouts[:1], image.device)
         time = self.time_in(inputs.sigma, precision)
         if self.guidance_in is not None:
@@ -88,7 +101,9 @@ class Flux2Embed(nn.Module):
             single_modulation=self.single_stream_modulation(modulating),
             time=time,
             rotary=rotary_table(table, precision.rotary_tables),
-            padding_mask=padding_mask([self.arch.text_tokens + len(row) for row in rows], image.device),
+            padding_mask=padding_mask(
+                [self.arch.text_tokens + len(row) for row in rows], image.device
+            ),
             grids=tuple(layout[0] for layout in layouts),
         )
 
@@ -97,6 +112,8 @@ class Flux2Embed(nn.Module):
     ) -> Float[Tensor, "tables tokens 1 pairs"]:
         """Angles of each layout (target, then references); 0 on padding, which stays unrotated."""
         arch = self.arch
-        positions = [token_positions(arch.text_tokens, target, others, device) for target, *others in layouts]
+        positions = [
+            token_positions(arch.text_tokens, target, others, device) for target, *others in layouts
+        ]
         angles = [rotary_angles(position, arch.axes, arch.theta) for position in positions]
         return pad_sequence(angles, batch_first=True)[:, :, None]

@@ -17,12 +17,15 @@ class Flux2Head(nn.Module):
         super().__init__()
         self.arch, self.precision = arch, precision
         self.linear = CastLinear(arch.dim, arch.out_channels, bias=False)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), CastLinear(arch.dim, 2 * arch.dim, bias=False))
+        self.adaLN_modulation = nn.Sequential(
+            nn.SiLU(), CastLinear(arch.dim, 2 * arch.dim, bias=False)
+        )
 
     def forward(self, carry: Flux2SingleCarry) -> list[Tensor]:
         dtype = self.precision.head
         shift, scale = self.adaLN_modulation(carry.time.to(dtype))[:, None].chunk(2, -1)
-        # The target comes first, so references and padding behind the longest target are never normalised or projected.
+        # The target comes first, so references and padding behind the longest target are never
+        # normalised or projected.
         longest = max(height * width for height, width in carry.grids)
         target = carry.tokens[:, self.arch.text_tokens : self.arch.text_tokens + longest]
         rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype, dtype))

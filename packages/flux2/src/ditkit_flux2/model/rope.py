@@ -20,7 +20,8 @@ def token_positions(
 ) -> Int[Tensor, "tokens 4"]:
     """Positions of text, target and references, in this order.
 
-    Source: `prc_txt`, `prc_img` and `listed_prc_img` in black-forest-labs/flux2, src/flux2/sampling.py.
+    Source: `prc_txt`, `prc_img` and `listed_prc_img` in black-forest-labs/flux2,
+    src/flux2/sampling.py.
     """
     grids = [(0, 1, 1, text_rows), (0, *target, 1)]
     grids += [(REFERENCE_STEP * (index + 1), *grid, 1) for index, grid in enumerate(references)]
@@ -35,6 +36,7 @@ def token_positions(
 def rotary_angles(
     positions: Int[Tensor, "tokens 4"], axes: Sequence[int], theta: float
 ) -> Float[Tensor, "tokens pairs"]:
-    """fp64 angles, one for each pair of features; the axes are concatenated along the head's features."""
+    """fp64 angles, one for each pair of features; the axes are concatenated along the head's
+    features."""
     parts = [axis_angles(positions[:, axis], size // 2, theta) for axis, size in enumerate(axes)]
     return torch.cat(parts, -1)

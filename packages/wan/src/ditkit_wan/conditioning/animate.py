@@ -1,4 +1,5 @@
-"""Conditions of Animate besides text: a reference image, poses, a face, and for replacement a background and a mask.
+"""Conditions of Animate besides text: a reference image, poses, a face, and for replacement a
+background and a mask.
 
 Sources: Wan-Video/Wan2.2, wan/animate.py; aigc-apps/VideoX-Fun, scripts/wan2.2/train_animate.py.
 """
@@ -25,7 +26,8 @@ _WHY = "animation"
 
 
 def reference_image(controls: ClipInputs) -> Float[Tensor, "3 1 height width"]:
-    """The reference image, scaled to fit and centred on black; without one, the clip's first frame. Pixels in [-1, 1].
+    """The reference image, scaled to fit and centred on black; without one, the clip's first frame.
+    Pixels in [-1, 1].
 
     Raises:
         UserError: If it cannot be read as a still image.
@@ -36,22 +38,31 @@ def reference_image(controls: ClipInputs) -> Float[Tensor, "3 1 height width"]:
     return pixels.flip(-1) if controls.is_mirrored else pixels
 
 
-def mask_channels(given: Float[Tensor, "frames height width"], stride: int) -> Float[Tensor, "4 f h w"]:
-    """A mask in pixels at the size of latents: the first frame in all four channels, then one channel for each of four frames.
+def mask_channels(
+    given: Float[Tensor, "frames height width"], stride: int
+) -> Float[Tensor, "4 f h w"]:
+    """A mask in pixels at the size of latents: the first frame in all four channels, then one
+    channel for each of four frames.
 
     Args:
         given: 1 where the model is given the pixel, 4k + 1 frames.
         stride: Pixels to a row or column of latents.
     """
     height, width = given.shape[1:]
-    small = F.interpolate(given[:, None], size=(height // stride, width // stride), mode="nearest")[:, 0]
-    return rearrange(torch.cat([small[:1].expand(4, -1, -1), small[1:]]), "(f c) h w -> c f h w", c=4)
+    small = F.interpolate(given[:, None], size=(height // stride, width // stride), mode="nearest")[
+        :, 0
+    ]
+    return rearrange(
+        torch.cat([small[:1].expand(4, -1, -1), small[1:]]), "(f c) h w -> c f h w", c=4
+    )
 
 
 class Subject(VaeConditioner):
-    """`y` [20, 1 + f, h, w] and `animate_reference`: a mask and latents of the reference image, then of what is given of the clip.
+    """`y` [20, 1 + f, h, w] and `animate_reference`: a mask and latents of the reference image,
+    then of what is given of the clip.
 
-    Nothing is given of it, which is grey pixels as in image to video; or its background, where the mask is black.
+    Nothing is given of it, which is grey pixels as in image to video; or its background, where the
+    mask is black.
     """
 
     kind = "animate"
@@ -75,7 +86,10 @@ class Subject(VaeConditioner):
         size = (controls.frames, controls.height, controls.width)
         pixels, given = torch.zeros(3, *size), torch.zeros(size)
         if MASK in controls.files:
-            pixels, given = video(controls, BACKGROUND), 1 - ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
+            pixels, given = (
+                video(controls, BACKGROUND),
+                1 - ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1),
+            )
         latents = self.latents(pixels)
         front = torch.cat([torch.ones(4, *reference.shape[1:]), reference])
         clip = torch.cat([mask_channels(given, self.vae.strides[1]), latents])
@@ -101,7 +115,8 @@ class BodyPoses(VaeConditioner):
 
 
 class Faces(ClipConditioner):
-    """`face` [3, frames, size, size]: pixels of the face at each frame, as bytes; the model's motion encoder reads them in each step."""
+    """`face` [3, frames, size, size]: pixels of the face at each frame, as bytes; the model's
+    motion encoder reads them in each step."""
 
     kind = "face"
 

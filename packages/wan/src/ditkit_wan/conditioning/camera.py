@@ -1,8 +1,10 @@
-"""Camera motion: paths by direction or from a file of poses, and the rays through each pixel, which the Fun camera models take.
+"""Camera motion: paths by direction or from a file of poses, and the rays through each pixel, which
+the Fun camera models take.
 
-A pose is a line of 19 numbers, as in files of RealEstate10K and CameraCtrl: a time, focal lengths and centre as fractions of the
-image's size (fx, fy, cx, cy), two unused numbers, and the 3 × 4 matrix from world to camera, row by row.
-Sources: videox_fun/data/utils.py of aigc-apps/VideoX-Fun; diffsynth/models/wan_video_camera_controller.py of modelscope/DiffSynth-Studio.
+A pose is a line of 19 numbers, as in files of RealEstate10K and CameraCtrl: a time, focal lengths
+and centre as fractions of the image's size (fx, fy, cx, cy), two unused numbers, and the 3 × 4
+matrix from world to camera, row by row. Sources: videox_fun/data/utils.py of aigc-apps/VideoX-Fun;
+diffsynth/models/wan_video_camera_controller.py of modelscope/DiffSynth-Studio.
 """
 
 import math
@@ -22,9 +24,16 @@ DEFAULT_SPEED = 1 / 54
 _FILMED = 1280 / 720
 """Aspect ratio of the images that focal lengths are fractions of."""
 _START = (0, 0.532139961, 0.946026558, 0.5, 0.5, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0)
-# The entry of a pose that the speed is added to, and the sign. Left, Right, Up and Down are entries of the
-# rotation, because the models were trained so.
-_STEPS = {"Left": (9, 1), "Right": (9, -1), "Up": (13, 1), "Down": (13, -1), "In": (18, -1), "Out": (18, 1)}
+# The entry of a pose that the speed is added to, and the sign. Left, Right, Up and Down are entries
+# of the rotation, because the models were trained so.
+_STEPS = {
+    "Left": (9, 1),
+    "Right": (9, -1),
+    "Up": (13, 1),
+    "Down": (13, -1),
+    "In": (18, -1),
+    "Out": (18, 1),
+}
 _NUMBERS = 19
 _MOST_BYTES = 2**24
 
@@ -44,13 +53,18 @@ def moving(direction: str, speed: str, frames: int) -> Poses:
     """
     named = re.findall("|".join(DIRECTIONS), direction.strip())
     if not named or "".join(named) != direction.strip():
-        raise UserError(f"camera_control_direction = {direction!r}: use {', '.join(DIRECTIONS)}, or two as in LeftUp")
+        raise UserError(
+            f"camera_control_direction = {direction!r}: use {', '.join(DIRECTIONS)}, or two as in "
+            f"LeftUp"
+        )
     try:
         step = float(speed) if speed.strip() else DEFAULT_SPEED
     except ValueError:
         step = math.nan
     if not math.isfinite(step):
-        raise UserError(f"camera_control_speed = {speed!r} is not a number; 1/54 = {DEFAULT_SPEED:.6f} is usual")
+        raise UserError(
+            f"camera_control_speed = {speed!r} is not a number; 1/54 = {DEFAULT_SPEED:.6f} is usual"
+        )
     poses = torch.tensor(_START, dtype=torch.float64).repeat(frames, 1)
     for name in dict.fromkeys(named):
         entry, sign = _STEPS[name]
@@ -70,7 +84,8 @@ def read_poses(path: Path) -> Poses:
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read as a file of camera poses; correct the path, or write it as text"
+            f"{path} cannot be read as a file of camera poses; correct the path, or write it as "
+            f"text"
         ) from error
     poses = []
     for number, line in enumerate(lines, start=2):
@@ -82,19 +97,27 @@ def read_poses(path: Path) -> Poses:
             pose = []
         if len(pose) != _NUMBERS or not all(map(math.isfinite, pose)) or min(pose[1:3]) <= 0:
             raise UserError(
-                f"{path}, line {number} is not a camera pose; a pose is {_NUMBERS} numbers: time, fx fy cx cy, 0 0, and 3 × 4 of the matrix"
+                f"{path}, line {number} is not a camera pose; a pose is {_NUMBERS} numbers: time, "
+                f"fx fy cx cy, 0 0, and 3 × 4 of the matrix"
             )
         poses.append(pose)
     if not poses:
-        raise UserError(f"{path} has no camera pose; the first line is ignored, then each has {_NUMBERS} numbers")
+        raise UserError(
+            f"{path} has no camera pose; the first line is ignored, then each has {_NUMBERS} "
+            f"numbers"
+        )
     table = torch.tensor(poses, dtype=torch.float64)
     if (torch.linalg.det(_matrices(table)).abs() < 1e-6).any():
-        raise UserError(f"{path} has a singular matrix; the last 12 numbers are rotation and translation, row by row")
+        raise UserError(
+            f"{path} has a singular matrix; the last 12 numbers are rotation and translation, row "
+            f"by row"
+        )
     return table
 
 
 def at(poses: Float[Tensor, "rows 19"], frames: Int[Tensor, " frames"], *, of: int) -> Poses:
-    """Poses of some frames of the video that a file was made for, linearly interpolated between the file's poses.
+    """Poses of some frames of the video that a file was made for, linearly interpolated between the
+    file's poses.
 
     Args:
         poses: From the video's first frame to its last.
@@ -108,7 +131,8 @@ def at(poses: Float[Tensor, "rows 19"], frames: Int[Tensor, " frames"], *, of: i
 
 
 def path_of(poses: Poses, *, height: int, width: int) -> Float[Tensor, "frames 16"]:
-    """Focal lengths and centre in pixels, and the camera-to-world matrix relative to the first frame's camera, in fp32.
+    """Focal lengths and centre in pixels, and the camera-to-world matrix relative to the first
+    frame's camera, in fp32.
 
     Args:
         poses: One for each frame.
@@ -128,8 +152,11 @@ def path_of(poses: Poses, *, height: int, width: int) -> Float[Tensor, "frames 1
     return torch.cat([lens, relative[:, :3].flatten(1)], dim=1).float()
 
 
-def rays(path: Float[Tensor, "frames 16"], *, height: int, width: int) -> Float[Tensor, "24 f height width"]:
-    """Plücker coordinates of the ray through each pixel: moment and direction, with a channel for each of the four frames of a latent frame.
+def rays(
+    path: Float[Tensor, "frames 16"], *, height: int, width: int
+) -> Float[Tensor, "24 f height width"]:
+    """Plücker coordinates of the ray through each pixel: moment and direction, with a channel for
+    each of the four frames of a latent frame.
 
     The first frame is repeated four times, because the VAE's first latent frame is one frame.
 
@@ -145,7 +172,8 @@ def rays(path: Float[Tensor, "frames 16"], *, height: int, width: int) -> Float[
     y = ((down - lens[:, 3]) / lens[:, 1]).expand(-1, -1, width)
     directions = torch.stack([x, y, torch.ones_like(x)], dim=-1)
     directions = directions / directions.norm(dim=-1, keepdim=True)
-    # No matmul: inputs are made outside of the engine, where an autocast may be active and would round it.
+    # No matmul: inputs are made outside of the engine, where an autocast may be active and would
+    # round it.
     rotated = [relative[:, None, None, :, axis] * directions[..., axis, None] for axis in range(3)]
     direction = rotated[0] + rotated[1] + rotated[2]
     origin = relative[:, None, None, :, 3].expand_as(direction)

@@ -1,4 +1,5 @@
-"""The conditions of an architecture besides clip and caption: their columns in a dataset, and their conditioners."""
+"""The conditions of an architecture besides clip and caption: their columns in a dataset, and their
+conditioners."""
 
 from collections.abc import Sequence
 
@@ -179,7 +180,8 @@ def conditioners(
 
     Args:
         arch: The architecture.
-        components: Where the model's files are; None creates no encoder, which is enough for `uses` and `check`.
+        components: Where the model's files are; None creates no encoder, which is enough for `uses`
+            and `check`.
         device: Device of the encoders.
         mode: How the VAE encodes.
 
@@ -195,7 +197,9 @@ def conditioners(
 
     if not _names(arch):
         return ()
-    vae: VaeEncoder | image.Outlined = image.Outlined(arch.out_channels, (4, 16 if arch.token_times else 8))
+    vae: VaeEncoder | image.Outlined = image.Outlined(
+        arch.out_channels, (4, 16 if arch.token_times else 8)
+    )
     clip: ImageEncoder | image.Outlined | None = vae if arch.image_dim else None
     if components is not None:
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
@@ -204,15 +208,30 @@ def conditioners(
     if arch.speech:
         sizes = {"states": arch.speech.states, "features": arch.speech.features}
         wav2vec = None if components is None else SpeechEncoder(components, device, **sizes)
-        chosen += [speech.Speech(wav2vec, 16.0), speech.SpeechReference(vae), speech.Poses(vae), speech.Motion(vae)]
+        chosen += [
+            speech.Speech(wav2vec, 16.0),
+            speech.SpeechReference(vae),
+            speech.Poses(vae),
+            speech.Motion(vae),
+        ]
     elif arch.animate:
         assert clip is not None
-        chosen += [animate.Subject(vae), animate.BodyPoses(vae), animate.Faces(arch.animate.face_size)]
+        chosen += [
+            animate.Subject(vae),
+            animate.BodyPoses(vae),
+            animate.Faces(arch.animate.face_size),
+        ]
         chosen.append(animate.SubjectVision(clip, (control.REFERENCE,), kind="clip-vision-subject"))
     elif arch.music:
         assert clip is not None
-        chosen += [dance.Music(arch.music.fps), dance.Keyframes(vae), dance.KeyframeVision(clip, (dance.DANCER,))]
-        chosen.append(image.ClipVision(clip, (dance.DANCER,), name="refimage", kind="clip-vision-dancer"))
+        chosen += [
+            dance.Music(arch.music.fps),
+            dance.Keyframes(vae),
+            dance.KeyframeVision(clip, (dance.DANCER,)),
+        ]
+        chosen.append(
+            image.ClipVision(clip, (dance.DANCER,), name="refimage", kind="clip-vision-dancer")
+        )
     elif arch.vace_layers:
         chosen.append(Vace(vae))
     elif arch.camera_channels:
@@ -231,14 +250,17 @@ def conditioners(
         both = bool(arch.image_positions)
         chosen.append(image.FirstLast(vae, both=both, clean_first=arch.token_times))
         if clip is not None:
-            chosen.append(image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,)))
+            chosen.append(
+                image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,))
+            )
     elif arch.token_times:
         chosen.append(image.FirstFrame(vae))
     return chosen
 
 
 def is_given_first_latent(arch: WanArch) -> bool:
-    """Whether `y` gives the model the first latent frame of every clip; for a single image that is all of it."""
+    """Whether `y` gives the model the first latent frame of every clip; for a single image that is
+    all of it."""
     return _extra_channels(arch) > 0 and not (arch.music or arch.animate or _is_controlled(arch))
 
 

@@ -1,6 +1,8 @@
-"""Conditions of the Fun models besides text: a control video, a first image, a reference image, and camera motion.
+"""Conditions of the Fun models besides text: a control video, a first image, a reference image, and
+camera motion.
 
-Source: aigc-apps/VideoX-Fun, scripts/wan2.1_fun/train_control.py and videox_fun/pipeline/pipeline_wan2_2_fun_control.py.
+Source: aigc-apps/VideoX-Fun, scripts/wan2.1_fun/train_control.py and
+videox_fun/pipeline/pipeline_wan2_2_fun_control.py.
 """
 
 from functools import cached_property, lru_cache
@@ -16,10 +18,18 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, LAST, ClipVision, EndsConditioner, VaeConditioner
-from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, missing_condition, video
+from ditkit_wan.conditioning.media import (
+    column_image,
+    column_or_own,
+    image_or_own,
+    missing_condition,
+    video,
+)
 
 CONTROL, REFERENCE = "control_video", "reference_image"
-_ROUNDING = 0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
+_ROUNDING = (
+    0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
+)
 DIRECTION, SPEED, PATH = "camera_control_direction", "camera_control_speed", "camera_file"
 
 
@@ -33,7 +43,8 @@ def _with_control(controls: ClipInputs, *others: str) -> tuple[str, ...]:
 class Control(VaeConditioner):
     """`y`: latents of the control video, then latents of the first image.
 
-    The latter have one latent frame; the others are zeros as latents, and so are all of them without an image.
+    The latter have one latent frame; the others are zeros as latents, and so are all of them
+    without an image.
     """
 
     kind = "control"
@@ -55,7 +66,8 @@ class Control(VaeConditioner):
 
 
 class MaskedControl(EndsConditioner):
-    """`y` of the Fun models of Wan 2.2: latents of the control video, a mask of the given frames, and latents of a clip that has these alone.
+    """`y` of the Fun models of Wan 2.2: latents of the control video, a mask of the given frames,
+    and latents of a clip that has these alone.
 
     Mask and latents are zeros without a first or last image.
     """
@@ -72,9 +84,16 @@ class MaskedControl(EndsConditioner):
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         control = self.latents(video(controls, CONTROL))
-        first, last = (column_image(controls, column) if column in controls.files else None for column in (FIRST, LAST))
+        first, last = (
+            column_image(controls, column) if column in controls.files else None
+            for column in (FIRST, LAST)
+        )
         if first is None and last is None:
-            return {"y": torch.cat([control, control.new_zeros(4, *control.shape[1:]), torch.zeros_like(control)])}
+            return {
+                "y": torch.cat(
+                    [control, control.new_zeros(4, *control.shape[1:]), torch.zeros_like(control)]
+                )
+            }
         ends = self.given_frames(controls, first, last)
         return ends | {"y": torch.cat([control, ends["y"]])}
 
@@ -90,7 +109,9 @@ class FirstLatent(VaeConditioner):
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         begin = self.latents(image_or_own(controls, FIRST))
-        later = begin.new_zeros(len(begin), (controls.frames - 1) // self.vae.strides[0], *begin.shape[2:])
+        later = begin.new_zeros(
+            len(begin), (controls.frames - 1) // self.vae.strides[0], *begin.shape[2:]
+        )
         return {"y": torch.cat([begin, later], dim=1)}
 
 
@@ -109,7 +130,8 @@ class Reference(VaeConditioner):
 
 
 class ControlVision(ClipVision):
-    """`image`: CLIP tokens of the reference image, or else of the first image; zeros without either."""
+    """`image`: CLIP tokens of the reference image, or else of the first image; zeros without
+    either."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The column of the image that is encoded; "" for none, which is a condition too."""
@@ -125,9 +147,11 @@ class ControlVision(ClipVision):
 
 
 class Camera(ClipConditioner):
-    """`camera_path` [frames, 16]: lens and pose of the camera at each frame, from which `camera.rays` computes rays.
+    """`camera_path` [frames, 16]: lens and pose of the camera at each frame, from which
+    `camera.rays` computes rays.
 
-    The cache stores these 16 numbers per frame, because the rays of a clip take hundreds of megabytes.
+    The cache stores these 16 numbers per frame, because the rays of a clip take hundreds of
+    megabytes.
     """
 
     kind = "camera"
@@ -141,7 +165,8 @@ class Camera(ClipConditioner):
         """The file of poses and the clip, which gives its length; or the direction and the speed.
 
         Raises:
-            UserError: If there is neither, or one cannot be read. This is raised before any clip is encoded.
+            UserError: If there is neither, or one cannot be read. This is raised before any clip is
+                encoded.
         """
         files = controls.files
         if PATH in files:
@@ -168,7 +193,10 @@ class Camera(ClipConditioner):
         if controls.clip is None or not controls.fps:
             poses = camera.read_poses(Path(files[PATH]))
             if len(poses) < frames:
-                raise UserError(f"{files[PATH]} has {len(poses)} poses for {frames} frames; give one for each frame")
+                raise UserError(
+                    f"{files[PATH]} has {len(poses)} poses for {frames} frames; give one for each "
+                    f"frame"
+                )
             return poses[:frames]
         info = _probed(controls.clip, controls.clip.stat().st_mtime_ns)
         rate = info.fps or controls.fps  # a folder of images without a rate has the clip's rate
@@ -180,7 +208,8 @@ class Camera(ClipConditioner):
 
 @lru_cache(maxsize=16)
 def _probed(path: Path, modified: int) -> MediaInfo:
-    """The length and rate of a clip's file, probed once for all of its windows, because probing reads every packet.
+    """The length and rate of a clip's file, probed once for all of its windows, because probing
+    reads every packet.
 
     Args:
         path: The file.

@@ -47,21 +47,27 @@ class Music(ClipConditioner):
 
         Raises:
             MissingDependency: If it is sound, and librosa is not installed.
-            UserError: If there is none, or a frame does not last an integer number of rows, which encodes the frame rate.
+            UserError: If there is none, or a frame does not last an integer number of rows, which
+                encodes the frame rate.
         """
         if MUSIC not in controls.files:
             raise missing_condition(controls, [MUSIC], "which this model dances to")
         fps = controls.fps or self.fps
         if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
             raise UserError(
-                f"data.fps = {fps:g}: WanToDance needs {music_features.RATE} frames per second divided by an integer; "
+                f"data.fps = {fps:g}: WanToDance needs {music_features.RATE} frames per second "
+                f"divided by an integer; "
                 f"set {music_features.RATE / _rows_to_frame(fps):g}"
             )
         music_features.check_library(Path(controls.files[MUSIC]))
         return (MUSIC,)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        return {"music": music_features.window(Path(controls.files[MUSIC]), **self._part_of_music(controls))}
+        return {
+            "music": music_features.window(
+                Path(controls.files[MUSIC]), **self._part_of_music(controls)
+            )
+        }
 
     def check(self, controls: ClipInputs) -> None:
         """Read the music and check its length; sound is decoded, but no features are computed."""
@@ -91,12 +97,15 @@ class Keyframes(VaeConditioner):
         """The video of keyframes and its mask, or the image of the first frame.
 
         Raises:
-            UserError: If only one of video and mask is there, the mask is invalid or too short, or there is no image either.
+            UserError: If only one of video and mask is there, the mask is invalid or too short, or
+                there is no image either.
         """
         columns = [column for column in (KEYFRAMES, KEYFRAMES_MASK) if column in controls.files]
         if len(columns) == 1:
             whose = controls.clip or "a sample"
-            raise UserError(f"{whose} has {columns[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither")
+            raise UserError(
+                f"{whose} has {columns[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither"
+            )
         if columns:
             _known(controls)
         return tuple(columns) or (column_or_own(controls, DANCER, why="a dance"),)
@@ -113,7 +122,8 @@ class Keyframes(VaeConditioner):
 
 
 class KeyframeVision(ClipVision):
-    """`image`: CLIP tokens of the first frame of the video of keyframes, given or black; without a video, of the dancer."""
+    """`image`: CLIP tokens of the first frame of the video of keyframes, given or black; without a
+    video, of the dancer."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The video of keyframes, or the image of the first frame."""
@@ -127,7 +137,8 @@ class KeyframeVision(ClipVision):
 
 
 def _known(controls: ClipInputs) -> list[bool]:
-    """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame of the video."""
+    """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame of the
+    video."""
     text = controls.files[KEYFRAMES_MASK]
     try:
         numbers = json.loads(text)
@@ -135,13 +146,15 @@ def _known(controls: ClipInputs) -> list[bool]:
         numbers = None
     if not isinstance(numbers, list) or not all(number in (0, 1) for number in numbers):
         raise UserError(
-            f"{KEYFRAMES_MASK} = {text[:60]!r} is not a list of 0 and 1; write [1, 0, 0, …], one for each frame"
+            f"{KEYFRAMES_MASK} = {text[:60]!r} is not a list of 0 and 1; write [1, 0, 0, …], one "
+            f"for each frame"
         )
     first = round(controls.start_seconds * controls.fps)
     keyframes = [bool(number) for number in numbers[first : first + controls.frames]]
     if len(keyframes) < controls.frames:
         raise UserError(
-            f"{KEYFRAMES_MASK} has {len(numbers)} numbers, and the clip takes frames {first} to {first + controls.frames - 1}; "
+            f"{KEYFRAMES_MASK} has {len(numbers)} numbers, and the clip takes frames {first} to "
+            f"{first + controls.frames - 1}; "
             "give one for each frame"
         )
     return keyframes

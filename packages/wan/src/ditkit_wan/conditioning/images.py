@@ -1,6 +1,8 @@
-"""First and last images of a clip for image-to-video models: masked latents, CLIP tokens, or a clean first frame.
+"""First and last images of a clip for image-to-video models: masked latents, CLIP tokens, or a
+clean first frame.
 
-Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py; Wan-Video/Wan2.2, wan/textimage2video.py.
+Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py; Wan-Video/Wan2.2,
+wan/textimage2video.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ FIRST, LAST = "input_image", "end_image"
 
 
 class Outlined:
-    """A stand-in for an encoder when conditions are only checked: it returns zeros in the shape of the latents."""
+    """A stand-in for an encoder when conditions are only checked: it returns zeros in the shape of
+    the latents."""
 
     identity = "nothing"
     tokens, dim = 1, 1
@@ -48,12 +51,18 @@ class Outlined:
         items: Sequence[Float[Tensor, "3 frames height width"]],
         advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
-        """`latents` [channels, 1 + k, height / stride, width / stride], and one token of an `image`."""
+        """`latents` [channels, 1 + k, height / stride, width / stride], and one token of an
+        `image`."""
         (item,) = items
         _, frames, height, width = item.shape
         of_frames, of_pixels = self.strides
         size = (1 + (frames - 1) // of_frames, height // of_pixels, width // of_pixels)
-        return [{"latents": torch.zeros(self.channels, *size), "image": torch.zeros(self.tokens, self.dim)}]
+        return [
+            {
+                "latents": torch.zeros(self.channels, *size),
+                "image": torch.zeros(self.tokens, self.dim),
+            }
+        ]
 
 
 class VaeConditioner(ClipConditioner):
@@ -79,7 +88,9 @@ class VaeConditioner(ClipConditioner):
     def unload(self) -> None:
         self.vae.unload()
 
-    def latents(self, pixels: Float[Tensor, "3 frames height width"]) -> Float[Tensor, "channels f h w"]:
+    def latents(
+        self, pixels: Float[Tensor, "3 frames height width"]
+    ) -> Float[Tensor, "channels f h w"]:
         """Normalised latents of a clip, on the CPU."""
         return self.vae.encode([pixels])[0]["latents"]
 
@@ -96,10 +107,13 @@ class VaeConditioner(ClipConditioner):
             outlined.condition(controls)
 
 
-def known_frames_mask(is_known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
+def known_frames_mask(
+    is_known: Sequence[bool], height: int, width: int
+) -> Float[Tensor, "4 f height width"]:
     """The mask channels of the pixel frames that the model is given.
 
-    The first latent frame is one pixel frame, which sets all four channels. Each later one is four pixel frames with a channel each.
+    The first latent frame is one pixel frame, which sets all four channels. Each later one is four
+    pixel frames with a channel each.
 
     Args:
         is_known: Whether each pixel frame is given; 4k + 1 values.
@@ -112,14 +126,16 @@ def known_frames_mask(is_known: Sequence[bool], height: int, width: int) -> Floa
 
 
 class EndsConditioner(VaeConditioner):
-    """Base of the conditioners that give a model the first or the last frame of a clip, or both, in `y`."""
+    """Base of the conditioners that give a model the first or the last frame of a clip, or both, in
+    `y`."""
 
     def __init__(self, vae: VaeEncoder | Outlined, *, clean_first: bool = False):
         """Set how a first frame is given.
 
         Args:
             vae: The VAE.
-            clean_first: Whether `first_frame` has the first frame's latents too, which replace noised ones.
+            clean_first: Whether `first_frame` has the first frame's latents too, which replace
+                noised ones.
         """
         super().__init__(vae)
         self.clean_first = clean_first
@@ -128,10 +144,14 @@ class EndsConditioner(VaeConditioner):
     def settings(self) -> str:
         return "first frame without noise" if self.clean_first else ""
 
-    def given_frames(self, controls: ClipInputs, first: Tensor | None, last: Tensor | None) -> dict[str, Tensor]:
-        """`y`: a mask of the given frames, and latents of a clip that has these frames alone; `first_frame` where it is clean.
+    def given_frames(
+        self, controls: ClipInputs, first: Tensor | None, last: Tensor | None
+    ) -> dict[str, Tensor]:
+        """`y`: a mask of the given frames, and latents of a clip that has these frames alone;
+        `first_frame` where it is clean.
 
-        The other frames are zeros as pixels, which is grey; the VAE's latents of grey are not zeros.
+        The other frames are zeros as pixels, which is grey; the VAE's latents of grey are not
+        zeros.
 
         Args:
             controls: The clip.
@@ -146,7 +166,11 @@ class EndsConditioner(VaeConditioner):
         latents = self.latents(pixels)
         tensors = {"y": torch.cat([known_frames_mask(is_known, *latents.shape[2:]), latents])}
         # The VAE is causal: its first latent frame is the first frame alone.
-        return tensors | ({"first_frame": latents[:, :1].clone()} if self.clean_first and first is not None else {})
+        return tensors | (
+            {"first_frame": latents[:, :1].clone()}
+            if self.clean_first and first is not None
+            else {}
+        )
 
 
 class FirstLast(EndsConditioner):
@@ -159,7 +183,8 @@ class FirstLast(EndsConditioner):
 
         Args:
             vae: The VAE.
-            both: Whether the model is always given the last frame; otherwise only with an `end_image`.
+            both: Whether the model is always given the last frame; otherwise only with an
+                `end_image`.
             clean_first: As for `EndsConditioner`.
         """
         super().__init__(vae, clean_first=clean_first)
@@ -185,7 +210,8 @@ class FirstLast(EndsConditioner):
 
 
 class FirstFrame(VaeConditioner):
-    """`first_frame`: clean latents of the first image; without it, the model generates from text alone."""
+    """`first_frame`: clean latents of the first image; without it, the model generates from text
+    alone."""
 
     kind = "first-frame"
     optional = True
@@ -201,7 +227,8 @@ class FirstFrame(VaeConditioner):
 
 
 class ClipVision(ClipConditioner):
-    """`image`: concatenated CLIP tokens of images [images · 257, 1280]; zeros in place of one image if there is none."""
+    """`image`: concatenated CLIP tokens of images [images · 257, 1280]; zeros in place of one image
+    if there is none."""
 
     def __init__(
         self,
@@ -215,7 +242,8 @@ class ClipVision(ClipConditioner):
 
         Args:
             encoder: CLIP.
-            columns: Columns of the images, in order; missing ones default to the clip's own frames, `end_image` to its last.
+            columns: Columns of the images, in order; missing ones default to the clip's own frames,
+                `end_image` to its last.
             name: Name of the tensor.
             kind: Name of the cache's folder.
         """
@@ -229,7 +257,11 @@ class ClipVision(ClipConditioner):
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns, or the clip itself in place of missing ones."""
-        return tuple(dict.fromkeys(column_or_own(controls, column, why="image to video") for column in self.columns))
+        return tuple(
+            dict.fromkeys(
+                column_or_own(controls, column, why="image to video") for column in self.columns
+            )
+        )
 
     def load(self) -> None:
         self.encoder.load()
@@ -239,7 +271,9 @@ class ClipVision(ClipConditioner):
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         tokens = [self.encoder.encode([image])[0]["image"] for image in self.images(controls)]
-        return {self.name: torch.cat(tokens or [torch.zeros(self.encoder.tokens, self.encoder.dim)])}
+        return {
+            self.name: torch.cat(tokens or [torch.zeros(self.encoder.tokens, self.encoder.dim)])
+        }
 
     def check(self, controls: ClipInputs) -> None:
         """Read the images."""

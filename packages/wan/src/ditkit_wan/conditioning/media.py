@@ -1,4 +1,5 @@
-"""Reads images and videos of a clip's columns, and the clip's own frames, at the size and the frames of the clip."""
+"""Reads images and videos of a clip's columns, and the clip's own frames, at the size and the
+frames of the clip."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ _ANY_RATE = 1.0  # of a single frame: only its start time matters
 
 
 def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
-    """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in [-1, 1].
+    """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in
+    [-1, 1].
 
     Raises:
         UserError: If it cannot be read.
@@ -53,9 +55,15 @@ def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1
     )
 
 
-def image_or_own(controls: ClipInputs, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+def image_or_own(
+    controls: ClipInputs, column: str, *, last: bool = False
+) -> Float[Tensor, "3 1 height width"]:
     """The image of a column if the clip has one, otherwise the clip's first or last frame."""
-    return column_image(controls, column) if column in controls.files else own_frame(controls, last=last)
+    return (
+        column_image(controls, column)
+        if column in controls.files
+        else own_frame(controls, last=last)
+    )
 
 
 def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
@@ -72,7 +80,9 @@ def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
     if column in controls.files:
         return column
     if controls.clip is None:
-        raise UserError(f"{why} needs an image: set it in sample.controls, or with --control {column}=FILE")
+        raise UserError(
+            f"{why} needs an image: set it in sample.controls, or with --control {column}=FILE"
+        )
     return ""
 
 
@@ -84,13 +94,23 @@ def missing_condition(controls: ClipInputs, columns: Sequence[str], why: str) ->
         columns: One of them is enough.
         why: Purpose of the image, for the message.
     """
-    whose, one = controls.clip or "a sample", "that column" if len(columns) == 1 else "one of the columns"
-    remedy = f"add {one}" if controls.clip else f"give {one} in sample.controls, or with --control {columns[0]}=…"
+    whose, one = (
+        controls.clip or "a sample",
+        "that column" if len(columns) == 1 else "one of the columns",
+    )
+    remedy = (
+        f"add {one}"
+        if controls.clip
+        else f"give {one} in sample.controls, or with --control {columns[0]}=…"
+    )
     return UserError(f"{whose} has no {' and no '.join(columns)}, {why}; {remedy}")
 
 
-def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
-    """The video of a column at the clip's frame rate, from the clip's first frame on, cropped to its size; pixels in [-1, 1].
+def video(
+    controls: ClipInputs, column: str, *, frames: int = 0
+) -> Float[Tensor, "3 frames height width"]:
+    """The video of a column at the clip's frame rate, from the clip's first frame on, cropped to
+    its size; pixels in [-1, 1].
 
     An image is repeated for all frames.
 
@@ -116,14 +136,17 @@ def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor
     )
 
 
-def fitted(path: Path, height: int, width: int, *, canvas: float) -> Float[Tensor, "3 1 height width"]:
+def fitted(
+    path: Path, height: int, width: int, *, canvas: float
+) -> Float[Tensor, "3 1 height width"]:
     """An image scaled to fit and centred on a canvas; pixels in [-1, 1].
 
     Args:
         path: A still image.
         height: Height of the canvas in pixels.
         width: Width of it.
-        canvas: Value of its pixels: 1 is white, as VACE takes its references, -1 is black, as Animate does.
+        canvas: Value of its pixels: 1 is white, as VACE takes its references, -1 is black, as
+            Animate does.
 
     Raises:
         UserError: If it cannot be read as a still image.
@@ -132,7 +155,11 @@ def fitted(path: Path, height: int, width: int, *, canvas: float) -> Float[Tenso
 
     if media_kind(path) != "image":
         raise UserError(f"{path} is a video; a reference is an image: extract a frame of it")
-    pixels = torch.from_numpy(np.ascontiguousarray(still.read_image(path))).permute(2, 0, 1).float() / 127.5 - 1
+    pixels = (
+        torch.from_numpy(np.ascontiguousarray(still.read_image(path))).permute(2, 0, 1).float()
+        / 127.5
+        - 1
+    )
     scale = min(height / pixels.shape[1], width / pixels.shape[2])
     size = tuple(max(1, int(length * scale)) for length in pixels.shape[1:])
     if size != pixels.shape[1:]:

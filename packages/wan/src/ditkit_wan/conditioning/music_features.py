@@ -1,8 +1,9 @@
-"""Features of music, 35 numbers per row: onset strength, 20 mel cepstra, 12 tones, and marks on peaks and beats.
+"""Features of music, 35 numbers per row: onset strength, 20 mel cepstra, 12 tones, and marks on
+peaks and beats.
 
-Features come from a file or are computed from sound. The latter needs librosa, an optional dependency that the official code uses: only
-its algorithms give the numbers that the model was trained on.
-Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
+Features come from a file or are computed from sound. The latter needs librosa, an optional
+dependency that the official code uses: only its algorithms give the numbers that the model was
+trained on. Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 """
 
 import math
@@ -30,7 +31,8 @@ _MOST_BYTES = 2**28
 
 
 def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor, "rows 35"]:
-    """The features of a part of a piece of music; the number of rows depends on the part's length alone.
+    """The features of a part of a piece of music; the number of rows depends on the part's length
+    alone.
 
     Args:
         path: `.npy` or `.safetensors` with one table of features, or a file with sound.
@@ -38,7 +40,8 @@ def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor,
         seconds: Length of the part.
 
     Raises:
-        UserError: If the file cannot be read or contains something else, or the music ends before the part does.
+        UserError: If the file cannot be read or contains something else, or the music ends before
+            the part does.
     """
     features = read(path, until_seconds=start_seconds + seconds)
     first, count = _part(path, len(features), start_seconds, seconds)
@@ -47,7 +50,8 @@ def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor,
 
 
 def check(path: Path, *, start_seconds: float, seconds: float) -> None:
-    """Check that a piece of music can be read and contains a part, without computing features of sound.
+    """Check that a piece of music can be read and contains a part, without computing features of
+    sound.
 
     Args:
         path: As for `window`.
@@ -73,7 +77,8 @@ def check_library(path: Path) -> None:
     """
     if path.suffix.lower() not in TABLES and find_spec("librosa") is None:
         raise MissingDependency(
-            f"{path} is a sound file, whose features need librosa, which is not installed; install librosa, or give a "
+            f"{path} is a sound file, whose features need librosa, which is not installed; install "
+            f"librosa, or give a "
             ".npy of the features"
         )
 
@@ -84,7 +89,8 @@ def _part(path: Path, rows: int, start_seconds: float, seconds: float) -> tuple[
     if min(rows - first, count) < max(1, count - _SHORT_ROWS):
         has, wants = rows / RATE, start_seconds + seconds
         raise UserError(
-            f"{path} has {has:.1f} s of music and the clip needs {wants:.1f} s; give longer music or a shorter clip"
+            f"{path} has {has:.1f} s of music and the clip needs {wants:.1f} s; give longer music "
+            f"or a shorter clip"
         )
     return first, count
 
@@ -102,7 +108,8 @@ def read(path: Path, *, until_seconds: float = math.inf) -> Float[Tensor, "rows 
     features = _table(path) if path.suffix.lower() in TABLES else _of_sound(path, until_seconds)
     if features.ndim != 2 or features.shape[1] != FEATURES or not len(features):
         raise UserError(
-            f"{path} contains {tuple(features.shape)} numbers, not rows of {FEATURES}; write features at {RATE} rows a second"
+            f"{path} contains {tuple(features.shape)} numbers, not rows of {FEATURES}; write "
+            f"features at {RATE} rows a second"
         )
     if not features.isfinite().all():
         raise UserError(f"{path} contains numbers that are not finite; compute the features again")
@@ -122,7 +129,9 @@ def _table(path: Path) -> Tensor:
         tables = load_file(path)
     except (OSError, ValueError, TypeError, EOFError, OverflowError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise UserError(f"{path} cannot be read as features of music ({reason}); write them again") from error
+        raise UserError(
+            f"{path} cannot be read as features of music ({reason}); write them again"
+        ) from error
     if len(tables) != 1:
         raise UserError(f"{path} contains {len(tables)} tensors; write one, the features of music")
     (table,) = tables.values()
@@ -130,7 +139,8 @@ def _table(path: Path) -> Tensor:
 
 
 def _npy(path: Path) -> Tensor:
-    """The table of a `.npy` file; its header is checked against the number of bytes before memory is allocated."""
+    """The table of a `.npy` file; its header is checked against the number of bytes before memory
+    is allocated."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -138,12 +148,16 @@ def _npy(path: Path) -> Tensor:
         elif version == (2, 0):
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         else:
-            raise ValueError(f"its version is {version[0]}.{version[1]}, and tables of numbers have 1.0")
+            raise ValueError(
+                f"its version is {version[0]}.{version[1]}, and tables of numbers have 1.0"
+            )
         num_bytes = path.stat().st_size - file.tell()
     if dtype.kind not in "fiub":
         raise ValueError(f"it contains {dtype}, not numbers")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > num_bytes:
-        raise ValueError(f"it says that it has {shape} numbers of {dtype}, and has {num_bytes} bytes")
+        raise ValueError(
+            f"it says that it has {shape} numbers of {dtype}, and has {num_bytes} bytes"
+        )
     return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
 
 
@@ -153,16 +167,20 @@ def _of_sound(path: Path, until_seconds: float) -> Tensor:
     import librosa
 
     with warnings.catch_warnings():
-        # sound of a second or less has fewer samples than a window in the lowest octaves, which changes no result
+        # sound of a second or less has fewer samples than a window in the lowest octaves, which
+        # changes no result
         warnings.filterwarnings("ignore", "n_fft=", UserWarning)
         return torch.from_numpy(_features(librosa, sound, rate))
 
 
-def _features(librosa: Any, sound: Float[np.ndarray, " samples"], rate: int) -> Float[np.ndarray, "rows 35"]:
+def _features(
+    librosa: Any, sound: Float[np.ndarray, " samples"], rate: int
+) -> Float[np.ndarray, "rows 35"]:
     """The features, computed with librosa as in the official code.
 
-    The sound is resampled so that a hop of 512 is a thirtieth of a second, but librosa is called with a rate of 22050. Tones and tempo
-    are then wrong for the sound, and the model was trained on these wrong ones.
+    The sound is resampled so that a hop of 512 is a thirtieth of a second, but librosa is called
+    with a rate of 22050. Tones and tempo are then wrong for the sound, and the model was trained on
+    these wrong ones.
     """
     claimed_rate = 22050
     data = librosa.resample(sound, orig_sr=rate, target_sr=RATE * _HOP)

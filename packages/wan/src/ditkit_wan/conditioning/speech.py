@@ -1,7 +1,8 @@
 """Conditions of S2V besides text: speech, a reference image, poses, and the frames before the clip.
 
-The first frame of a clip is where it starts: the model generates the frames after it, so speech and poses are those of these frames.
-Sources: Wan-Video/Wan2.2, wan/speech2video.py and wan/modules/s2v/audio_encoder.py; aigc-apps/VideoX-Fun, scripts/wan2.2/train_s2v.py.
+The first frame of a clip is where it starts: the model generates the frames after it, so speech and
+poses are those of these frames. Sources: Wan-Video/Wan2.2, wan/speech2video.py and
+wan/modules/s2v/audio_encoder.py; aigc-apps/VideoX-Fun, scripts/wan2.2/train_s2v.py.
 """
 
 from functools import cached_property
@@ -28,11 +29,13 @@ AUDIO, POSE, MOTION = "input_audio", "s2v_pose_video", "motion_video"
 _VIDEO_RATE = 30
 """Rows per second that hidden states are resampled to; the rows of frames are chosen from these."""
 _SHORT_SECONDS = 0.5
-"""What speech may lack at a clip's end: the rows of these frames are zeros, as in the official code."""
+"""What speech may lack at a clip's end: the rows of these frames are zeros, as in the official
+code."""
 
 
 class Speech(ClipConditioner):
-    """`audio` [states, features, frames - 1]: hidden states of wav2vec2 at every frame after the first, from the sound of these frames alone."""
+    """`audio` [states, features, frames - 1]: hidden states of wav2vec2 at every frame after the
+    first, from the sound of these frames alone."""
 
     kind = "speech"
 
@@ -67,12 +70,15 @@ class Speech(ClipConditioner):
         """
         if controls.frames < 5:
             raise UserError(
-                f"{controls.clip or 'a sample'} has {controls.frames} frame(s), and S2V learns those after the first; use clips of 5 or more"
+                f"{controls.clip or 'a sample'} has {controls.frames} frame(s), and S2V learns "
+                f"those after the first; use clips of 5 or more"
             )
         if AUDIO in controls.files:
             return (AUDIO,)
         if controls.clip is None or media_kind(controls.clip) != "video" or controls.clip.is_dir():
-            raise missing_condition(controls, [AUDIO], "which this model speaks by, nor a sound track")
+            raise missing_condition(
+                controls, [AUDIO], "which this model speaks by, nor a sound track"
+            )
         return ("",)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
@@ -96,7 +102,8 @@ class Speech(ClipConditioner):
         part = torch.from_numpy(sound[round(start * rate) :])
         if len(part) < max((end - start - _SHORT_SECONDS) * rate, speech_encoder.FEWEST_SAMPLES):
             raise UserError(
-                f"{path} has {len(sound) / rate:.1f} s of sound and the clip needs {end:.1f} s; give longer sound or a shorter clip"
+                f"{path} has {len(sound) / rate:.1f} s of sound and the clip needs {end:.1f} s; "
+                f"give longer sound or a shorter clip"
             )
         return part
 
@@ -104,7 +111,8 @@ class Speech(ClipConditioner):
 def rows_of_frames(
     states: Float[Tensor, "states rows features"], frames: int, fps: float
 ) -> Float[Tensor, "states features frames"]:
-    """Hidden states at the time of every frame: resampled to 30 rows per second, of which each frame takes the nearest.
+    """Hidden states at the time of every frame: resampled to 30 rows per second, of which each
+    frame takes the nearest.
 
     Args:
         states: 50 rows per second.
@@ -137,7 +145,8 @@ class SpeechReference(VaeConditioner):
 
 
 class Poses(VaeConditioner):
-    """`pose`: latents of a video of the clip's poses. As in the official code, a copy of its first used frame is encoded in front and cut off."""
+    """`pose`: latents of a video of the clip's poses. As in the official code, a copy of its first
+    used frame is encoded in front and cut off."""
 
     kind = "pose"
     optional = True
@@ -152,16 +161,19 @@ class Poses(VaeConditioner):
 
 
 class Motion(VaeConditioner):
-    """`motion`: latents of the 73 frames up to the clip's first; and `continued`, the clip's latents as they are encoded after these.
+    """`motion`: latents of the 73 frames up to the clip's first; and `continued`, the clip's
+    latents as they are encoded after these.
 
-    They are the last frames of the column's video, or frames of the clip's own file, where its window begins late enough.
+    They are the last frames of the column's video, or frames of the clip's own file, where its
+    window begins late enough.
     """
 
     kind = "motion"
     optional = True
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The column's video or the clip itself; nothing for a clip that starts from its reference image."""
+        """The column's video or the clip itself; nothing for a clip that starts from its reference
+        image."""
         if MOTION in controls.files:
             return (MOTION,) if controls.clip is None else (MOTION, "")
         return ("",) if self._follows(controls) else ()
@@ -170,9 +182,14 @@ class Motion(VaeConditioner):
         before = self._before(controls)
         if controls.clip is None:
             return {"motion": self.latents(before)}
-        after = self._frames(controls, controls.clip, controls.start_seconds, controls.frames)[:, 1:]
+        after = self._frames(controls, controls.clip, controls.start_seconds, controls.frames)[
+            :, 1:
+        ]
         latents = self.latents(torch.cat([before, after], 1))
-        return {"motion": latents[:, :MOTION_LATENTS].clone(), "continued": latents[:, MOTION_LATENTS:].clone()}
+        return {
+            "motion": latents[:, :MOTION_LATENTS].clone(),
+            "continued": latents[:, MOTION_LATENTS:].clone(),
+        }
 
     def _follows(self, controls: ClipInputs) -> bool:
         """Whether the clip's own file has all frames before its window."""
@@ -191,12 +208,15 @@ class Motion(VaeConditioner):
         start = probe(path).seconds - MOTION_FRAMES / fps
         if start < -0.5 / fps:
             raise UserError(
-                f"{path} is shorter than the {MOTION_FRAMES} frames at {fps:g} per second that a clip continues; give a longer video"
+                f"{path} is shorter than the {MOTION_FRAMES} frames at {fps:g} per second that a "
+                f"clip continues; give a longer video"
             )
         return self._frames(controls, path, max(start, 0.0), MOTION_FRAMES)
 
     @staticmethod
-    def _frames(controls: ClipInputs, path: Path, start: float, frames: int) -> Float[Tensor, "3 frames height width"]:
+    def _frames(
+        controls: ClipInputs, path: Path, start: float, frames: int
+    ) -> Float[Tensor, "3 frames height width"]:
         return read_clip(
             path,
             frames=frames,

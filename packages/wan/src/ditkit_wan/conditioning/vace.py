@@ -1,4 +1,5 @@
-"""Conditions of VACE besides text: a video to keep or regenerate in parts, a mask of these parts, and reference images.
+"""Conditions of VACE besides text: a video to keep or regenerate in parts, a mask of these parts,
+and reference images.
 
 Source: Wan-Video/Wan2.1, wan/vace.py.
 """
@@ -22,7 +23,8 @@ _STRIDE = 8
 
 
 def mask_channels(mask: Float[Tensor, "frames height width"]) -> Float[Tensor, "64 f h w"]:
-    """A mask in pixels folded into 8 × 8 channels at the size of latents; each latent frame takes the nearest pixel frame."""
+    """A mask in pixels folded into 8 × 8 channels at the size of latents; each latent frame takes
+    the nearest pixel frame."""
     frames, height, width = mask.shape
     folded = rearrange(mask, "t (h p) (w q) -> 1 (p q) t h w", p=_STRIDE, q=_STRIDE)
     size = ((frames + 3) // 4, height // _STRIDE, width // _STRIDE)
@@ -30,16 +32,21 @@ def mask_channels(mask: Float[Tensor, "frames height width"]) -> Float[Tensor, "
 
 
 class Vace(VaeConditioner):
-    """`vace` [96, references + f, h, w]: latents of the kept part and of the regenerated part, and the mask; and `vace_reference`.
+    """`vace` [96, references + f, h, w]: latents of the kept part and of the regenerated part, and
+    the mask; and `vace_reference`.
 
-    Without a video all pixels are grey, and without a mask everything is regenerated. References are latent frames in front.
+    Without a video all pixels are grey, and without a mask everything is regenerated. References
+    are latent frames in front.
     """
 
     kind = "vace"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The columns of video, mask and references that exist; "" without any, which is a condition too."""
-        return tuple(column for column in (VIDEO, MASK, *REFERENCES) if column in controls.files) or ("",)
+        """The columns of video, mask and references that exist; "" without any, which is a
+        condition too."""
+        return tuple(
+            column for column in (VIDEO, MASK, *REFERENCES) if column in controls.files
+        ) or ("",)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         size = (controls.frames, controls.height, controls.width)
@@ -50,7 +57,10 @@ class Vace(VaeConditioner):
         chosen = (
             mask > 0.5
         ).float()  # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
-        kept_latents, regenerated = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
+        kept_latents, regenerated = (
+            self.latents(pixels * (1 - chosen)),
+            self.latents(pixels * chosen),
+        )
         context = torch.cat([kept_latents, regenerated, mask_channels(mask)])
         images = [
             fitted(Path(controls.files[column]), controls.height, controls.width, canvas=1.0)

@@ -1,4 +1,5 @@
-"""The demo's clips: short encoded videos of one moving shape, each described exactly by its caption."""
+"""The demo's clips: short encoded videos of one moving shape, each described exactly by its
+caption."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, write_frames
 from ditkit_core.io.files import write_text
 
 SIDE, FRAMES, FPS = 64, 9, 16
-"""Pixels, frames and frames per second that the base was trained at, and that the demo trains at."""
+"""Pixels, frames and frames per second that the base was trained at, and that the demo trains
+at."""
 RADIUS = 13.0
 """Of every shape, in pixels of an image of `SIDE` pixels, as all lengths of a `Scene`."""
 _EDGE = 5.0
@@ -19,7 +21,13 @@ _EDGE = 5.0
 TRAVEL = 24.0
 """How far a shape moves in `FRAMES` frames."""
 NEW = "diagonally"
-DIRECTIONS = {"right": (0.0, 1.0), "left": (0.0, -1.0), "down": (1.0, 0.0), "up": (-1.0, 0.0), NEW: (1.0, 1.0)}
+DIRECTIONS = {
+    "right": (0.0, 1.0),
+    "left": (0.0, -1.0),
+    "down": (1.0, 0.0),
+    "up": (-1.0, 0.0),
+    NEW: (1.0, 1.0),
+}
 """Rows and columns; `NEW` is unknown to the base."""
 
 
@@ -69,7 +77,9 @@ def _inside(shape: str, down: np.ndarray, right: np.ndarray) -> np.ndarray:
     if shape == "square":
         return 0.9 * RADIUS - np.maximum(np.abs(down), np.abs(right))
     assert shape == "triangle", shape
-    return 0.62 * RADIUS - np.maximum(down, np.abs(right) * 0.75**0.5 - down / 2)  # equilateral, point up
+    return 0.62 * RADIUS - np.maximum(
+        down, np.abs(right) * 0.75**0.5 - down / 2
+    )  # equilateral, point up
 
 
 def moving(colour: str, shape: str, direction: str, offset: float = 0.0) -> Scene:
@@ -81,7 +91,10 @@ def moving(colour: str, shape: str, direction: str, offset: float = 0.0) -> Scen
     """
     down, right = DIRECTIONS[direction]
     centre = (SIDE - 1) / 2
-    start = (centre - down * TRAVEL / 2 + right * offset, centre - right * TRAVEL / 2 - down * offset)
+    start = (
+        centre - down * TRAVEL / 2 + right * offset,
+        centre - right * TRAVEL / 2 - down * offset,
+    )
     step = TRAVEL / (FRAMES - 1)
     return Scene(colour=colour, shape=shape, start=start, velocity=(down * step, right * step))
 
@@ -111,7 +124,9 @@ def caption(colour: str, shape: str, direction: str) -> str:
 def _clip(look: str, offset: float, height: int, width: int, fps: int) -> Clip:
     colour, shape, direction = look.split()
     scene = moving(colour, shape, direction, offset)
-    return Clip(scene=scene, direction=direction, height=height, width=width, fps=fps, frames=fps * 3 // 4)
+    return Clip(
+        scene=scene, direction=direction, height=height, width=width, fps=fps, frames=fps * 3 // 4
+    )
 
 
 CLIPS = (
@@ -144,10 +159,11 @@ CLIPS = (
     _clip("green square up", -6.0, 64, 72, 32),
     _clip("blue triangle up", 0.0, 80, 96, 48),
 )
-"""Sixteen of the motion that is `NEW`, and twelve that the base knows already, so that it stays able to do those; sizes from 64 to 128
-pixels, at most a quarter of them outside the square that is trained, multiples of `FPS` (other rates would make a motion jerk),
-0.75 seconds. Held-out clips are chosen by file name, and so by the order here: it makes them clips of the new motion, whose loss is what
-a reader of the demo's report wants to see."""
+"""Sixteen of the motion that is `NEW`, and twelve that the base knows already, so that it stays
+able to do those; sizes from 64 to 128 pixels, at most a quarter of them outside the square that is
+trained, multiples of `FPS` (other rates would make a motion jerk), 0.75 seconds. Held-out clips are
+chosen by file name, and so by the order here: it makes them clips of the new motion, whose loss is
+what a reader of the demo's report wants to see."""
 UNSEEN = ("red square", "green triangle", "blue circle", "yellow square")
 """Colours and shapes that no clip shows in the new motion."""
 

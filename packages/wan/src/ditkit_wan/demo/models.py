@@ -1,4 +1,5 @@
-"""The tiny models that a demo's checkpoint is made of: the structure of a real one, few and narrow layers, random weights."""
+"""The tiny models that a demo's checkpoint is made of: the structure of a real one, few and narrow
+layers, random weights."""
 
 import json
 import math
@@ -37,7 +38,9 @@ class Variant:
     """Class of its transformer in diffusers."""
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Fields of its transformer's configuration."""
-    vae: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"z_dim": _LATENT_CHANNELS}))
+    vae: Mapping[str, Any] = field(
+        default_factory=lambda: MappingProxyType({"z_dim": _LATENT_CHANNELS})
+    )
     """Fields of the VAE's configuration."""
     index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Fields of `model_index.json`."""
@@ -48,21 +51,31 @@ class Variant:
     experts: int = 1
     """Number of its transformers."""
     ours: WanArch | None = None
-    """Its architecture if diffusers has no such transformer: the checkpoint then is one file with official names, for which a run sets a preset."""
+    """Its architecture if diffusers has no such transformer: the checkpoint then is one file with
+    official names, for which a run sets a preset."""
 
 
 _WITH_IMAGE = {"in_channels": 36}
 _WITH_CLIP = _WITH_IMAGE | {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
 _FROM_IMAGE = "WanImageToVideoPipeline"
-_VAE_2_2 = {name: WAN_2_2[name] for name in WAN_2_2 if not name.startswith("latents")} | {"decoder_base_dim": 8}
+_VAE_2_2 = {name: WAN_2_2[name] for name in WAN_2_2 if not name.startswith("latents")} | {
+    "decoder_base_dim": 8
+}
 _OURS = WanArch(
-    dim=HEADS * HEAD_DIM, ffn_dim=FFN_DIM, heads=HEADS, layers=LAYERS, text_dim=TEXT_DIM, image_dim=IMAGE_DIM
+    dim=HEADS * HEAD_DIM,
+    ffn_dim=FFN_DIM,
+    heads=HEADS,
+    layers=LAYERS,
+    text_dim=TEXT_DIM,
+    image_dim=IMAGE_DIM,
 )
 VARIANTS: Mapping[str, Variant] = {
     "t2v": Variant(),
     "i2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP, has_image_encoder=True),
     "flf2v": Variant(
-        pipeline=_FROM_IMAGE, config=_WITH_CLIP | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, has_image_encoder=True
+        pipeline=_FROM_IMAGE,
+        config=_WITH_CLIP | {"pos_embed_seq_len": 2 * IMAGE_TOKENS},
+        has_image_encoder=True,
     ),
     "ti2v": Variant(
         config={"in_channels": 48, "out_channels": 48, "num_attention_heads": 8},
@@ -70,7 +83,9 @@ VARIANTS: Mapping[str, Variant] = {
         index={"expand_timesteps": True},
     ),
     "t2v-a14b": Variant(index={"boundary_ratio": 0.875}, experts=2),
-    "i2v-a14b": Variant(pipeline=_FROM_IMAGE, config=_WITH_IMAGE, index={"boundary_ratio": 0.9}, experts=2),
+    "i2v-a14b": Variant(
+        pipeline=_FROM_IMAGE, config=_WITH_IMAGE, index={"boundary_ratio": 0.9}, experts=2
+    ),
     "vace": Variant(
         pipeline="WanVACEPipeline",
         transformer="WanVACETransformer3DModel",
@@ -91,7 +106,9 @@ VARIANTS: Mapping[str, Variant] = {
         },
         has_image_encoder=True,
     ),
-    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True, fun=True), has_image_encoder=True),
+    "fun-control": Variant(
+        ours=replace(_OURS, in_channels=48, ref_conv=True, fun=True), has_image_encoder=True
+    ),
     "fun-control-camera": Variant(
         ours=replace(_OURS, in_channels=32, camera_channels=24, fun=True), has_image_encoder=True
     ),
@@ -108,7 +125,9 @@ VARIANTS: Mapping[str, Variant] = {
         ours=replace(
             _OURS,
             image_dim=0,
-            speech=SpeechArch(layers=SPEECH_LAYERS[:1], features=SPEECH_DIM, states=SPEECH_STATES, tokens=2),
+            speech=SpeechArch(
+                layers=SPEECH_LAYERS[:1], features=SPEECH_DIM, states=SPEECH_STATES, tokens=2
+            ),
         ),
         has_audio_encoder=True,
     ),
@@ -119,7 +138,8 @@ VARIANTS: Mapping[str, Variant] = {
 def build_tokenizer(captions: list[str]) -> Any:
     """A unigram tokenizer of the T5 kind over the captions' words and characters.
 
-    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces differently.
+    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces
+    differently.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -129,13 +149,21 @@ def build_tokenizer(captions: list[str]) -> Any:
     total = sum(words.values()) + sum(characters.values())
     pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
     special = ["<pad>", "</s>", "<unk>"]
-    vocabulary = [(piece, 0.0) for piece in special] + [(piece, math.log(n / total)) for piece, n in pieces]
+    vocabulary = [(piece, 0.0) for piece in special] + [
+        (piece, math.log(n / total)) for piece, n in pieces
+    ]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=512,
     )
 
 
@@ -196,7 +224,8 @@ def build_audio_encoder() -> Any:
 
 
 def build_vae(variant: Variant) -> Any:
-    """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel; only to be read."""
+    """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in
+    every channel; only to be read."""
     return _vae(json.dumps({**variant.vae, **VAE_DIMS}))
 
 
@@ -205,8 +234,12 @@ def _vae(config: str) -> Any:
     from diffusers import AutoencoderKLWan
 
     vae = random_model("vae", AutoencoderKLWan, **json.loads(config)).requires_grad_(False)
-    latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
-    vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
+    latents = torch.cat(
+        [vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1
+    )
+    vae.register_to_config(
+        latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1))
+    )
     return vae
 
 
@@ -232,7 +265,8 @@ def build_transformer(variant: Variant, expert: int = 0) -> Any:
         model.condition_embedder.time_proj.weight.mul_(0.3)
         for block in model.blocks:
             block.scale_shift_table[:, [2, 5]] += 1.0  # the two gates
-        # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
+        # Without its blocks the model would predict the noised latents: near the truth where noise
+        # is strong.
         columns = isometry(dim, 4 * channels, "patch").unflatten(1, (channels, 1, 2, 2))
         model.patch_embedding.weight[:, :channels] = columns * math.sqrt(dim / (4 * channels))
         model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
@@ -253,7 +287,9 @@ def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
     clips = []
     for clip in CLIPS:
         frames = torch.from_numpy(render(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
-        resized = torch.nn.functional.interpolate(frames, size=(SIDE, SIDE), mode="bilinear", antialias=True)
+        resized = torch.nn.functional.interpolate(
+            frames, size=(SIDE, SIDE), mode="bilinear", antialias=True
+        )
         clips.append(resized.transpose(0, 1))
     return clips
 

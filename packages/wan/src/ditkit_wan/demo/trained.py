@@ -1,6 +1,8 @@
-"""The base that the demo trains on: small models of the same structure as real ones, trained on generated clips.
+"""The base that the demo trains on: small models of the same structure as real ones, trained on
+generated clips.
 
-`tools/demo/train_demo_base_wan.py` made the files in `base/`. Training gives other weights on another processor, so the weights are kept.
+`tools/demo/train_demo_base_wan.py` made the files in `base/`. Training gives other weights on
+another processor, so the weights are kept.
 """
 
 import json
@@ -16,9 +18,11 @@ from ditkit_wan.demo.media import DIRECTIONS, caption
 from ditkit_wan.demo.models import build_text_encoder
 
 BASE = Path(__file__).parent / "base"
-CAPTIONS = [caption(colour, shape, way) for way in DIRECTIONS for colour in COLOURS for shape in SHAPES]
-"""Every caption of the demo, the new motion's included: they give the tokenizer its words, in the order that the text encoder
-was made for."""
+CAPTIONS = [
+    caption(colour, shape, way) for way in DIRECTIONS for colour in COLOURS for shape in SHAPES
+]
+"""Every caption of the demo, the new motion's included: they give the tokenizer its words, in the
+order that the text encoder was made for."""
 
 Part = Literal["vae", "transformer"]
 
@@ -39,7 +43,10 @@ def load_part(part: Part, folder: Path = BASE) -> Any:
 
 def load_text_encoder(folder: Path = BASE) -> Any:
     """The frozen text encoder that the transformer was trained with."""
-    state = {name: tensor.float() for name, tensor in load_file(folder / "text_encoder.safetensors").items()}
+    state = {
+        name: tensor.float()
+        for name, tensor in load_file(folder / "text_encoder.safetensors").items()
+    }
     model = build_text_encoder(len(state["shared.weight"]))
     model.load_state_dict({**state, "encoder.embed_tokens.weight": state["shared.weight"]})
     return model

@@ -1,9 +1,10 @@
 """The demo's inputs: a complete tiny Wan checkpoint, and captioned videos.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. The one of `wan-train --demo` is
-trained (`trained.py`); tests also use checkpoints of every variant with random weights. Their initialisation matters, because LoRA trains
-only the attention and feed-forward layers of the blocks: the frozen patch embedding must keep all of the image, the gates must let the
-blocks' result through, and the frozen head must be able to output it.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
+layout. The one of `wan-train --demo` is trained (`trained.py`); tests also use checkpoints of every
+variant with random weights. Their initialisation matters, because LoRA trains only the attention
+and feed-forward layers of the blocks: the frozen patch embedding must keep all of the image, the
+gates must let the blocks' result through, and the frozen head must be able to output it.
 """
 
 import json
@@ -19,7 +20,8 @@ from ditkit_wan.demo.models import VARIANTS, Variant
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every time."""
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every
+    time."""
     write_inputs(folder, {"clips": _write_clips, "checkpoint": write_trained})
 
 
@@ -40,7 +42,13 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 
     kind = VARIANTS[variant]
     tokenizer = demo_models.build_tokenizer(captions)
-    _write_others(folder, kind, tokenizer, demo_models.build_text_encoder(len(tokenizer)), demo_models.build_vae(kind))
+    _write_others(
+        folder,
+        kind,
+        tokenizer,
+        demo_models.build_text_encoder(len(tokenizer)),
+        demo_models.build_vae(kind),
+    )
     if kind.ours is not None:
         save_file(demo_models.build_official(kind.ours), folder / "transformer.safetensors")
     for expert in range(0 if kind.ours is not None else kind.experts):
@@ -49,10 +57,13 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 
 
 def write_trained(folder: Path) -> None:
-    """Write the checkpoint of the demo, in diffusers layout: text to video, trained on clips of `demo/media.py`."""
+    """Write the checkpoint of the demo, in diffusers layout: text to video, trained on clips of
+    `demo/media.py`."""
     tokenizer = demo_models.build_tokenizer(trained.CAPTIONS)
     trained.load_part("transformer").save_pretrained(folder / "transformer")
-    _write_others(folder, VARIANTS["t2v"], tokenizer, trained.load_text_encoder(), trained.load_part("vae"))
+    _write_others(
+        folder, VARIANTS["t2v"], tokenizer, trained.load_text_encoder(), trained.load_part("vae")
+    )
 
 
 def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
@@ -63,7 +74,10 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
     write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
     vae.save_pretrained(folder / "vae")
     UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=3.0,
     ).save_pretrained(folder / "scheduler")
     index = {
         "boundary_ratio": None,
@@ -74,7 +88,10 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
         "transformer_2": ["diffusers", kind.transformer] if kind.experts > 1 else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if kind.pipeline not in ("WanVACEPipeline", "WanAnimatePipeline"):  # these pipelines have no such setting
+    if kind.pipeline not in (
+        "WanVACEPipeline",
+        "WanAnimatePipeline",
+    ):  # these pipelines have no such setting
         index["expand_timesteps"] = False
     if kind.has_image_encoder:
         _write_image_encoder(folder)
@@ -98,14 +115,19 @@ def write_audio_encoder(folder: Path) -> None:
 
 
 def _write_image_encoder(folder: Path) -> None:
-    """CLIP and its image processor's settings; they are written here, because the library's class warns if torchvision is missing."""
+    """CLIP and its image processor's settings; they are written here, because the library's class
+    warns if torchvision is missing."""
     from safetensors.torch import save_file
 
     from ditkit_wan.encoders.clip import MEAN, STD
 
     model = demo_models.build_image_encoder()
     model.config.save_pretrained(folder / "image_encoder")
-    save_file(dict(model.state_dict()), folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(model.state_dict()),
+        folder / "image_encoder" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     side = model.config.image_size
     prepared = {
         "image_processor_type": "CLIPImageProcessor",
@@ -122,4 +144,7 @@ def _write_image_encoder(folder: Path) -> None:
         "rescale_factor": 1 / 255,
     }
     (folder / "image_processor").mkdir()
-    write_text(folder / "image_processor" / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")
+    write_text(
+        folder / "image_processor" / "preprocessor_config.json",
+        json.dumps(prepared, indent=2) + "\n",
+    )

@@ -1,4 +1,5 @@
-"""The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's `clip_vision_h` file."""
+"""The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's
+`clip_vision_h` file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +20,9 @@ from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
 # transformers dropped the prefix from its own names in version 5; files have it or not
 IMAGE_NAMES = StateDictNames.renaming(prefixes=("vision_model.",), to_native=lambda name: name)
-_NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
+_NOT_VISION = frozenset(
+    {"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"}
+)
 PUBLISHED = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
@@ -90,7 +93,8 @@ class ImageEncoder(FrozenModule):
         """Tokens of one image.
 
         Args:
-            items: One image: pixels in [-1, 1]; it is resized to the encoder's square without cropping, as in the official code.
+            items: One image: pixels in [-1, 1]; it is resized to the encoder's square without
+                cropping, as in the official code.
             advance: Called with 1 when the image is done.
 
         Returns:
@@ -121,7 +125,9 @@ def read(
 ) -> Float[Tensor, "tokens dim"]:
     """Tokens of one image, on the device of the encoder's weights."""
     size = model.config.image_size
-    square = F.interpolate(pixels.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
+    square = F.interpolate(
+        pixels.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False
+    )
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     normal = ((square * 0.5 + 0.5 - mean) / std).to(device, dtype)
     return model(normal, output_hidden_states=True).hidden_states[-2][0]
@@ -138,14 +144,17 @@ def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
     """The configuration of a single file, read from its shapes."""
-    shapes = {name.removeprefix("vision_model."): stored.shape for name, stored in source.tensors.items()}
+    shapes = {
+        name.removeprefix("vision_model."): stored.shape for name, stored in source.tensors.items()
+    }
     try:
         dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
         positions = shapes["embeddings.position_embedding.weight"][0]
         ffn_dim = shapes["encoder.layers.0.mlp.fc1.weight"][0]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or set its folder"
+            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or set "
+            f"its folder"
         ) from error
     return {
         "hidden_size": dim,

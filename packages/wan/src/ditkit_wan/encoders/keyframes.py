@@ -1,4 +1,5 @@
-"""Keyframes of a piece of music, which WanToDance generates first: every fourth frame of a clip, encoded as an image.
+"""Keyframes of a piece of music, which WanToDance generates first: every fourth frame of a clip,
+encoded as an image.
 
 Source: `framewise_decoding` in modelscope/DiffSynth-Studio, diffsynth/pipelines/wan_video.py.
 """
@@ -45,7 +46,9 @@ class KeyframeVae(VaeEncoder):
 
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 f height width"]:
         """Pixels in [0, 1], fp32, on the CPU: one frame for each latent frame."""
-        return torch.cat([super(KeyframeVae, self).decode(frame) for frame in latents.split(1, dim=1)], 1)
+        return torch.cat(
+            [super(KeyframeVae, self).decode(frame) for frame in latents.split(1, dim=1)], 1
+        )
 
 
 def media_encoder(
@@ -56,7 +59,12 @@ def media_encoder(
     arch: WanArch | None = None,
     decodings: Sequence[VaeMode] = (),
 ) -> VaeEncoder:
-    """The VAE of an architecture; None takes either VAE. Other arguments and errors as of `VaeEncoder`."""
-    kind = KeyframeVae if arch is not None and arch.music is not None and arch.music.keyframes else VaeEncoder
+    """The VAE of an architecture; None takes either VAE. Other arguments and errors as of
+    `VaeEncoder`."""
+    kind = (
+        KeyframeVae
+        if arch is not None and arch.music is not None and arch.music.keyframes
+        else VaeEncoder
+    )
     channels = arch.out_channels if arch else None
     return kind(components, device, mode=mode, channels=channels, decodings=decodings)

@@ -22,9 +22,14 @@ STATES_PER_SECOND = 50
 FEWEST_SAMPLES = 400
 """Shorter sound makes no row."""
 # Not used without training: the row in place of masked ones, and the layer that recognises letters.
-_UNUSED = frozenset({"wav2vec2.masked_spec_embed", "masked_spec_embed", "lm_head.weight", "lm_head.bias"})
+_UNUSED = frozenset(
+    {"wav2vec2.masked_spec_embed", "masked_spec_embed", "lm_head.weight", "lm_head.bias"}
+)
 # torch's old weight norm, and the one that transformers uses now
-_NORMED = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
+_NORMED = {
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+}
 PUBLISHED = {
     "hidden_size": 1024,
     "num_hidden_layers": 24,
@@ -76,7 +81,8 @@ class SpeechEncoder(FrozenModule):
         full = _with_defaults(config)
         if (full.num_hidden_layers + 1, full.hidden_size) != (states, features):
             raise UserError(
-                f"{source.path} has {full.num_hidden_layers + 1} hidden states of {full.hidden_size}, and the model takes {states} of "
+                f"{source.path} has {full.num_hidden_layers + 1} hidden states of "
+                f"{full.hidden_size}, and the model takes {states} of "
                 f"{features}; get wav2vec2-large-xlsr-53-english, which is in the repository of S2V"
             )
 
@@ -87,7 +93,9 @@ class SpeechEncoder(FrozenModule):
 
     @torch.no_grad()
     def encode(
-        self, items: Sequence[Float[Tensor, " samples"]], advance: Callable[[float], None] = NullProgress.advance
+        self,
+        items: Sequence[Float[Tensor, " samples"]],
+        advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
         """Hidden states of one piece of speech.
 
@@ -112,15 +120,19 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> Any:
-    """A configuration with the library's defaults for fields that files leave out, and without the masks of training."""
+    """A configuration with the library's defaults for fields that files leave out, and without the
+    masks of training."""
     from transformers import Wav2Vec2Config
 
     masks = {"apply_spec_augment": False, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}
     return Wav2Vec2Config.from_dict(dict(config) | masks)
 
 
-def read(model: Any, sound: Float[Tensor, " samples"], device: torch.device) -> Float[Tensor, "states rows features"]:
-    """All hidden states, on the device of the encoder's weights. The sound is normalised, as the authors' processor does."""
+def read(
+    model: Any, sound: Float[Tensor, " samples"], device: torch.device
+) -> Float[Tensor, "states rows features"]:
+    """All hidden states, on the device of the encoder's weights. The sound is normalised, as the
+    authors' processor does."""
     values = sound.to(device)
     normal = (values - values.mean()) / (values.var(correction=0) + 1e-7).sqrt()
     return torch.cat(model(normal[None], output_hidden_states=True).hidden_states)
@@ -136,4 +148,6 @@ def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]
 
 
 def _no_config(source: SafetensorsSource) -> dict[str, Any]:
-    raise UserError(f"{source.path} is a single file; set model.audio_encoder to a folder with its config.json")
+    raise UserError(
+        f"{source.path} is a single file; set model.audio_encoder to a folder with its config.json"
+    )

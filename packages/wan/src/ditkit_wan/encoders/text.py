@@ -1,7 +1,8 @@
 """The UMT5 text encoder, from a diffusers folder or a single file, and its tokenizer.
 
-It is loaded as a whole, or streamed: each layer is read from its file, used for every caption of the call, and freed. The features are bitwise
-identical, because a layer takes one caption at a time in both.
+It is loaded as a whole, or streamed: each layer is read from its file, used for every caption of
+the call, and freed. The features are bitwise identical, because a layer takes one caption at a time
+in both.
 """
 
 import html
@@ -21,7 +22,13 @@ from ditkit_core.models.encoders import LayerContext, Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen, locate_frozen
+from ditkit_core.weights.frozen import (
+    build_frozen,
+    find_weights,
+    fingerprint,
+    load_frozen,
+    locate_frozen,
+)
 from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, give_back_large_blocks
 from ditkit_core.weights.quantize import stored_bytes, stored_formats
 from ditkit_core.weights.tokenizer import find_tokenizer
@@ -32,7 +39,8 @@ TEXT_TOKENS = 512
 CAPTIONS_STREAMED = 64
 """Captions for each reading of all layers. Their hidden states are 0.3 GB in bf16."""
 
-# Official names to the names of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
+# Official names to the names of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1,
+# wan/modules/t5.py.
 _IN_BLOCK = {
     "norm1": "layer.0.layer_norm",
     **{f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"},
@@ -73,7 +81,8 @@ TEXT_NAMES = StateDictNames.renaming(to_native=to_transformers)
 
 
 def clean(caption: str) -> str:
-    """A caption cleaned as in the authors' training: fixed encoding, no HTML entities, single spaces."""
+    """A caption cleaned as in the authors' training: fixed encoding, no HTML entities, single
+    spaces."""
     import ftfy
 
     caption = html.unescape(html.unescape(ftfy.fix_text(caption)))
@@ -83,14 +92,22 @@ def clean(caption: str) -> str:
 class TextEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
-    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
+    def __init__(
+        self,
+        components: ModelPaths,
+        device: torch.device,
+        dtype: torch.dtype,
+        streaming: Streaming = "auto",
+    ):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
             UserError: If either is missing or damaged, or the weights are in an unknown form.
         """
         self._source, self._config = config_of(components)
-        self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
+        self._tokenizer_path = find_tokenizer(
+            components, or_vocabulary="spiece.model", also=("tokenizer_config.json",)
+        )
         self._device, self._dtype, self._streaming = device, dtype, streaming
         self._model: Any = None
         self._mapping: dict[str, tuple[TensorSlice, ...]] = {}
@@ -102,12 +119,20 @@ class TextEncoder:
     def identity(self) -> str:
         """Digest of weights, tokenizer, dtype and the way captions are cleaned and cut."""
         tokenizer = fingerprint(self._tokenizer_path)
-        return fingerprint(self._source.path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
+        return fingerprint(
+            self._source.path,
+            tokenizer,
+            str(self._dtype),
+            "ftfy, unescaped twice, spaces",
+            TEXT_TOKENS,
+        )
 
     @cached_property
     def _decision(self) -> tuple[bool, str]:
         model, located = self._located()
-        once = {name: weight for name, weight in model.state_dict().items() if name in located}  # tied weights
+        once = {
+            name: weight for name, weight in model.state_dict().items() if name in located
+        }  # tied weights
         num_bytes = stored_bytes(once, stored_formats(model, self._source, located), self._dtype)
         return decide(self._streaming, num_bytes, self._device)
 
@@ -115,7 +140,9 @@ class TextEncoder:
         """The encoder on `meta`, and where the files store its weights."""
         model = build_frozen(build, self._config, self._source)
         key, ignore = "model.text_encoder", _NOT_WEIGHTS
-        return model, locate_frozen(model, self._source, TEXT_NAMES, key=key, tied=_TIED, ignore=ignore)
+        return model, locate_frozen(
+            model, self._source, TEXT_NAMES, key=key, tied=_TIED, ignore=ignore
+        )
 
     @property
     def streams(self) -> bool:
@@ -138,9 +165,14 @@ class TextEncoder:
         self._load_tokenizer()
         if self.streams:
             give_back_large_blocks()
-            say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({self._decision[1]})")
+            say(
+                f"text encoder: read layer by layer for {self.items_at_once} captions at a time "
+                f"({self._decision[1]})"
+            )
             model, located = self._located()
-            self._mapping = located | {f"{name}.weight": located[f"{other}.weight"] for name, other in _TIED.items()}
+            self._mapping = located | {
+                f"{name}.weight": located[f"{other}.weight"] for name, other in _TIED.items()
+            }
             self._model = model.requires_grad_(False).eval()
             return
         model = build_frozen(build, self._config, self._source)
@@ -164,19 +196,25 @@ class TextEncoder:
             return
         from transformers import AutoTokenizer
 
-        with given_to_library(f"{self._tokenizer_path} contains no tokenizer that can be read", "set model.tokenizer"):
+        with given_to_library(
+            f"{self._tokenizer_path} contains no tokenizer that can be read", "set model.tokenizer"
+        ):
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
             )
-            self._tokenizer.decode(self._tokenizer("a caption").input_ids)  # some faults show only in use
+            self._tokenizer.decode(
+                self._tokenizer("a caption").input_ids
+            )  # some faults show only in use
         if self._tokenizer.pad_token is None:
             raise UserError(
-                f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
+                f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the "
+                f"model's; fetch it "
                 "again, or set model.tokenizer"
             )
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights.
+        """Number of tokens of a caption that are cut, and the part that is read; None if all of it
+        is read. Needs no weights.
 
         Raises:
             UserError: If the tokenizer cannot be read.
@@ -190,7 +228,11 @@ class TextEncoder:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         # T5's last projection overflows in fp16
-        return torch.float32 if self._dtype == torch.float16 and name.endswith(".wo.weight") else self._dtype
+        return (
+            torch.float32
+            if self._dtype == torch.float16 and name.endswith(".wo.weight")
+            else self._dtype
+        )
 
     def unload(self) -> None:
         """Free the weights."""
@@ -203,15 +245,18 @@ class TextEncoder:
     ) -> list[dict[str, Tensor]]:
         """Features of captions.
 
-        A caption is padded to 512 tokens and the padding is masked, as in training, because rounding depends on the shape. The
-        result is trimmed to the caption's length, and zeros take the place of the padding when inputs are made.
+        A caption is padded to 512 tokens and the padding is masked, as in training, because
+        rounding depends on the shape. The result is trimmed to the caption's length, and zeros take
+        the place of the padding when inputs are made.
 
         Args:
-            items: At most `items_at_once` captions; the empty one is a single end-of-sentence token.
+            items: At most `items_at_once` captions; the empty one is a single end-of-sentence
+                token.
             advance: Called with the fraction of a caption's work that is done.
 
         Returns:
-            For each, `text` [tokens, dim] in the encoder's dtype; a wider one would only enlarge the cache.
+            For each, `text` [tokens, dim] in the encoder's dtype; a wider one would only enlarge
+            the cache.
         """
         tokens = [self._tokens(item) for item in items]
         if self.streams:
@@ -228,22 +273,36 @@ class TextEncoder:
                 advance(1.0)
         # Copied: a part of a tensor would keep the padding alive.
         kept = zip(features, tokens, strict=True)
-        return [{"text": text[: int(mask.sum())].to("cpu", self._dtype, copy=True)} for text, (_, mask) in kept]
+        return [
+            {"text": text[: int(mask.sum())].to("cpu", self._dtype, copy=True)}
+            for text, (_, mask) in kept
+        ]
 
     def _tokens(self, item: str) -> tuple[Int64[Tensor, "1 tokens"], Int64[Tensor, "1 tokens"]]:
         """Padded tokens of a caption on the device, and which of them are no padding."""
         ids = self._tokenizer(clean(item), verbose=False).input_ids
         if len(ids) > TEXT_TOKENS:
-            self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
+            self.truncated.append(
+                f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut"
+            )
             warn(self.truncated[-1])
         tokens = self._tokenizer(
-            clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
+            clean(item),
+            padding="max_length",
+            max_length=TEXT_TOKENS,
+            truncation=True,
+            return_tensors="pt",
         )
-        used, vocab_size = tokens.input_ids.unique().tolist(), self._model.config.vocab_size  # padding included
+        used, vocab_size = (
+            tokens.input_ids.unique().tolist(),
+            self._model.config.vocab_size,
+        )  # padding included
         if used[0] < 0 or used[-1] >= vocab_size:
             raise UserError(
-                f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the text encoder knows {vocab_size}: they do "
-                "not belong together; set model.tokenizer to the one that came with the text encoder"
+                f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the "
+                f"text encoder knows {vocab_size}: they do "
+                "not belong together; set model.tokenizer to the one that came with the text "
+                "encoder"
             )
         tokens = tokens.to(self._device)
         return tokens.input_ids, tokens.attention_mask
@@ -252,7 +311,8 @@ class TextEncoder:
 class _LastProjection(nn.Module):
     """The last projection of a block, with a weight of 8-bit codes.
 
-    transformers converts the layer's input to the dtype of `weight` if that is a tensor, which would be 8 bits here.
+    transformers converts the layer's input to the dtype of `weight` if that is a tensor, which
+    would be 8 bits here.
     """
 
     weight = None
@@ -272,7 +332,11 @@ def build(config: Mapping[str, Any]) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     t5_config = UMT5Config.from_dict(dict(config))
-    if not t5_config.relative_attention_max_distance > t5_config.relative_attention_num_buckets // 4 > 0:
+    if (
+        not t5_config.relative_attention_max_distance
+        > t5_config.relative_attention_num_buckets // 4
+        > 0
+    ):
         raise ValueError(
             f"relative_attention_max_distance is {t5_config.relative_attention_max_distance}"
         )  # NaN in the library
@@ -285,7 +349,9 @@ def tie(model: Any) -> None:
         model.get_submodule(name).weight = model.get_submodule(other).weight
 
 
-def read(model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 tokens"]) -> Float[Tensor, "tokens dim"]:
+def read(
+    model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 tokens"]
+) -> Float[Tensor, "tokens dim"]:
     """Features of a padded caption, padding included."""
     return model(ids, mask).last_hidden_state[0]
 
@@ -296,14 +362,18 @@ def read_layers(
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens dim"]]:
-    """Run padded captions through the layers, one layer after the other: what `read` computes, as transformers does.
+    """Run padded captions through the layers, one layer after the other: what `read` computes, as
+    transformers does.
 
     Args:
-        tokens: Tokens of each caption, and which of them are no padding, on the device of the weights.
-        passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
+        tokens: Tokens of each caption, and which of them are no padding, on the device of the
+            weights.
+        passing: Makes a context that loads one layer at a time; each call makes another one with
+            its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
 
-    Source: `UMT5Stack.forward` in huggingface/transformers, src/transformers/models/umt5/modeling_umt5.py.
+    Source: `UMT5Stack.forward` in huggingface/transformers,
+        src/transformers/models/umt5/modeling_umt5.py.
     """
     from transformers.masking_utils import create_bidirectional_mask
 
@@ -314,7 +384,8 @@ def read_layers(
         create_bidirectional_mask(config=stack.config, inputs_embeds=state, attention_mask=mask)
         for state, (_, mask) in zip(hidden, tokens, strict=True)
     ]
-    # A second context: the layers share one buffer of their size, and the memory of the embedding, 2 GB in bf16, is free again.
+    # A second context: the layers share one buffer of their size, and the memory of the embedding,
+    # 2 GB in bf16, is free again.
     layer_context = passing()
     for index in range(len(stack.block)):
         with layer_context(f"encoder.block.{index}") as block:
@@ -335,7 +406,8 @@ def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """The configuration of a single file, read from its shapes; other fields are the same for all UMT5 encoders."""
+    """The configuration of a single file, read from its shapes; other fields are the same for all
+    UMT5 encoders."""
     shapes = {to_transformers(name): stored.shape for name, stored in source.tensors.items()}
     block = "encoder.block.0.layer"
     try:
@@ -345,7 +417,8 @@ def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
         ffn_dim = shapes[f"{block}.1.DenseReluDense.wi_0.weight"][0]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or set a text_encoder folder"
+            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or set a "
+            f"text_encoder folder"
         ) from error
     layers = sum(name.endswith(".SelfAttention.q.weight") for name in shapes)
     return {

@@ -1,4 +1,5 @@
-"""The Wan VAEs: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file, of 2.1 or of 2.2.
+"""The Wan VAEs: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single
+file, of 2.1 or of 2.2.
 
 Latents are the posterior's mean, normalised per channel, in fp32, as in the official code.
 """
@@ -31,7 +32,8 @@ def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each latent channel over the VAE's own training data."""
     config = vae.config
     mean, deviation = (
-        torch.tensor(values, dtype=torch.float32) for values in (config.latents_mean, config.latents_std)
+        torch.tensor(values, dtype=torch.float32)
+        for values in (config.latents_mean, config.latents_std)
     )
     return mean, deviation
 
@@ -39,7 +41,9 @@ def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
     config = config_of({name: stored.shape for name, stored in source.tensors.items()})
     if config is None:
-        raise UserError(f"{source.path} is not a VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}")
+        raise UserError(
+            f"{source.path} is not a VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}"
+        )
     return config
 
 
@@ -62,7 +66,10 @@ def vae_family(channels: int | None) -> VaeFamily:
         statistics=_statistics,
         recipe="posterior mean, normalised, {}",
         channels=lambda config: config.get("z_dim", 16),
-        strides=lambda config: (config.get("scale_factor_temporal", 4), config.get("scale_factor_spatial", 8)),
+        strides=lambda config: (
+            config.get("scale_factor_temporal", 4),
+            config.get("scale_factor_spatial", 8),
+        ),
         finish=_check_patch,
         tiles=TILES,
     )
@@ -87,7 +94,8 @@ class VaeEncoder(DiffusersVae):
             device: Device of the VAE.
             mode: How it encodes. bf16 and tiles take less memory and give other results.
             channels: Latent channels that the model was trained on; None takes either VAE.
-            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it encodes.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it
+                encodes.
 
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
@@ -96,6 +104,7 @@ class VaeEncoder(DiffusersVae):
         super().__init__(family, components, device, mode, decodings=decodings)
         if channels not in (None, self.channels):
             raise UserError(
-                f"{self.source.path} makes {self.channels} latent channels and the model takes {channels}; "
+                f"{self.source.path} makes {self.channels} latent channels and the model takes "
+                f"{channels}; "
                 f"set model.vae to the model's own: {family.remedy}"
             )

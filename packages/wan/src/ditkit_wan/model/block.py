@@ -6,14 +6,22 @@ from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.attention import attend
-from ditkit_core.nn.functional import affine_norm, gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
+from ditkit_core.nn.functional import (
+    affine_norm,
+    gated_sum,
+    modulated_norm,
+    normalised_heads,
+    per_token,
+    plain_sum,
+)
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.carry import WanCarry
 from ditkit_wan.presets import WanArch
 
 
 class WanSelfAttention(nn.Module):
-    """Attention among the tokens of a sample; q and k are normalised over the full width and rotated."""
+    """Attention among the tokens of a sample; q and k are normalised over the full width and
+    rotated."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -26,11 +34,16 @@ class WanSelfAttention(nn.Module):
         q = normalised_heads(self.q(h), self.norm_q, self.heads, precision, rotary)
         k = normalised_heads(self.k(h), self.norm_k, self.heads, precision, rotary)
         v = self.v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)
-        return self.o(attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(precision.matmul))
+        return self.o(
+            attend(q, k, v, name="self", padding_mask=carry.padding_mask)
+            .flatten(2)
+            .to(precision.matmul)
+        )
 
 
 class WanCrossAttention(nn.Module):
-    """Attention from the tokens to all rows of text, with padding as in training, and to image tokens with separate keys and values."""
+    """Attention from the tokens to all rows of text, with padding as in training, and to image
+    tokens with separate keys and values."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -42,7 +55,10 @@ class WanCrossAttention(nn.Module):
             self.norm_k_img = nn.RMSNorm(arch.dim, eps=arch.eps)
 
     def forward(
-        self, h: Tensor, text: Float[Tensor, "batch text dim"], image: Float[Tensor, "batch image dim"] | None
+        self,
+        h: Tensor,
+        text: Float[Tensor, "batch text dim"],
+        image: Float[Tensor, "batch image dim"] | None,
     ) -> Tensor:
         return self.o(self.attended(h, text, image))
 
@@ -76,7 +92,9 @@ class WanBlock(nn.Module):
         self.norm3 = nn.LayerNorm(arch.dim, eps=arch.eps)
         self.cross_attn = WanCrossAttention(arch, precision)
         self.ffn = nn.Sequential(
-            nn.Linear(arch.dim, arch.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(arch.ffn_dim, arch.dim)
+            nn.Linear(arch.dim, arch.ffn_dim),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(arch.ffn_dim, arch.dim),
         )
 
     def forward(self, carry: WanCarry) -> WanCarry:
@@ -85,7 +103,8 @@ class WanBlock(nn.Module):
     def advanced(
         self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry, *, is_end: bool = True
     ) -> Float[Tensor, "batch tokens dim"]:
-        """A residual stream after this block, given the rest of the carry; VACE advances a second stream by it.
+        """A residual stream after this block, given the rest of the carry; VACE advances a second
+        stream by it.
 
         Args:
             x: The stream.
@@ -100,10 +119,13 @@ class WanBlock(nn.Module):
         scale_sa, shift_sa = per_token(scale_sa, late), per_token(shift_sa, late)
         h = modulated_norm(x, scale_sa, shift_sa, self.eps, precision.norms_of(x.dtype), matmul)
         x = gated_sum(self.self_attn(h, carry), x.to(precision.residual), gate_sa, late)
-        x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms, matmul), carry.text, carry.image), x)
+        x = plain_sum(
+            self.cross_attn(affine_norm(self.norm3, x, norms, matmul), carry.text, carry.image), x
+        )
         scale_ffn, shift_ffn = per_token(scale_ffn, late), per_token(shift_ffn, late)
         h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms, matmul)
         h = self.ffn[1](self.ffn[0](h))
-        # A recompute of the block can stop in front of this matmul: its input and gate are all that the backward needs.
+        # A recompute of the block can stop in front of this matmul: its input and gate are all that
+        # the backward needs.
         y = recompute_boundary(self.ffn[2], h, gate_ffn) if is_end else self.ffn[2](h)
         return gated_sum(y, x, gate_ffn, late)

@@ -47,15 +47,18 @@ class FaceCarry(NamedTuple):
     """State of Animate: the motion of the face in every latent frame, padded with zeros."""
 
     rows: Float[Tensor, "batch frames face dim"]
-    """Normalised tokens that the frame's tokens attend to; the first frame is the reference image, with zeros."""
+    """Normalised tokens that the frame's tokens attend to; the first frame is the reference image,
+    with zeros."""
 
 
 class WanCarry(NamedTuple):
-    """Everything one block hands to the next; each variant's own state is a tuple, and None for other variants."""
+    """Everything one block hands to the next; each variant's own state is a tuple, and None for
+    other variants."""
 
     tokens: Float[Tensor, "batch tokens dim"]
     modulation: Float[Tensor, "batch times 6 dim"]
-    """`times` is 1, or 2 with `late` as the choice of each token, or the number of tokens if each has its own time."""
+    """`times` is 1, or 2 with `late` as the choice of each token, or the number of tokens if each
+    has its own time."""
     time: Float[Tensor, "batch times dim"]
     rotary: Float[Tensor, "tables tokens 1 pairs 2"]
     """Cosines and sines of positions, side by side."""
@@ -63,9 +66,11 @@ class WanCarry(NamedTuple):
     padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[tuple[int, int, int], ...]
-    """Tokens of each sample along frames, height, width, which come first; S2V's reference and motion follow."""
+    """Tokens of each sample along frames, height, width, which come first; S2V's reference and
+    motion follow."""
     positions: Int[Tensor, "batch tokens"] | None = None
-    """Of WanToDance and S2V, whose blocks read groups of tokens: which of a sample's tokens these are; None for all of them."""
+    """Of WanToDance and S2V, whose blocks read groups of tokens: which of a sample's tokens these
+    are; None for all of them."""
     late: Bool[Tensor, "batch tokens"] | None = None
     """Tokens with the second of their sample's two times; None if there is one time."""
     image: Float[Tensor, "batch image dim"] | None = None
@@ -78,8 +83,8 @@ class WanCarry(NamedTuple):
 
 
 def token_streams(arch: WanArch) -> TokenStreams | None:
-    """What runs along tokens; WanToDance's and S2V's blocks add music or speech to groups of tokens of a frame. None for Animate, whose blocks add a
-    face's motion to all tokens of a frame."""
+    """What runs along tokens; WanToDance's and S2V's blocks add music or speech to groups of tokens
+    of a frame. None for Animate, whose blocks add a face's motion to all tokens of a frame."""
     if arch.animate:
         return None
     of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]

@@ -30,7 +30,8 @@ from ditkit_wan.presets import WanArch
 class WanImageEmbedding(nn.Module):
     """CLIP's image tokens, brought to the model's width: norm, two linear layers, norm.
 
-    Before them, for a first and a last image, a position for each token. Source: `MLPProj` in Wan-Video/Wan2.1, wan/modules/model.py.
+    Before them, for a first and a last image, a position for each token. Source: `MLPProj` in
+    Wan-Video/Wan2.1, wan/modules/model.py.
     """
 
     def __init__(self, arch: WanArch, precision: Precision):
@@ -42,7 +43,11 @@ class WanImageEmbedding(nn.Module):
         else:
             self.emb_pos = None
         self.proj = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim), nn.LayerNorm(dim)
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, dim),
+            nn.LayerNorm(dim),
         )
 
     def forward(self, images: Sequence[Tensor]) -> Float[Tensor, "batch image dim"]:
@@ -59,12 +64,15 @@ class WanImageEmbedding(nn.Module):
         if self.emb_pos is not None:
             if x.shape[1] != self.emb_pos.shape[1]:
                 raise UserError(
-                    f"'image' has {x.shape[1]} tokens, and this model takes {self.emb_pos.shape[1]}: those of the first image, "
+                    f"'image' has {x.shape[1]} tokens, and this model takes "
+                    f"{self.emb_pos.shape[1]}: those of the first image, "
                     "then those of the last"
                 )
             x = x + self.emb_pos.to(norms)
         first, up, gelu, down, last = self.proj
-        return affine_norm(last, down(gelu(up(affine_norm(first, x, norms, matmul)))), norms, matmul)
+        return affine_norm(
+            last, down(gelu(up(affine_norm(first, x, norms, matmul)))), norms, matmul
+        )
 
 
 class WanEmbed(nn.Module):
@@ -78,7 +86,9 @@ class WanEmbed(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(arch.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
-        self.time_embedding = nn.Sequential(CastLinear(arch.freq_dim, dim), nn.SiLU(), CastLinear(dim, dim))
+        self.time_embedding = nn.Sequential(
+            CastLinear(arch.freq_dim, dim), nn.SiLU(), CastLinear(dim, dim)
+        )
         self.time_projection = nn.Sequential(nn.SiLU(), CastLinear(dim, 6 * dim))
         if arch.image_dim:
             self.img_emb = WanImageEmbedding(arch, precision)
@@ -114,14 +124,19 @@ class WanEmbed(nn.Module):
         if inputs.camera is not None:
             tokens = plain_sum(self._camera_tokens(inputs.camera, tokens, lengths), tokens)
         if inputs.face is not None:
-            tokens = plain_sum(self.animate.poses([pose for pose in inputs.pose or () if pose is not None]), tokens)
+            tokens = plain_sum(
+                self.animate.poses([pose for pose in inputs.pose or () if pose is not None]), tokens
+            )
         if inputs.audio is not None:
             tokens, lengths = self._with_reference(inputs, tokens, lengths)
             late = _clip_tokens(grids, tokens)
-            timestep = torch.cat([torch.zeros_like(timestep), timestep], 1)  # reference and frames before have t = 0
+            timestep = torch.cat(
+                [torch.zeros_like(timestep), timestep], 1
+            )  # reference and frames before have t = 0
         elif inputs.reference is not None:
             reference_tokens = [
-                None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference
+                None if it is None else self.ref_conv(it.to(precision.matmul))
+                for it in inputs.reference
             ]
             tokens = in_front(reference_tokens, tokens, lengths).to(precision.entry)
             num_in_front = [0 if it is None else len(it) for it in reference_tokens]
@@ -137,12 +152,16 @@ class WanEmbed(nn.Module):
         if len(set(layouts)) == 1:
             layouts = layouts[:1]
         angles = [self._angles(*layout, tokens.device) for layout in layouts]
-        table = pad_sequence(angles, batch_first=True)[:, :, None]  # padding has angle 0 and is not rotated
+        table = pad_sequence(angles, batch_first=True)[
+            :, :, None
+        ]  # padding has angle 0 and is not rotated
         features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
         time = self.time_embedding(features.to(precision.time_mlp))
         text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
         image = None if inputs.image is None else self.img_emb(inputs.image)
-        if inputs.refimage is not None:  # its tokens replace the first frame's, which are appended to the text
+        if (
+            inputs.refimage is not None
+        ):  # its tokens replace the first frame's, which are appended to the text
             text, image = torch.cat([image, text], 1), self.img_emb_refimage(inputs.refimage)
         return WanCarry(
             tokens=tokens,
@@ -156,7 +175,9 @@ class WanEmbed(nn.Module):
             image=image,
             reference=ReferenceCarry(fronts) if fronts else None,
             vace=None if inputs.vace is None else VaceCarry(self._vace(inputs.vace, tokens)),
-            music=None if inputs.music is None else self._music(inputs.music, grids, steps, inputs.skips),
+            music=None
+            if inputs.music is None
+            else self._music(inputs.music, grids, steps, inputs.skips),
             speech=None if inputs.audio is None else self.speech.audio(inputs.audio),
             face=None if inputs.face is None else self.animate.faces(inputs.face),
         )
@@ -175,37 +196,62 @@ class WanEmbed(nn.Module):
     def _with_reference(
         self, inputs: WanInputs, tokens: Float[Tensor, "batch tokens dim"], lengths: Sequence[int]
     ) -> tuple[Float[Tensor, "batch more dim"], list[int]]:
-        """S2V's tokens of all samples, and their numbers: the clip's with its poses, the reference image's, and those of the frames before it."""
+        """S2V's tokens of all samples, and their numbers: the clip's with its poses, the reference
+        image's, and those of the frames before it."""
         assert inputs.reference is not None, "checked"
         patches = [self.patch_embedding.patches(it) for it in inputs.reference if it is not None]
-        references = [self.patch_embedding(rows.to(self.precision.matmul)).to(tokens.dtype) for rows in patches]
+        references = [
+            self.patch_embedding(rows.to(self.precision.matmul)).to(tokens.dtype)
+            for rows in patches
+        ]
         tokens = plain_sum(self.speech.poses(inputs.pose, inputs.latents), tokens)
         clips = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         motions = inputs.motion or [None] * len(clips)
-        rows = [self.speech.marked(*kinds) for kinds in zip(clips, references, motions, strict=True)]
+        rows = [
+            self.speech.marked(*kinds) for kinds in zip(clips, references, motions, strict=True)
+        ]
         return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
-    def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
-        """Embedded patches; WanToDance's keyframes have a separate embedding; each lasts several rows of music."""
-        embeddings = [self.patch_embedding_global if step > 1 else self.patch_embedding for step in steps]
+    def _tokens(
+        self, patches: Sequence[Tensor], steps: Sequence[int]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Embedded patches; WanToDance's keyframes have a separate embedding; each lasts several
+        rows of music."""
+        embeddings = [
+            self.patch_embedding_global if step > 1 else self.patch_embedding for step in steps
+        ]
         if len(set(embeddings)) <= 1:
             return self._embedded((embeddings or [self.patch_embedding])[0], patches)
         pairs = zip(embeddings, patches, strict=True)
-        return pad_sequence([embedding(rows.to(self.precision.matmul)) for embedding, rows in pairs], batch_first=True)
+        return pad_sequence(
+            [embedding(rows.to(self.precision.matmul)) for embedding, rows in pairs],
+            batch_first=True,
+        )
 
     def _camera_tokens(
-        self, cameras: Sequence[Tensor | None], tokens: Float[Tensor, "batch tokens dim"], lengths: Sequence[int]
+        self,
+        cameras: Sequence[Tensor | None],
+        tokens: Float[Tensor, "batch tokens dim"],
+        lengths: Sequence[int],
     ) -> Float[Tensor, "batch tokens dim"]:
         """The sum that each sample's camera adds to its tokens; zeros without a camera."""
-        none = [tokens.new_zeros(length, tokens.shape[2], dtype=self.precision.matmul) for length in lengths]
+        none = [
+            tokens.new_zeros(length, tokens.shape[2], dtype=self.precision.matmul)
+            for length in lengths
+        ]
         pairs = zip(cameras, none, strict=True)
         rows = [
-            zeros if rays is None else self.control_adapter(rays.to(self.precision.matmul)) for rays, zeros in pairs
+            zeros if rays is None else self.control_adapter(rays.to(self.precision.matmul))
+            for rays, zeros in pairs
         ]
         return pad_sequence(rows, batch_first=True)
 
-    def _embedded(self, embedding: nn.Module, patches: Sequence[Tensor]) -> Float[Tensor, "batch tokens dim"]:
-        embedded: Tensor = embedding(pad_sequence(list(patches), batch_first=True).to(self.precision.matmul))
+    def _embedded(
+        self, embedding: nn.Module, patches: Sequence[Tensor]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        embedded: Tensor = embedding(
+            pad_sequence(list(patches), batch_first=True).to(self.precision.matmul)
+        )
         return embedded
 
     def _vace(
@@ -217,17 +263,25 @@ class WanEmbed(nn.Module):
         return plain_sum(self.vace_before_proj(stream), tokens)
 
     def _music(
-        self, music: Sequence[Tensor], grids: Sequence[tuple[int, int, int]], steps: tuple[int, ...], skips: bool
+        self,
+        music: Sequence[Tensor],
+        grids: Sequence[tuple[int, int, int]],
+        steps: tuple[int, ...],
+        skips: bool,
     ) -> MusicCarry:
         rows = self.music(music, [frames for frames, _, _ in grids])
         return MusicCarry(rows, steps=steps, skips=skips)
 
     def _grid(self, latent: Tensor) -> tuple[int, int, int]:
-        frames, height, width = (size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True))
+        frames, height, width = (
+            size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True)
+        )
         return frames, height, width
 
     def _padded_text(self, text: Sequence[Tensor]) -> Float[Tensor, "batch text text_dim"]:
-        return torch.stack([F.pad(rows, (0, 0, 0, self.arch.text_tokens - len(rows))) for rows in text])
+        return torch.stack(
+            [F.pad(rows, (0, 0, 0, self.arch.text_tokens - len(rows))) for rows in text]
+        )
 
 
 def _clip_tokens(

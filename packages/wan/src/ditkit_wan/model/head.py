@@ -52,8 +52,12 @@ class WanHead(nn.Module):
         scale, shift = per_token(scale, late), per_token(shift, late)
         return self.head(modulated_norm(tokens, scale, shift, self.arch.eps, dtype, dtype))
 
-    def _unpatch(self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int], front: int) -> Tensor:
+    def _unpatch(
+        self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int], front: int
+    ) -> Tensor:
         """A sample's velocity, without padding and the `front` reference frames before it."""
         (f, h, w), (pf, ph, pw) = grid, self.arch.patch
         pattern = "(f h w) (pf ph pw c) -> c (f pf) (h ph) (w pw)"
-        return rearrange(row[front * h * w : f * h * w], pattern, f=f - front, h=h, w=w, pf=pf, ph=ph, pw=pw)
+        return rearrange(
+            row[front * h * w : f * h * w], pattern, f=f - front, h=h, w=w, pf=pf, ph=ph, pw=pw
+        )

@@ -23,38 +23,47 @@ IN_FRONT = ("vace_reference", "animate_reference")
 
 
 class WanInputs(NamedTuple):
-    """The model's inputs: one entry per sample; samples may differ in size. None if no sample has an entry."""
+    """The model's inputs: one entry per sample; samples may differ in size. None if no sample has
+    an entry."""
 
     latents: Sequence[Tensor]
     """[channels, frames, height, width] each."""
     timestep: Float[Tensor, " batch *tokens"]
-    """1000 · σ, fp32 or wider: one per sample, or one per token, or two per sample with `late` as the choice of each token."""
+    """1000 · σ, fp32 or wider: one per sample, or one per token, or two per sample with `late` as
+    the choice of each token."""
     text: Sequence[Tensor]
     """[rows, text_dim] each, at most `text_tokens` rows."""
     late: Bool[Tensor, "batch tokens"] | None = None
     """Tokens with the second of their sample's two timesteps; None if there is one timestep."""
     y: Sequence[Tensor] | None = None
-    """[more channels, frames, height, width] each: channels that the patch embedding takes after the noised latents, without noise."""
+    """[more channels, frames, height, width] each: channels that the patch embedding takes after
+    the noised latents, without noise."""
     image: Sequence[Tensor] | None = None
     """[rows, image_dim] each: CLIP tokens of images, equally many in all samples."""
     vace: Sequence[Tensor] | None = None
     """[vace_channels, frames, height, width] each, on the grid of the latents."""
     reference: Sequence[Tensor | None] | None = None
-    """[16 or 48, 1, height, width] each: latents of an image of the clip's subject; None for samples without one."""
+    """[16 or 48, 1, height, width] each: latents of an image of the clip's subject; None for
+    samples without one."""
     camera: Sequence[Tensor | None] | None = None
-    """[camera_channels, frames, stride · height, stride · width] each: rays of the clip's pixels; None for samples without a camera."""
+    """[camera_channels, frames, stride · height, stride · width] each: rays of the clip's pixels;
+    None for samples without a camera."""
     music: Sequence[Tensor] | None = None
     """[rows, features] each, 30 rows per second, so their number per frame gives the frame rate."""
     refimage: Sequence[Tensor] | None = None
     """[rows, image_dim] each: CLIP tokens of the dancer's image for WanToDance."""
     audio: Sequence[Tensor] | None = None
-    """[states, features, rows] each: hidden states of wav2vec2 for S2V, four rows per latent frame."""
+    """[states, features, rows] each: hidden states of wav2vec2 for S2V, four rows per latent
+    frame."""
     pose: Sequence[Tensor | None] | None = None
-    """[pose_channels, frames, height, width] each: latents of a video of the clip's poses; None for samples without one. Animate has one frame fewer."""
+    """[pose_channels, frames, height, width] each: latents of a video of the clip's poses; None for
+    samples without one. Animate has one frame fewer."""
     motion: Sequence[Tensor | None] | None = None
-    """[channels, frames, height, width] each: latents of the frames before the clip; None for samples without any."""
+    """[channels, frames, height, width] each: latents of the frames before the clip; None for
+    samples without any."""
     face: Sequence[Tensor] | None = None
-    """[3, frames, size, size] each: pixels in [-1, 1] of a face at each frame of the clip, for Animate."""
+    """[3, frames, size, size] each: pixels in [-1, 1] of a face at each frame of the clip, for
+    Animate."""
     skips: bool = False
     """Whether WanToDance skips a block, as for the negative side of guidance."""
 
@@ -69,12 +78,14 @@ def make_inputs(
 ) -> WanInputs:
     """Make the model's inputs of noised latents, noise levels and training items.
 
-    A sample's `first_frame` replaces its first latent frame without noise, and these tokens have t = 0.
+    A sample's `first_frame` replaces its first latent frame without noise, and these tokens have t
+    = 0.
 
     Args:
         noised: [channels, frames, height, width] of each sample.
         sigma: Noise levels, fp32 [batch].
-        items: Training items. All have the same conditions, except for `first_frame`, `reference`, `camera_path`, `pose` and `motion`.
+        items: Training items. All have the same conditions, except for `first_frame`, `reference`,
+            `camera_path`, `pose` and `motion`.
         guidance: Unused: Wan has no embedding of it.
         latent_stride: Pixels per row or column of latents, for the rays of cameras.
 
@@ -87,7 +98,8 @@ def make_inputs(
         tensors = [item[name].to(device) for item in items if name in item]
         if tensors and len(tensors) < len(items):
             raise UserError(
-                f"{len(tensors)} of {len(items)} samples of a batch have {name!r}: give it to all or to none"
+                f"{len(tensors)} of {len(items)} samples of a batch have {name!r}: give it to all "
+                f"or to none"
             )
         return tensors or None
 
@@ -101,7 +113,9 @@ def make_inputs(
     pairs = list(zip(noised, firsts, strict=True))
     timestep, late = _timesteps(1000 * sigma, [(x.shape, first is not None) for x, first in pairs])
     return WanInputs(
-        latents=[x if first is None else torch.cat([first.to(x), x[:, 1:]], 1) for x, first in pairs],
+        latents=[
+            x if first is None else torch.cat([first.to(x), x[:, 1:]], 1) for x, first in pairs
+        ],
         timestep=timestep,
         text=text,
         late=late,
@@ -126,30 +140,41 @@ def _pixels(faces: Sequence[Tensor] | None) -> list[Tensor] | None:
     return [face if face.is_floating_point() else face.float() / 127.5 - 1 for face in faces]
 
 
-def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor], stride: int) -> list[Tensor | None] | None:
+def _rays(
+    paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor], stride: int
+) -> list[Tensor | None] | None:
     """Rays of every clip's pixels, computed from the path of its camera."""
     if paths is None:
         return None
     sizes = [tuple(stride * size for size in clip.shape[2:]) for clip in latents]
     pairs = zip(paths, sizes, strict=True)
-    return [None if path is None else rays(path, height=height, width=width) for path, (height, width) in pairs]
+    return [
+        None if path is None else rays(path, height=height, width=width)
+        for path, (height, width) in pairs
+    ]
 
 
-def _first_frame(item: Mapping[str, Tensor], latents: Tensor) -> Float[Tensor, "channels 1 height width"] | None:
-    """Latents of a sample's first frame, if it has one. An image has none: there would be nothing left to learn."""
+def _first_frame(
+    item: Mapping[str, Tensor], latents: Tensor
+) -> Float[Tensor, "channels 1 height width"] | None:
+    """Latents of a sample's first frame, if it has one. An image has none: there would be nothing
+    left to learn."""
     return item.get("first_frame") if latents.shape[1] > 1 else None
 
 
 def _timesteps(
     t: Float[Tensor, " batch"], samples: Sequence[tuple[Sequence[int], bool]]
 ) -> tuple[Float[Tensor, " batch *two"], Bool[Tensor, "batch tokens"] | None]:
-    """One timestep per sample; if a sample has a clean first frame, 0 and the timestep, and a mask of the tokens with the second.
+    """One timestep per sample; if a sample has a clean first frame, 0 and the timestep, and a mask
+    of the tokens with the second.
 
     Modulation then has two rows per sample; a row per token would take gigabytes.
     """
     if not any(starts_clean for _, starts_clean in samples):
         return t, None
-    late = torch.ones(len(t), max(_num_tokens(shape) for shape, _ in samples), dtype=torch.bool, device=t.device)
+    late = torch.ones(
+        len(t), max(_num_tokens(shape) for shape, _ in samples), dtype=torch.bool, device=t.device
+    )
     for row, (shape, starts_clean) in zip(late, samples, strict=True):
         if starts_clean:
             row[: _num_tokens(shape) // shape[1]] = False
@@ -164,7 +189,9 @@ def _num_tokens(shape: Sequence[int]) -> int:
 def num_tokens(item: Mapping[str, Tensor]) -> int:
     """Number of tokens of an item in the blocks."""
     before = motion_tokens(*item["motion"].shape[2:]) if "motion" in item else 0
-    return before + sum(_num_tokens(item[name].shape) for name in ("latents", "reference") if name in item)
+    return before + sum(
+        _num_tokens(item[name].shape) for name in ("latents", "reference") if name in item
+    )
 
 
 def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | None:
@@ -172,14 +199,17 @@ def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | Non
     latents = item["latents"]
     if _first_frame(item, latents) is None:
         return None
-    return F.pad(latents.new_ones(1, latents.shape[1] - 1, 1, 1, dtype=torch.float32), (0, 0, 0, 0, 1, 0))
+    return F.pad(
+        latents.new_ones(1, latents.shape[1] - 1, 1, 1, dtype=torch.float32), (0, 0, 0, 0, 1, 0)
+    )
 
 
 def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A training item of a sample's cached tensors.
 
-    VACE's reference images and Animate's become frames in front of the clip. S2V's clip loses its first frame, which is where the model starts; latents that
-    were encoded with the frames before it replace it.
+    VACE's reference images and Animate's become frames in front of the clip. S2V's clip loses its
+    first frame, which is where the model starts; latents that were encoded with the frames before
+    it replace it.
     """
     assembled = dict(item)
     if "audio" in assembled:
@@ -187,7 +217,9 @@ def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in IN_FRONT:
         references = assembled.pop(name, None)
         if references is not None:
-            assembled["latents"] = torch.cat([references.to(assembled["latents"]), assembled["latents"]], 1)
+            assembled["latents"] = torch.cat(
+                [references.to(assembled["latents"]), assembled["latents"]], 1
+            )
     return assembled
 
 
@@ -216,15 +248,23 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
     for name, takes in (needed | optional).items():
         values: Sequence[Tensor | None] | None = getattr(inputs, name)
         if takes and values is None and name in needed:
-            raise UserError(f"this model is conditioned on {name!r}, and the samples have none; encode them for it")
+            raise UserError(
+                f"this model is conditioned on {name!r}, and the samples have none; encode them "
+                f"for it"
+            )
         if values is not None and not takes:
-            raise UserError(f"the samples have {name!r}, and this model takes none; leave that column out")
+            raise UserError(
+                f"the samples have {name!r}, and this model takes none; leave that column out"
+            )
     if inputs.late is not None and not arch.token_times:
-        raise UserError("the samples have 'first_frame', and this model takes none; leave that column out")
+        raise UserError(
+            "the samples have 'first_frame', and this model takes none; leave that column out"
+        )
     for y, latents in zip(inputs.y or (), inputs.latents, strict=False):
         if len(y) + len(latents) != arch.in_channels:
             raise UserError(
-                f"this model takes {arch.in_channels} channels, and the samples have {len(latents)} of latents and {len(y)} of 'y'"
+                f"this model takes {arch.in_channels} channels, and the samples have "
+                f"{len(latents)} of latents and {len(y)} of 'y'"
             )
     if has_speech:
         check_speech(inputs.audio or (), inputs.reference, inputs.pose or (), inputs.latents)
@@ -237,13 +277,18 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
 def empty_item(
     arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Tensor]:
-    """An empty training item of a clip of (frames, height, width) with all conditions of the architecture.
+    """An empty training item of a clip of (frames, height, width) with all conditions of the
+    architecture.
 
     References are VACE's: each is a latent frame in front of the clip.
     """
     frames, height, width = size
     in_front = len(references) if arch.vace_layers else int(arch.animate is not None)
-    grid = (in_front + 1 + (frames - 1) // 4, height // arch.latent_stride, width // arch.latent_stride)
+    grid = (
+        in_front + 1 + (frames - 1) // 4,
+        height // arch.latent_stride,
+        width // arch.latent_stride,
+    )
     item = {
         "latents": torch.empty(arch.out_channels, *grid),
         "text": torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16),

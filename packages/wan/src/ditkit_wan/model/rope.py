@@ -14,7 +14,8 @@ THETA = 10_000.0
 def axis_pairs(head_dim: int) -> tuple[int, int, int]:
     """Number of rotated pairs of each axis (frame, height, width); 22, 21, 21 for a head of 128.
 
-    Source: the frequency split in Wan-Video/Wan2.1, wan/modules/model.py: real sizes d − 4⌊d/6⌋, 2⌊d/6⌋, 2⌊d/6⌋.
+    Source: the frequency split in Wan-Video/Wan2.1, wan/modules/model.py: real sizes d − 4⌊d/6⌋,
+    2⌊d/6⌋, 2⌊d/6⌋.
     """
     side = head_dim // 6
     return head_dim // 2 - 2 * side, side, side
@@ -29,21 +30,27 @@ def rotary_angles(
         grid: Tokens along each axis.
         head_dim: Width of an attention head.
         device: Device of the angles.
-        step: Positions per frame. The last frame is at the last position of its step, as in WanToDance.
+        step: Positions per frame. The last frame is at the last position of its step, as in
+            WanToDance.
     """
     positions = []
     for axis, size in enumerate(grid):
         spacing = 1 if axis else step
         starts = torch.arange(0, spacing * (size - 1), spacing, device=device)
-        positions.append(torch.cat([starts, torch.arange(spacing * size - 1, spacing * size, device=device)]))
+        positions.append(
+            torch.cat([starts, torch.arange(spacing * size - 1, spacing * size, device=device)])
+        )
     return angles_at(positions, head_dim)
 
 
-def angles_at(positions: Sequence[Num[Tensor, " axis"]], head_dim: int) -> Float[Tensor, "tokens pairs"]:
+def angles_at(
+    positions: Sequence[Num[Tensor, " axis"]], head_dim: int
+) -> Float[Tensor, "tokens pairs"]:
     """fp64 angles of tokens at all combinations of positions, in (frame, height, width) order.
 
     Args:
-        positions: Positions of the frames, of the rows and of the columns; negative ones rotate the other way.
+        positions: Positions of the frames, of the rows and of the columns; negative ones rotate the
+            other way.
         head_dim: Width of an attention head.
     """
     parts, grid = [], [len(axis) for axis in positions]

@@ -1,4 +1,5 @@
-"""A camera's path added to the tokens of a clip, against recordings of DiffSynth-Studio, and in a batch, of which that keeps one sample."""
+"""A camera's path added to the tokens of a clip, against recordings of DiffSynth-Studio, and in a
+batch, of which that keeps one sample."""
 
 from dataclasses import replace
 
@@ -13,18 +14,26 @@ from ditkit_wan.spec import WAN
 
 FUN = {"latents": "latents", "y": "y", "text": "context", "image": "clip_feature"}
 ARCH = WanArch(
-    dim=24, ffn_dim=32, heads=2, layers=2, in_channels=8, out_channels=4, text_dim=20, text_tokens=6, freq_dim=16,
+    dim=24, ffn_dim=32, heads=2, layers=2, in_channels=8, out_channels=4, text_dim=20,
+    text_tokens=6, freq_dim=16,
     image_dim=8, camera_channels=24,
 )  # fmt: skip
 
 
-def item(seed: int, direction: str, size: tuple[int, int, int] = (2, 4, 6)) -> dict[str, torch.Tensor]:
+def item(
+    seed: int, direction: str, size: tuple[int, int, int] = (2, 4, 6)
+) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random)
 
-    made = {"latents": draw(4, *size), "y": draw(4, *size), "text": draw(3, 20), "image": draw(5, 8)}
+    made = {
+        "latents": draw(4, *size),
+        "y": draw(4, *size),
+        "text": draw(3, 20),
+        "image": draw(5, 8),
+    }
     if direction:
         frames, height, width = 1 + 4 * (size[0] - 1), 8 * size[1], 8 * size[2]
         made["camera_path"] = path_of(moving(direction, "0.3", frames), height=height, width=width)
@@ -34,7 +43,9 @@ def item(seed: int, direction: str, size: tuple[int, int, int] = (2, 4, 6)) -> d
 def run(model, *items):
     with torch.no_grad():
         return model(
-            WAN.training.make_inputs([one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0)
+            WAN.training.make_inputs(
+                [one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0
+            )
         )
 
 
@@ -88,6 +99,8 @@ def test_with_the_vae_of_2_2_a_latent_pixel_has_the_rays_of_16_pixels():
 
 
 def test_a_plan_has_the_path_of_the_whole_clip():
-    planned = WAN.training.empty_item(WAN.architecture.presets["fun-v1.1-control-camera-14b"], (81, 480, 832), ())
+    planned = WAN.training.empty_item(
+        WAN.architecture.presets["fun-v1.1-control-camera-14b"], (81, 480, 832), ()
+    )
     assert planned["camera_path"].shape == (81, 16)
     assert planned["y"].shape == (16, 21, 60, 104)

@@ -1,7 +1,8 @@
 """The demo's inputs: a complete tiny Z-Image checkpoint, and captioned images.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its VAE and transformer
-were trained on generated shapes by tools/demo/train_demo_base_zimage.py; their weights are part of the package, in bf16.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
+layout. Its VAE and transformer were trained on generated shapes by
+tools/demo/train_demo_base_zimage.py; their weights are part of the package, in bf16.
 """
 
 from pathlib import Path
@@ -21,7 +22,8 @@ WEIGHTS = Path(__file__).parent / "base"
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every time."""
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every
+    time."""
     write_inputs(folder, {"images": write_dataset, "checkpoint": write_checkpoint})
 
 
@@ -30,7 +32,9 @@ def write_checkpoint(folder: Path) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     write_text(folder)
-    FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=SHIFT).save_pretrained(folder / "scheduler")
+    FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=SHIFT).save_pretrained(
+        folder / "scheduler"
+    )
     for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
         model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
         model.save_pretrained(folder / name)
@@ -54,7 +58,8 @@ def build_vae() -> Any:
     from diffusers import AutoencoderKL
 
     return random_model(
-        "vae", AutoencoderKL, block_out_channels=(16, 16, 32, 32), layers_per_block=1, norm_num_groups=4,
+        "vae", AutoencoderKL, block_out_channels=(16, 16, 32, 32), layers_per_block=1,
+        norm_num_groups=4,
         latent_channels=CHANNELS, scaling_factor=1.0, shift_factor=0.0,
         down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
     )  # fmt: skip
@@ -65,6 +70,8 @@ def build_transformer() -> Any:
     from diffusers import ZImageTransformer2DModel
 
     return random_model(
-        "transformer", ZImageTransformer2DModel, in_channels=CHANNELS, dim=HEADS * sum(AXES), n_layers=LAYERS,
-        n_refiner_layers=1, n_heads=HEADS, n_kv_heads=HEADS, cap_feat_dim=TEXT_DIM, axes_dims=list(AXES),
+        "transformer", ZImageTransformer2DModel, in_channels=CHANNELS, dim=HEADS * sum(AXES),
+        n_layers=LAYERS,
+        n_refiner_layers=1, n_heads=HEADS, n_kv_heads=HEADS, cap_feat_dim=TEXT_DIM,
+        axes_dims=list(AXES),
     )  # fmt: skip

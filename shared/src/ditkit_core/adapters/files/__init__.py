@@ -1,4 +1,5 @@
-"""Adapter files of all programs: their names of tensors, reading, writing, converting and exporting.
+"""Adapter files of all programs: their names of tensors, reading, writing, converting and
+exporting.
 
 It may import its siblings config, dora, inject and products. Start reading at read.py.
 """

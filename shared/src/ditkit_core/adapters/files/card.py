@@ -1,4 +1,5 @@
-"""The model card of exported files: made from their headers, so it says nothing that a file does not."""
+"""The model card of exported files: made from their headers, so it says nothing that a file does
+not."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ class CardFile:
     path: str
     header: Mapping[str, str]
     readers: Mapping[str, str] | None
-    """For each program that reads adapter files: its problem with this one, empty if it loads all of it. None for a whole transformer."""
+    """For each program that reads adapter files: its problem with this one, empty if it loads all
+    of it. None for a whole transformer."""
     transformer_class: str = ""
     """diffusers' class of a whole transformer in diffusers' form."""
 
@@ -93,9 +95,15 @@ class Card:
         config = self._config
         if not self._is_adapter:
             return (
-                f"merged {name}" if (name := METHOD_NAMES.get(str(config.get("adapter.method")))) else "full fine-tune"
+                f"merged {name}"
+                if (name := METHOD_NAMES.get(str(config.get("adapter.method"))))
+                else "full fine-tune"
             )
-        kind = "DoRA" if config.get("adapter.use_dora") else METHOD_NAMES.get(str(config.get("adapter.method")), "LoRA")
+        kind = (
+            "DoRA"
+            if config.get("adapter.use_dora")
+            else METHOD_NAMES.get(str(config.get("adapter.method")), "LoRA")
+        )
         return f"{kind} of rank {config['adapter.rank']}" if "adapter.rank" in config else kind
 
     def _metadata(self) -> dict[str, Any]:
@@ -111,21 +119,33 @@ class Card:
             "tags": [*kind, goal, self.spec.name, "diffusers", "ditkit"],
             "instance_prompt": trigger or None,
             "widget": [
-                {"text": " ".join(sample.prompt.split()), "output": {"url": sample.path}} for sample in self.samples
+                {"text": " ".join(sample.prompt.split()), "output": {"url": sample.path}}
+                for sample in self.samples
             ]
             or None,
         }
 
     def _opening(self) -> str:
         step, preset = self._header.get("ditkit.step"), self._header.get("ditkit.preset")
-        of = f"[{self._base}](https://huggingface.co/{self._base})" if is_hub_id(self._base) else f"`{self._base}`"
+        of = (
+            f"[{self._base}](https://huggingface.co/{self._base})"
+            if is_hub_id(self._base)
+            else f"`{self._base}`"
+        )
         steps = f", trained for {step} steps" if step else ""
-        return f"A {self._method} for {of}" + (f" (`{preset}`)" if preset else "") + f"{steps} with ditkit."
+        return (
+            f"A {self._method} for {of}"
+            + (f" (`{preset}`)" if preset else "")
+            + f"{steps} with ditkit."
+        )
 
     def _prompts(self) -> str:
         trigger = self._config.get("data.trigger")
         said = f"Write `{_code(trigger)}` in the prompt.\n\n" if trigger else ""
-        examples = [f"- {_plain(prompt)}" for prompt in dict.fromkeys(sample.prompt for sample in self.samples)]
+        examples = [
+            f"- {_plain(prompt)}"
+            for prompt in dict.fromkeys(sample.prompt for sample in self.samples)
+        ]
         body = said + "\n".join(examples)
         return f"## Prompts\n\n{body.rstrip()}" if body else ""
 
@@ -135,7 +155,9 @@ class Card:
         of_part: dict[str, str] = {}  # one file for each transformer, of those that diffusers loads
         for file in self.files:
             if "diffusers" in _loading(file) and file.readers is not None:
-                of_part.setdefault(parts.get(file.header.get("ditkit.expert", ""), "transformer"), file.path)
+                of_part.setdefault(
+                    parts.get(file.header.get("ditkit.expert", ""), "transformer"), file.path
+                )
         lines = [
             f'pipeline.load_lora_weights("{self.repository}", weight_name="{path}"'
             + (")" if part == "transformer" else f", load_into_{part}=True)")
@@ -161,7 +183,10 @@ class Card:
                 ")",
             ]
         code = "\n".join(["```python", *lines, "```"]) if lines else ""
-        rows = [f"| `{file.path}` | {', '.join(_loading(file)) or 'see the form'} |" for file in self.files]
+        rows = [
+            f"| `{file.path}` | {', '.join(_loading(file)) or 'see the form'} |"
+            for file in self.files
+        ]
         table = "\n".join(["| file | loaded by |", "|---|---|", *rows])
         return "\n\n".join(filter(None, ["## Use", code, table]))
 
@@ -174,43 +199,65 @@ class Card:
         rows = {
             "method": self._method,
             "alpha": self._alpha() if self._is_adapter else None,
-            "ranks by layer": ", ".join(config.get("adapter.rank_pattern") or []) if self._is_adapter else None,
-            "layers": ", ".join(config.get("adapter.targets") or next(iter(self.spec.adapters.targets.values()), ()))
+            "ranks by layer": ", ".join(config.get("adapter.rank_pattern") or [])
+            if self._is_adapter
+            else None,
+            "layers": ", ".join(
+                config.get("adapter.targets") or next(iter(self.spec.adapters.targets.values()), ())
+            )
             if self._is_adapter and config
             else None,
             "steps": header.get("ditkit.step"),
             "batch size": _product(config, "train.batch_size", "train.accumulation"),
-            "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})" if "optim.lr" in config else None,
+            "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})"
+            if "optim.lr" in config
+            else None,
             "learning rates by layer": ", ".join(config.get("optim.lr_pattern") or []),
-            "learning rate of B over A": ratio if (ratio := config.get("optim.loraplus_lr_ratio", 1)) != 1 else None,
+            "learning rate of B over A": ratio
+            if (ratio := config.get("optim.loraplus_lr_ratio", 1)) != 1
+            else None,
             **_sizes(config),
             "clips and images": self.num_samples,
             "digest of the data": header.get("ditkit.data"),
             "dtype of the base": config.get("model.dtype"),
-            "quantization": None if config.get("base.quantize") == "none" else config.get("base.quantize"),
+            "quantization": None
+            if config.get("base.quantize") == "none"
+            else config.get("base.quantize"),
             "seed": config.get("train.seed"),
             "versions": self._versions(),
         }
         shown = {name: value for name, value in rows.items() if value not in (None, "")}
         table = "\n".join(
-            ["| setting | value |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown.items())]
+            [
+                "| setting | value |",
+                "|---|---|",
+                *(f"| {name} | {_plain(value)} |" for name, value in shown.items()),
+            ]
         )
         config_text = header.get("ditkit.config", "")
         # Indented, so that nothing in it can end the block.
         block = "\n".join(f"    {line}" for line in config_text.splitlines())
-        details = f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>" if config_text else ""
+        details = (
+            f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>"
+            if config_text
+            else ""
+        )
         return "\n\n".join(filter(None, ["## Training", table, details]))
 
     def _alpha(self) -> Any:
-        """The alpha that the adapter was trained with; 0 in a configuration means that it is the rank."""
+        """The alpha that the adapter was trained with; 0 in a configuration means that it is the
+        rank."""
         alpha, rank = self._config.get("adapter.alpha"), self._config.get("adapter.rank")
         return f"{rank}, as the rank" if alpha == 0 and rank is not None else alpha
 
     def _versions(self) -> str:
-        """The versions of the header, which are JSON, for people; as they are if they are something else."""
+        """The versions of the header, which are JSON, for people; as they are if they are something
+        else."""
         text = self._header.get("ditkit.versions", "")
         with suppress(UserError):
-            return ", ".join(f"{name} {version}" for name, version in parse_json_object(text, "versions").items())
+            return ", ".join(
+                f"{name} {version}" for name, version in parse_json_object(text, "versions").items()
+            )
         return text
 
     def _license(self) -> str:
@@ -236,13 +283,16 @@ def _product(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, str]:
-    """Rows about frames and pixels. A run of several resolutions has the largest as its height and width."""
+    """Rows about frames and pixels. A run of several resolutions has the largest as its height and
+    width."""
 
     def several(key: str) -> str:
         values = config.get(key)
         return ", ".join(map(str, values)) if isinstance(values, list) else ""
 
-    frames = several("data.frame_buckets").replace(", ", " or ") or str(config.get("data.frames") or "")
+    frames = several("data.frame_buckets").replace(", ", " or ") or str(
+        config.get("data.frames") or ""
+    )
     if resolutions := several("data.resolutions"):
         return {"frames": frames, "resolutions": f"{resolutions} (side of a square)"}
     sides = [str(config[key]) for key in ("data.height", "data.width") if config.get(key)]
@@ -250,9 +300,12 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    """A user's text escaped for one line of Markdown, so that it makes no markup, line break or table column."""
+    """A user's text escaped for one line of Markdown, so that it makes no markup, line break or
+    table column."""
     text = printable(" ".join(str(value).split()))
-    return "".join(f"\\{character}" if character in "\\`*_[]<>|#~" else character for character in text)
+    return "".join(
+        f"\\{character}" if character in "\\`*_[]<>|#~" else character for character in text
+    )
 
 
 def _code(value: Any) -> str:
@@ -260,5 +313,6 @@ def _code(value: Any) -> str:
 
 
 def name_of(files: Sequence[Path], repository: str) -> str:
-    """The title of a card: the repository's own name; without a repository, the name of the first file."""
+    """The title of a card: the repository's own name; without a repository, the name of the first
+    file."""
     return repository.rpartition("/")[2] or files[0].stem

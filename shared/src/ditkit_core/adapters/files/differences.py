@@ -1,4 +1,5 @@
-"""Differences that are added to whole parameters: some files have them next to low-rank matrices, for biases, norms and modulations.
+"""Differences that are added to whole parameters: some files have them next to low-rank matrices,
+for biases, norms and modulations.
 
 | key | parameter | written by |
 |---|---|---|
@@ -47,7 +48,11 @@ class Difference:
 def split_differences(source: SafetensorsSource) -> tuple[SafetensorsSource, tuple[str, ...]]:
     """A file without its differences, and their keys."""
     keys = tuple(key for key in source.tensors if any(pattern.search(key) for pattern in _ENDINGS))
-    rest = {key: stored for key, stored in source.tensors.items() if key not in keys} if keys else source.tensors
+    rest = (
+        {key: stored for key, stored in source.tensors.items() if key not in keys}
+        if keys
+        else source.tensors
+    )
     return replace(source, tensors=rest), keys
 
 
@@ -58,14 +63,16 @@ def find_differences(
     parameters: Mapping[str, tuple[int, ...]],
     scale_of: Callable[[str], float],
 ) -> dict[str, tuple[Difference, ...]]:
-    """The differences by our parameter, from their keys in a file; `scale_of` gives the scale of a module's LoRA."""
+    """The differences by our parameter, from their keys in a file; `scale_of` gives the scale of a
+    module's LoRA."""
     by_parameter: dict[str, list[Difference]] = {}
     aliases = _underscored(names, parameters)
     unmatched = []
     for key in keys:
         parts = _parts_of(key, names, parameters, aliases)
         shape = source.tensors[key].shape
-        # As many numbers, because files differ in trailing ones; each of several parts has equally many rows.
+        # As many numbers, because files differ in trailing ones; each of several parts has equally
+        # many rows.
         sizes = [math.prod(parameters[part.name]) // part.of for part in parts]
         if not parts or math.prod(shape) != sum(sizes) or len(set(sizes)) > 1:
             unmatched.append(f"{key} {list(shape)}")
@@ -77,7 +84,8 @@ def find_differences(
             )
     if unmatched:
         raise UserError(
-            f"{source.path}: {len(unmatched)} differences fit no parameter of this model: {first_ten(unmatched)}; name a LoRA of this model"
+            f"{source.path}: {len(unmatched)} differences fit no parameter of this model: "
+            f"{first_ten(unmatched)}; name a LoRA of this model"
         )
     return {name: tuple(differences) for name, differences in by_parameter.items()}
 
@@ -86,7 +94,9 @@ def _parts_of(
     key: str, names: StateDictNames, parameters: Mapping[str, object], aliases: Mapping[str, str]
 ) -> tuple[TensorSlice, ...]:
     """The parts of our parameters that a key's tensor is added to; empty if there are none."""
-    pattern, endings = next((pattern, endings) for pattern, endings in _ENDINGS.items() if pattern.search(key))
+    pattern, endings = next(
+        (pattern, endings) for pattern, endings in _ENDINGS.items() if pattern.search(key)
+    )
     stem = pattern.sub("", key)
     for prefix in (*names.prefixes, *FORM_OF_PREFIX, ""):
         for ending in endings if stem.startswith(prefix) else ():
@@ -98,7 +108,8 @@ def _parts_of(
 
 
 def _underscored(names: StateDictNames, parameters: Mapping[str, object]) -> dict[str, str]:
-    """Names of parameters in every form, by the same with underscores in their module: `blocks_0_norm.weight`."""
+    """Names of parameters in every form, by the same with underscores in their module:
+    `blocks_0_norm.weight`."""
     aliases = {}
     for from_native in names.from_native.values():
         for parameter in parameters:
@@ -113,21 +124,34 @@ def add_difference(
 ) -> None:
     """Add a file's differences at a strength to an fp32 parameter, in place."""
     for difference in differences:
-        values = source.read(difference.key).float().reshape(-1).chunk(difference.rows.of)[difference.rows.index]
+        values = (
+            source.read(difference.key)
+            .float()
+            .reshape(-1)
+            .chunk(difference.rows.of)[difference.rows.index]
+        )
         rows = parameter.view(-1).chunk(difference.part.of)[difference.part.index]
         rows.add_(values, alpha=strength * difference.scale)
 
 
 def described(parameters: Sequence[str]) -> str:
     """How many parameters of each kind have a difference: `40 weights, 80 biases`."""
-    words = {"weight": ("weight", "weights"), "bias": ("bias", "biases"), "modulation": ("modulation", "modulations")}
+    words = {
+        "weight": ("weight", "weights"),
+        "bias": ("bias", "biases"),
+        "modulation": ("modulation", "modulations"),
+    }
     counts = Counter(name.rpartition(".")[2] for name in parameters)
-    return ", ".join(f"{count} {words.get(leaf, (leaf, leaf))[count > 1]}" for leaf, count in counts.items())
+    return ", ".join(
+        f"{count} {words.get(leaf, (leaf, leaf))[count > 1]}" for leaf, count in counts.items()
+    )
 
 
 def not_applied(path: Path, keys: Sequence[str]) -> UserError:
     """The error where differences cannot be used."""
     return UserError(
-        f"{path} also adds differences to whole weights, biases or norms ({len(keys)} keys: {first_ten(list(keys))}), which only merging can use: "
-        f"set base.merge, or merge it into a transformer with the export command: --adapter {path} --merge --base BASE"
+        f"{path} also adds differences to whole weights, biases or norms ({len(keys)} keys: "
+        f"{first_ten(list(keys))}), which only merging can use: "
+        f"set base.merge, or merge it into a transformer with the export command: --adapter {path} "
+        f"--merge --base BASE"
     )

@@ -1,4 +1,5 @@
-"""`FILE@strength`: how an adapter file is named wherever one is used at a strength. Imports no torch."""
+"""`FILE@strength`: how an adapter file is named wherever one is used at a strength. Imports no
+torch."""
 
 from pathlib import Path
 
@@ -6,7 +7,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 
 MAX_STRENGTH = 100
-"""Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing error."""
+"""Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing
+error."""
 
 
 def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
@@ -18,7 +20,11 @@ def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
     try:
         value = float(strength)
     except ValueError as error:
-        raise UserError(f"{key}: {entry!r} is not FILE@strength; write a number after the @") from error
+        raise UserError(
+            f"{key}: {entry!r} is not FILE@strength; write a number after the @"
+        ) from error
     if not abs(value) <= MAX_STRENGTH:
-        raise UserError(f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
+        raise UserError(
+            f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}"
+        )
     return local_path(file), value

@@ -1,4 +1,5 @@
-"""Exports a run for other programs: its adapter, or the complete transformer with the adapter merged in."""
+"""Exports a run for other programs: its adapter, or the complete transformer with the adapter
+merged in."""
 
 import json
 import sys
@@ -41,13 +42,16 @@ from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import redact_description
 
 SHARD_BYTES = {"diffusers": 5_000_000_000}
-"""By form, the maximum bytes in one file of a transformer: as on the hub. ComfyUI, which reads the official form, reads a model from one file."""
+"""By form, the maximum bytes in one file of a transformer: as on the hub. ComfyUI, which reads the
+official form, reads a model from one file."""
 
 VERIFIED = "ditkit.verified"
 """Key in the header of an exported file: what verifies it, or that nothing can."""
 NO_READER = "no reader: "
 """Start of its value where nothing can."""
-VERIFIED_LATER = "loaded in diffusers after it was written; the result is in verified.json of the run"
+VERIFIED_LATER = (
+    "loaded in diffusers after it was written; the result is in verified.json of the run"
+)
 """Its value where something does, so that the file need not change after it was verified."""
 
 _Tensors = Mapping[str, About]
@@ -61,7 +65,8 @@ def _dtype_of(config: ExportConfig) -> torch.dtype:
 def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec) -> ExportConfig:
     """The section, in place of the default with what the trained adapter needs.
 
-    A DoRA needs a file for ComfyUI and one for diffusers, because no file is for both; a LoKr or LoHa the form that has a name for each layer.
+    A DoRA needs a file for ComfyUI and one for diffusers, because no file is for both; a LoKr or
+    LoHa the form that has a name for each layer.
     """
     if config.forms != ExportConfig().forms or adapter.method == "full":
         return config
@@ -72,7 +77,9 @@ def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec)
 
 def has_magnitudes(layers: Mapping[str, Any]) -> bool:
     """Whether a model's layers with adapters have DoRA."""
-    return any(method_of(layer) == "lora" and layer.lora_magnitude_vector for layer in layers.values())
+    return any(
+        method_of(layer) == "lora" and layer.lora_magnitude_vector for layer in layers.values()
+    )
 
 
 def method_of_all(layers: Mapping[str, Any]) -> str:
@@ -84,11 +91,14 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
     """Refuse, before training, a configuration that could not be exported after it."""
     if config.scaled and adapter.method != "full" and not config.merged:
         raise UserError(
-            f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
+            f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank "
+            f"{adapter.rank} gains nothing from it; "
             "set export.merged = true (--merge), or export.dtype = bf16"
         )
     for form in config.forms:
-        check_form(form, spec.architecture.names, use_dora=adapter.use_dora and adapter.method == "lora")
+        check_form(
+            form, spec.architecture.names, use_dora=adapter.use_dora and adapter.method == "lora"
+        )
     if config.merged or adapter.method == "full":
         whole_forms(spec, config)
 
@@ -99,13 +109,15 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
     forms = [form for form in config.forms if form in native_forms]
     if not forms:
         raise UserError(
-            f"a whole transformer is not written in the form {' or '.join(config.forms)}; {set_forms(list(native_forms))}"
+            f"a whole transformer is not written in the form {' or '.join(config.forms)}; "
+            f"{set_forms(list(native_forms))}"
         )
     return forms
 
 
 def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> None:
-    """Refuse, before training, an adapter of a model that the readers of a configured form would ignore or misread."""
+    """Refuse, before training, an adapter of a model that the readers of a configured form would
+    ignore or misread."""
     layers = adapter_layers(model)
     method, use_dora = method_of_all(layers), has_magnitudes(layers)
     for form in config.forms if layers else ():
@@ -116,7 +128,8 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
 
 
 def read_by(spec: ModelSpec, form: str, model: StagedModel) -> Mapping[str, str]:
-    """For each program that reads adapter files: its problem with a model's adapter in a form, empty if it loads all of it."""
+    """For each program that reads adapter files: its problem with a model's adapter in a form,
+    empty if it loads all of it."""
     layers = adapter_layers(model)
     method, use_dora = method_of_all(layers), has_magnitudes(layers)
     fillers = spec.adapters.rules.fillers(form, list(layers)) if method == "lora" else ()
@@ -127,21 +140,28 @@ def readers_of(
     spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool, method: str = "lora"
 ) -> Mapping[str, str]:
     """`read_by` for a file with adapters of these modules."""
-    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora, method=method)
+    layout = ADAPTER_FORMS[form].layout(
+        form, spec.architecture.names.bare, use_dora=use_dora, method=method
+    )
     return spec.adapters.rules.readers(layout, modules)
 
 
 def why_unverified(
     spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, complete: bool = False
 ) -> str:
-    """Why diffusers cannot compare an export in a form with ours, as the predicate of a sentence about it; empty if it can.
+    """Why diffusers cannot compare an export in a form with ours, as the predicate of a sentence
+    about it; empty if it can.
 
     `complete` means a whole transformer; otherwise it is the model's adapter.
     """
     if complete:
         if spec.adapters.verify_whole is None:
             return "has no such model"
-        return "does not read scaled 8 bits" if config.scaled else spec.adapters.whole_unread.get(form, "")
+        return (
+            "does not read scaled 8 bits"
+            if config.scaled
+            else spec.adapters.whole_unread.get(form, "")
+        )
     limit = read_by(spec, form, model).get("diffusers", "")
     if limit == NO_FACTORED:  # compared with peft's layers in diffusers' model
         limit = ""
@@ -155,7 +175,9 @@ def _no_reader(limit: str) -> dict[str, str]:
 
 def loaded_by(read: Mapping[str, str]) -> str:
     """One line about the programs that load a file, from the result of `AdapterRules.readers`."""
-    loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+    loading = (
+        ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+    )
     others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
 
@@ -171,13 +193,15 @@ def export_adapter(
     exact: bool = False,
     whole_in: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: nullcontext(),
 ) -> list[Path]:
-    """Write a model's adapter in each form; each file is read back and compared before it gets its name.
+    """Write a model's adapter in each form; each file is read back and compared before it gets its
+    name.
 
     Args:
         stem: First part of the file names, as for `adapter_file`.
         metadata: Strings for the headers: base, data hash, config, versions.
         exact: Append nothing to the stem, because there is only one form.
-        whole_in: Opens a block in which the base's weights of one layer can be read: a DoRA's magnitudes may be over their norm.
+        whole_in: Opens a block in which the base's weights of one layer can be read: a DoRA's
+            magnitudes may be over their norm.
     """
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
@@ -188,7 +212,9 @@ def export_adapter(
         adapters, is_lora = dict(trained), method_of_all(layers) == "lora"
         for module, adapter in trained.items() if is_lora else ():
             weight = partial(_base_weight, layers[module].get_base_layer(), whole_in)
-            adapters[module] = replace(adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, weight))
+            adapters[module] = replace(
+                adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, weight)
+            )
         for module in spec.adapters.rules.fillers(form, list(layers)) if is_lora else ():
             adapters[module] = zero_adapter(tuple(base[f"{module}.weight"].shape))
         write_adapter(
@@ -203,7 +229,9 @@ def export_adapter(
     return files
 
 
-def _base_weight(layer: nn.Linear, whole_in: Callable[[nn.Module], AbstractContextManager[None]]) -> Tensor:
+def _base_weight(
+    layer: nn.Linear, whole_in: Callable[[nn.Module], AbstractContextManager[None]]
+) -> Tensor:
     with whole_in(layer):
         return dense_weight(layer)
 
@@ -219,16 +247,21 @@ def export_merged(
     config_json: Path | None = None,
     shard_bytes: int | None = None,
 ) -> list[Path]:
-    """Write the complete transformer in each form, with an adapter merged in. For a full fine-tune this is the export.
+    """Write the complete transformer in each form, with an adapter merged in. For a full fine-tune
+    this is the export.
 
-    Where the base is quantized, the adapter is merged into the original weights. Users of the adapter add it to those, and the result is
-    nearer to what was learnt than weights that are rounded twice.
+    Where the base is quantized, the adapter is merged into the original weights. Users of the
+    adapter add it to those, and the result is nearer to what was learnt than weights that are
+    rounded twice.
 
     Args:
-        folder: Afterwards contains one folder `transformer_<form>` per form; one with several files and no index was never finished.
-        original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
-            model on `meta` it gives every parameter, one after the other.
-        config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
+        folder: Afterwards contains one folder `transformer_<form>` per form; one with several files
+            and no index was never finished.
+        original: From a name to a base parameter's values before it was quantized; by default the
+            model's own approximation is written. For a model on `meta` it gives every parameter,
+            one after the other.
+        config_json: The base's config.json, copied next to the diffusers form, whose readers need
+            it.
         shard_bytes: Maximum bytes per file; None for the limit of the form.
     """
     folders = []
@@ -255,7 +288,8 @@ def _transformer_in_form(
     config: ExportConfig,
     original: Callable[[str], Tensor] | None,
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
-    """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
+    """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of
+    them need to be in memory at once."""
     tensors, coarse, names = base_tensors(model), quantized_weights(model), spec.architecture.names
     form = names.scaled if config.scaled else form
     fused = tensors_in_form(tensors, names.from_native[form])
@@ -272,14 +306,17 @@ def _transformer_in_form(
         return shape, torch.float32 if wide else _dtype_of(config)
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    source_of: dict[str, str] = {}  # of what the file has for a tensor, its name: constants stand next to some
+    source_of: dict[
+        str, str
+    ] = {}  # of what the file has for a tensor, its name: constants stand next to some
     for name, parts in natives.items():
         shape, dtype = about(parts)
         for key, stored in names.stored(form, name, torch.empty(shape, device="meta")).items():
             shapes[key], source_of[key] = (tuple(stored.shape), dtype), name
     layers = adapter_layers(model)
 
-    # The last one is kept: a form that splits our parameter into several tensors asks for it several times in a row.
+    # The last one is kept: a form that splits our parameter into several tensors asks for it
+    # several times in a row.
     @lru_cache(maxsize=1)
     def base_of(name: str) -> Tensor:
         if name not in coarse and not tensors[name].is_meta:
@@ -296,7 +333,9 @@ def _transformer_in_form(
                 rows = rows_of(base_of(part.name), part.index, part.of)
             # Rounded once, after the merge in fp32.
             pieces.append(rows.detach().to("cpu", dtype_of(key)))
-        return names.stored(form, source_of[key], pieces[0] if len(pieces) == 1 else torch.cat(pieces))[key]
+        return names.stored(
+            form, source_of[key], pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        )[key]
 
     def dtype_of(key: str) -> torch.dtype:
         return torch.float32 if key in scaled else shapes[key][1]
@@ -317,11 +356,13 @@ def _write_shards(
     metadata: Mapping[str, str],
     shard_bytes: int,
 ) -> None:
-    """Write files of at most `shard_bytes` (more for a larger tensor), and an index if there are several."""
+    """Write files of at most `shard_bytes` (more for a larger tensor), and an index if there are
+    several."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     stem = "diffusion_pytorch_model"
-    # Names contain the number of files, so files of an earlier export with another number would stay among the new ones.
+    # Names contain the number of files, so files of an earlier export with another number would
+    # stay among the new ones.
     for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()
     split = split_state_dict_into_shards_factory(
@@ -333,7 +374,10 @@ def _write_shards(
     for name, keys in split.filename_to_tensors.items():
         write_safetensors(folder / name, {key: shapes[key] for key in keys}, tensor_of, metadata)
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        index = {
+            "metadata": split.metadata,
+            "weight_map": dict(sorted(split.tensor_to_filename.items())),
+        }
         # The index comes last: a folder with several files and no index was never finished.
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
@@ -350,21 +394,33 @@ def _matrices_of_blocks(model: StagedModel) -> set[str]:
 
 
 def base_tensors(model: StagedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the model without its adapter, by canonical name. Quantized weights have only their shape."""
-    state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
+    """Parameters and persistent buffers of the model without its adapter, by canonical name.
+    Quantized weights have only their shape."""
+    state = {
+        canonical_name(name): tensor
+        for name, tensor in model.state_dict().items()
+        if not is_adapter_name(name)
+    }
     return without_scales(state, model)
 
 
 def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
-    """The fp32 weight of an adapted layer with the adapter merged in: part `index` of `of` equal parts of its rows.
+    """The fp32 weight of an adapted layer with the adapter merged in: part `index` of `of` equal
+    parts of its rows.
 
     `base` is the weight without the adapter.
     """
     weight = rows_of(base.detach(), index, of).float()
     if (method := method_of(layer)) != "lora":
-        parts = {part: tensor.detach().to(weight.device).float() for part, tensor in parts_of(layer, method).items()}
+        parts = {
+            part: tensor.detach().to(weight.device).float()
+            for part, tensor in parts_of(layer, method).items()
+        }
         return weight + rows_of(weight_change(parts, layer.scaling["default"]), index, of)
-    down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
+    down, up = (
+        layer.lora_A["default"].weight.detach(),
+        rows_of(layer.lora_B["default"].weight.detach(), index, of),
+    )
     down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
     if layer.lora_magnitude_vector:

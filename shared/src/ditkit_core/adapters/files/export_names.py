@@ -1,4 +1,5 @@
-"""The names of what is in a run's folder of exports: one table for whoever writes, finds, renames or removes them.
+"""The names of what is in a run's folder of exports: one table for whoever writes, finds, renames
+or removes them.
 
 | name | content |
 |---|---|
@@ -8,7 +9,8 @@
 | `RUN-export-step-000250.safetensors`, … | what the export command wrote; no other command changes it |
 | `transformer_FORM`, `step-000250/transformer_FORM` | a whole transformer, of the finished run and of a save |
 
-RUN is the name of the run's folder. It was `adapter` in earlier versions, and the former name in a folder that was renamed since.
+RUN is the name of the run's folder. It was `adapter` in earlier versions, and the former name in a
+folder that was renamed since.
 """
 
 import re
@@ -26,7 +28,8 @@ _STEP_FOLDER = re.compile(r"step-\d+")
 
 
 def adapter_file(folder: Path, stem: str, form: str) -> Path:
-    """Where an adapter is written in a form: the official form has `stem` as its name, other forms append theirs."""
+    """Where an adapter is written in a form: the official form has `stem` as its name, other forms
+    append theirs."""
     return folder / (f"{stem}.safetensors" if form == "official" else f"{stem}_{form}.safetensors")
 
 
@@ -54,9 +57,13 @@ class ExportName:
     @classmethod
     def parse(cls, name: str, runs: Collection[str], experts: Collection[str] = ()) -> Self | None:
         """The name of a file, if it is of a run with one of these names."""
-        run, expert, form = ("|".join(map(re.escape, names)) for names in (runs, experts, ADAPTER_FORMS))
+        run, expert, form = (
+            "|".join(map(re.escape, names)) for names in (runs, experts, ADAPTER_FORMS)
+        )
         expert = f"(?:_({expert}))?" if experts else "()"
-        match = re.fullmatch(rf"({run}){expert}(-export)?(?:-step-(\d+))?(?:_({form}))?\.safetensors", name)
+        match = re.fullmatch(
+            rf"({run}){expert}(-export)?(?:-step-(\d+))?(?:_({form}))?\.safetensors", name
+        )
         if match is None:
             return None
         return cls(
@@ -75,19 +82,25 @@ def finished_adapters(folder: RunFolder) -> Iterator[ExportName]:
         yield from [name for name in names if name.at(folder).is_file()][:1]
 
 
-def copies_of_expert(expert_folder: RunFolder, run_folder: RunFolder, expert: str) -> list[tuple[Path, Path]]:
-    """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
+def copies_of_expert(
+    expert_folder: RunFolder, run_folder: RunFolder, expert: str
+) -> list[tuple[Path, Path]]:
+    """The finished adapters of an expert, each with its path in the exports of the run of all
+    experts."""
     return [
         (
             name.at(expert_folder),
-            replace(name, run=_EARLIER if name.run == _EARLIER else run_folder.name, expert=expert).at(run_folder),
+            replace(
+                name, run=_EARLIER if name.run == _EARLIER else run_folder.name, expert=expert
+            ).at(run_folder),
         )
         for name in finished_adapters(expert_folder)
     ]
 
 
 def remove_earlier(folder: RunFolder, expert: str = "") -> None:
-    """Remove the finished adapters that have the name of earlier versions, now that they are there under the run's name."""
+    """Remove the finished adapters that have the name of earlier versions, now that they are there
+    under the run's name."""
     for form in ADAPTER_FORMS if folder.name != _EARLIER else ():
         ExportName(run=_EARLIER, expert=expert, form=form).at(folder).unlink(missing_ok=True)
 
@@ -104,9 +117,14 @@ def exports_without_save(folder: RunFolder) -> Iterator[Path]:
 
 
 def rename_adapters(folder: RunFolder, former: str, experts: Collection[str]) -> None:
-    """Give the adapters of a run the name of its folder, if that was renamed or copied since they were written."""
+    """Give the adapters of a run the name of its folder, if that was renamed or copied since they
+    were written."""
     for old in list(folder.exports.glob("*.safetensors")) if former != folder.name else ():
         name = ExportName.parse(old.name, (former,), experts)
-        if name and not name.by_command and not (new := replace(name, run=folder.name).at(folder)).exists():
+        if (
+            name
+            and not name.by_command
+            and not (new := replace(name, run=folder.name).at(folder)).exists()
+        ):
             with suppress(OSError):  # on Windows a file that is open keeps its name
                 old.rename(new)

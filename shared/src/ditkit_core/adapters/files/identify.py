@@ -1,4 +1,5 @@
-"""Identifies an adapter file before any model is known: its form, its modules, and the architectures that it fits."""
+"""Identifies an adapter file before any model is known: its form, its modules, and the
+architectures that it fits."""
 
 import json
 import re
@@ -30,7 +31,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by our name: for layers the weight's [out, in], for parameters their own."""
 
 SECOND = "transformer_2"
-"""The component of the second of two adapters in one file; diffusers puts its name in front of the keys."""
+"""The component of the second of two adapters in one file; diffusers puts its name in front of the
+keys."""
 
 _OTHER_METHODS = {
     "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
@@ -69,7 +71,11 @@ def layers_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
     # Cached, because every file is compared with all presets of the family.
     with torch.device("meta"):
         model = build(arch, Precision())
-    return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 @lru_cache(maxsize=64)
@@ -81,36 +87,52 @@ def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
 
 
 def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
-    """The presets that a complete transformer fits, by names and shapes. Several may fit, if they differ in something without weights."""
+    """The presets that a complete transformer fits, by names and shapes. Several may fit, if they
+    differ in something without weights."""
     return tuple(
         name
         for name, arch in spec.architecture.presets.items()
-        if fits_shapes(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
+        if fits_shapes(
+            source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
+        )
     )
 
 
-def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None) -> FoundAdapter:
+def find_adapter(
+    path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
+) -> FoundAdapter:
     """Open an adapter file and understand it (`adapter_in`)."""
     return adapter_in(SafetensorsSource.open(path), spec, part=part, layers=layers)
 
 
 def adapter_in(
-    container: SafetensorsSource, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
+    container: SafetensorsSource,
+    spec: ModelSpec,
+    *,
+    part: str | None = None,
+    layers: Shapes | None = None,
 ) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
-    `part` is the expert to choose in a file with an adapter for each. `layers` belong to an architecture that is no preset; their names count too.
+    `part` is the expert to choose in a file with an adapter for each. `layers` belong to an
+    architecture that is no preset; their names count too.
     """
     complete, path = part_of(container, part), container.path
     _refuse_foreign(container, spec)
     source, differences = split_differences(complete)
     if differences and not source.tensors:
         return _of_differences(complete, differences, spec)
-    # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
-    presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
+    # Names of all presets are known here. Shapes decide which preset the file fits, once its keys
+    # are understood.
+    presets = {
+        name: layers_of(spec.architecture.build, arch)
+        for name, arch in spec.architecture.presets.items()
+    }
     known_names = KnownNames.of(
         spec.architecture.names,
-        dict.fromkeys(name for preset_layers in (layers or {}, *presets.values()) for name in preset_layers),
+        dict.fromkeys(
+            name for preset_layers in (layers or {}, *presets.values()) for name in preset_layers
+        ),
     )
     parsed = {name: known_names.parse(name) for name in source.tensors}
     keys = [key for key in parsed.values() if key is not None]
@@ -121,31 +143,43 @@ def adapter_in(
     if others := _other_methods(unknown):
         unread = [name for named in others.values() for name in named]
         raise UserError(
-            f"{path} contains {' and '.join(others)} besides low-rank matrices ({first_ten(unread)}), which is not supported; merge it with "
+            f"{path} contains {' and '.join(others)} besides low-rank matrices "
+            f"({first_ten(unread)}), which is not supported; merge it with "
             "the program that made it"
         )
     if unknown:
         likeness, remedy = looks_like(unknown, spec.architecture.names.others, source.metadata)
         raise UserError(
-            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
+            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this "
+            f"model{likeness}: "
             f"{first_ten(unknown)}; {remedy or 'name a LoRA of this model'}"
         )
     shapes = shapes_in(source, known_names)
-    file, layout = replace(understand_adapter(source, known_names, shapes), source=complete), known_names.layout(keys)
+    file, layout = (
+        replace(understand_adapter(source, known_names, shapes), source=complete),
+        known_names.layout(keys),
+    )
     layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
-    fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
+    fitting = tuple(
+        name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items()
+    )
     shared = spec.architecture.names.shared
     is_known = bool(fitting) or layers is not None
     if shared and not is_known and all(re.search(shared.keys, key.module) for key in keys):
         raise UserError(
-            f"{path} fits no preset of {spec.name} by its sizes, and {shared.name} has the same names; "
+            f"{path} fits no preset of {spec.name} by its sizes, and {shared.name} has the same "
+            f"names; "
             "name a LoRA of this model, or if its base is no preset, the base too (--base)"
         )
-    return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences)
+    return FoundAdapter(
+        path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences
+    )
 
 
-def _of_differences(source: SafetensorsSource, keys: Sequence[str], spec: ModelSpec) -> FoundAdapter:
+def _of_differences(
+    source: SafetensorsSource, keys: Sequence[str], spec: ModelSpec
+) -> FoundAdapter:
     """A file of differences alone, as LyCORIS' `full` writes it.
 
     Raises:
@@ -155,7 +189,9 @@ def _of_differences(source: SafetensorsSource, keys: Sequence[str], spec: ModelS
     empty = AdapterFile(replace(source, tensors={}), {})
     for name, arch in architecture.presets.items():
         try:
-            with_differences(empty, source, keys, architecture.names, parameters_of(architecture.build, arch))
+            with_differences(
+                empty, source, keys, architecture.names, parameters_of(architecture.build, arch)
+            )
             fitting.append(name)
         except UserError as error:
             refused.append(error)
@@ -174,7 +210,8 @@ def _of_differences(source: SafetensorsSource, keys: Sequence[str], spec: ModelS
 
 
 def _refuse_foreign(source: SafetensorsSource, spec: ModelSpec) -> None:
-    """Refuse a file that its header or a name says is for another model, before presets are built, which takes seconds.
+    """Refuse a file that its header or a name says is for another model, before presets are built,
+    which takes seconds.
 
     Parts of a model next to its adapter, such as a text encoder's, are no reason.
 
@@ -190,7 +227,11 @@ def _refuse_foreign(source: SafetensorsSource, spec: ModelSpec) -> None:
 def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
     """The components that a file has adapters for."""
     second = sum(name.startswith(f"{SECOND}.") for name in source.tensors)
-    return tuple(name for name, number in (("transformer", len(source.tensors) - second), (SECOND, second)) if number)
+    return tuple(
+        name
+        for name, number in (("transformer", len(source.tensors) - second), (SECOND, second))
+        if number
+    )
 
 
 def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
@@ -198,11 +239,14 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     parts = parts_in(source)
     if part is None and len(parts) > 1:
         raise UserError(
-            f"{source.path} has an adapter for each of {' and '.join(parts)}; choose one with --part, then the other"
+            f"{source.path} has an adapter for each of {' and '.join(parts)}; choose one with "
+            f"--part, then the other"
         )
     chosen = part or next(iter(parts), "transformer")
     if source.tensors and chosen not in parts and part != parts[0]:
-        raise UserError(f"{source.path} has no adapter for {chosen}, only for {parts[0]}; leave out --part")
+        raise UserError(
+            f"{source.path} has no adapter for {chosen}, only for {parts[0]}; leave out --part"
+        )
     second = chosen == SECOND
     # Renamed like the first, so that all later code needs to know only one prefix.
     tensors = {
@@ -212,10 +256,17 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     }
     metadata = dict(source.metadata)
     if DIFFUSERS_METADATA in metadata and len(parts) + second > 1:
-        config = parse_json_object(metadata[DIFFUSERS_METADATA], f"{source.path}: the header's {DIFFUSERS_METADATA}")
-        chosen_keys = {key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second}
+        config = parse_json_object(
+            metadata[DIFFUSERS_METADATA], f"{source.path}: the header's {DIFFUSERS_METADATA}"
+        )
+        chosen_keys = {
+            key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second
+        }
         metadata[DIFFUSERS_METADATA] = json.dumps(
-            {key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen_keys.items()}
+            {
+                key.replace(f"{SECOND}.", "transformer.", 1): value
+                for key, value in chosen_keys.items()
+            }
         )
     # The rest of the module sees an ordinary file with one adapter.
     return replace(source, tensors=tensors, metadata=metadata)
@@ -224,7 +275,8 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
 def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
     """The other methods that a file's names belong to, each with these names."""
     names_by_method = {
-        method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()
+        method: [name for name in names if pattern.search(name)]
+        for method, pattern in _OTHER_METHODS.items()
     }
     return {method: named for method, named in names_by_method.items() if named}
 
@@ -236,19 +288,22 @@ def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
 
 
 def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
-    """The error for a file without an adapter of this model: the likeliest mistake, and what to give instead."""
+    """The error for a file without an adapter of this model: the likeliest mistake, and what to
+    give instead."""
     path = source.path
     if not source.tensors:
         return UserError(f"{path} is empty; name a LoRA file")
     if is_transformer(source, spec):
         return UserError(
-            f"{path} is a whole transformer, not an adapter; extract its difference to another with --extract {path} --base BASE --rank N"
+            f"{path} is a whole transformer, not an adapter; extract its difference to another "
+            f"with --extract {path} --base BASE --rank N"
         )
     likeness, remedy = looks_like(source.tensors, spec.architecture.names.others, source.metadata)
     methods = _other_methods(source.tensors)
     # A file of another model is that first, whatever its method.
     if not likeness and methods:
         return UserError(
-            f"{path} contains {' and '.join(methods)}, which is not supported; merge it with the program that made it"
+            f"{path} contains {' and '.join(methods)}, which is not supported; merge it with the "
+            f"program that made it"
         )
     return another_model(source, likeness, remedy)

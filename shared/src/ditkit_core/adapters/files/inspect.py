@@ -12,7 +12,13 @@ import torch
 
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.adapters.files.convert import module_kind
-from ditkit_core.adapters.files.identify import Shapes, adapter_in, is_transformer, parts_in, presets_of
+from ditkit_core.adapters.files.identify import (
+    Shapes,
+    adapter_in,
+    is_transformer,
+    parts_in,
+    presets_of,
+)
 from ditkit_core.adapters.files.keys import has_adapter_keys
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.products import product_norm
@@ -41,27 +47,38 @@ _FORMS = {
 }
 
 
-def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None) -> dict[str, Any]:
-    """Describe an adapter, or a complete transformer (file, folder or index), in plain values for JSON or for `inspection_text`.
+def inspect_file(
+    path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None
+) -> dict[str, Any]:
+    """Describe an adapter, or a complete transformer (file, folder or index), in plain values for
+    JSON or for `inspection_text`.
 
-    `part` is the expert to choose in a file with an adapter for each; None describes each. `base` has the Linear layers to compare with.
+    `part` is the expert to choose in a file with an adapter for each; None describes each. `base`
+    has the Linear layers to compare with.
     """
     source = SafetensorsSource.open(path)
     # Each file counts once, although a folder's files have many tensors each.
     about: dict[str, Any] = {
         "file": str(path),
-        "bytes": sum(file.stat().st_size for file in {stored.file for stored in source.tensors.values()}),
+        "bytes": sum(
+            file.stat().st_size for file in {stored.file for stored in source.tensors.values()}
+        ),
         "metadata": dict(source.metadata),
     }
     if not has_adapter_keys(source) and is_transformer(source, spec):
         return about | _whole(source, spec)
     parts = parts_in(source)
     if part is None and len(parts) > 1:
-        return about | {"kind": "adapters", "parts": {name: _adapter(source, spec, name, base) for name in parts}}
+        return about | {
+            "kind": "adapters",
+            "parts": {name: _adapter(source, spec, name, base) for name in parts},
+        }
     return about | _adapter(source, spec, part, base)
 
 
-def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base: Shapes | None) -> dict[str, Any]:
+def _adapter(
+    source: SafetensorsSource, spec: ModelSpec, part: str | None, base: Shapes | None
+) -> dict[str, Any]:
     adapter = adapter_in(source, spec, part=part, layers=base)
     modules = adapter.file.modules
     kinds: dict[str, list[str]] = {}
@@ -77,7 +94,11 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "kind": "adapter",
         "form": adapter.layout.form,
         "matrices": _matrices(adapter.layout),
-        "alpha": "keys" if adapter.layout.alpha else "header" if has_scale else "none, so it is the rank",
+        "alpha": "keys"
+        if adapter.layout.alpha
+        else "header"
+        if has_scale
+        else "none, so it is the rank",
         "dora": adapter.layout.use_dora,
         "ranks": _counted(f"{module.rank:g}" for module in modules.values()),
         "scales": _counted(f"{module.scale:g}" for module in modules.values()),
@@ -85,7 +106,9 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "modules": {
             kind: {
                 "number": len(names),
-                "blocks": _spans(int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)[:1]),
+                "blocks": _spans(
+                    int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)[:1]
+                ),
                 "shape": list(adapter.shapes[names[0]]),
                 "norm": _norms([norms[name] for name in names if name in norms]),
             }
@@ -96,7 +119,9 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "not_finite": [name for name in modules if name not in norms],
         "presets": list(adapter.presets),
         "differences": len(adapter.differences),
-        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules))) if modules else {},
+        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules)))
+        if modules
+        else {},
     }
     if base is not None:
         about["fits_base"] = adapter.shapes.items() <= dict(base).items()
@@ -109,7 +134,11 @@ def _norm(file: AdapterFile, module: str) -> float:
         return float(torch.linalg.vector_norm(file.change_of(module)))
     read = file.read(module)
     is_finite = all(bool(tensor.isfinite().all()) for tensor in read.parts.values())
-    return abs(file.modules[module].scale) * product_norm(read.down, read.up) if is_finite else math.nan
+    return (
+        abs(file.modules[module].scale) * product_norm(read.down, read.up)
+        if is_finite
+        else math.nan
+    )
 
 
 def _matrices(layout: AdapterLayout) -> str:
@@ -133,7 +162,9 @@ def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
         key = name.removeprefix(prefix)
         # Layers of all blocks in one row; other tensors have a row each.
         kinds.setdefault(module_kind(key) if "blocks." in key else key, []).append(norms[name])
-    forms = [form for form in spec.architecture.names.from_native if _is_form(source, prefix, spec, form)]
+    forms = [
+        form for form in spec.architecture.names.from_native if _is_form(source, prefix, spec, form)
+    ]
     return {
         "kind": "transformer",
         "form": forms[0] if forms else "mixed",
@@ -143,19 +174,25 @@ def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
         "dtypes": _dtypes(source),
         "scaled_8_bits": num_scaled(source),
         "presets": list(presets_of(source, spec)),
-        "norms": {kind: _norms([norm for norm in of_kind if math.isfinite(norm)]) for kind, of_kind in kinds.items()},
+        "norms": {
+            kind: _norms([norm for norm in of_kind if math.isfinite(norm)])
+            for kind, of_kind in kinds.items()
+        },
         "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
     }
 
 
 def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, form: str) -> bool:
     """Whether every name in a file belongs to a form."""
-    # There and back: a name that several forms know maps to our parameter, but only its own form maps back to it.
+    # There and back: a name that several forms know maps to our parameter, but only its own form
+    # maps back to it.
     for name in source.tensors:
         theirs = name.removeprefix(prefix)
         parts = spec.architecture.names.to_native(theirs)
         if parts != () and not any(
-            part.name == theirs for ours in parts or () for part in spec.architecture.names.from_native[form](ours.name)
+            part.name == theirs
+            for ours in parts or ()
+            for part in spec.architecture.names.from_native[form](ours.name)
         ):
             return False
     return True
@@ -192,7 +229,9 @@ def inspection_text(about: Mapping[str, Any]) -> str:
     lines = [f"{about['file']}: {size}"]
     if about["kind"] == "transformer":
         lines += _whole_lines(about)
-    for part, inner in about.get("parts", {"": about} if about["kind"] == "adapter" else {}).items():
+    for part, inner in about.get(
+        "parts", {"": about} if about["kind"] == "adapter" else {}
+    ).items():
         lines += [f"adapter of {part}"] * bool(part) + _adapter_lines(inner)
     for key, value in about["metadata"].items():
         text = " ".join(str(value).split())
@@ -204,38 +243,65 @@ def inspection_text(about: Mapping[str, Any]) -> str:
 def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     if not about["modules"]:
         return [
-            f"  differences of whole parameters, by {about['differences']} keys: base.merge and --merge apply them",
+            (
+                f"  differences of whole parameters, by {about['differences']} keys: base.merge and "
+                f"--merge apply them"
+            ),
             f"  fits {', '.join(about['presets']) or 'no preset'}",
         ]
     kinds, damaged = about["modules"], about["not_finite"]
     number = sum(kind["number"] for kind in kinds.values())
     lines = [
-        f"  adapter in the form of {_FORMS[about['form']]}, {about['matrices']}{', with DoRA magnitudes' * about['dora']}",
-        f"  rank {_listed(about['ranks'])}, alpha: {about['alpha']}, scale {_listed(about['scales'])}; {_listed(about['dtypes'])}",
+        (
+            f"  adapter in the form of {_FORMS[about['form']]}, "
+            f"{about['matrices']}{', with DoRA magnitudes' * about['dora']}"
+        ),
+        (
+            f"  rank {_listed(about['ranks'])}, alpha: {about['alpha']}, scale "
+            f"{_listed(about['scales'])}; {_listed(about['dtypes'])}"
+        ),
         f"  fits {', '.join(about['presets']) or 'no preset'}",
     ]
     if "fits_base" in about:
         lines.append(f"  {'fits' if about['fits_base'] else 'does not fit'} the base")
     lines.append(
-        f"  {number} modules; the norm of all it adds is {about['norm']:.4g}, by kind (least, median, largest):"
+        f"  {number} modules; the norm of all it adds is {about['norm']:.4g}, by kind (least, "
+        f"median, largest):"
     )
-    rows = [[kind, str(summary["shape"]), *_shown(summary["norm"])] for kind, summary in kinds.items()]
-    blocks = [f"blocks {summary['blocks']}" if summary["blocks"] else "" for summary in kinds.values()]
+    rows = [
+        [kind, str(summary["shape"]), *_shown(summary["norm"])] for kind, summary in kinds.items()
+    ]
+    blocks = [
+        f"blocks {summary['blocks']}" if summary["blocks"] else "" for summary in kinds.values()
+    ]
     lines += _indented([[*row, text] for row, text in zip(rows, blocks, strict=True)])
     if about["differences"]:
         lines.append(
-            f"  also adds differences to whole weights, biases or norms, by {about['differences']} keys: "
-            "of ditkit, base.merge and --merge apply them, and the lines below are of all other keys"
+            f"  also adds differences to whole weights, biases or norms, by {about['differences']} "
+            f"keys: "
+            "of ditkit, base.merge and --merge apply them, and the lines below are of all other "
+            "keys"
         )
     if about["changes_nothing"]:
-        lines.append(f"  {len(about['changes_nothing'])} modules change nothing: {about['changes_nothing'][0]} …")
+        lines.append(
+            f"  {len(about['changes_nothing'])} modules change nothing: "
+            f"{about['changes_nothing'][0]} …"
+        )
     if damaged:
-        lines.append(f"  DAMAGED: {len(damaged)} modules have values that are not finite: {damaged[0]} …")
-    return lines + [f"  {reader}: {said or 'loads all of it'}" for reader, said in about["readers"].items()]
+        lines.append(
+            f"  DAMAGED: {len(damaged)} modules have values that are not finite: {damaged[0]} …"
+        )
+    return lines + [
+        f"  {reader}: {said or 'loads all of it'}" for reader, said in about["readers"].items()
+    ]
 
 
 def _whole_lines(about: Mapping[str, Any]) -> list[str]:
-    scaled = f", {about['scaled_8_bits']} matrices in 8 bits with a scale" if about["scaled_8_bits"] else ""
+    scaled = (
+        f", {about['scaled_8_bits']} matrices in 8 bits with a scale"
+        if about["scaled_8_bits"]
+        else ""
+    )
     below = f" below {about['prefix']}" if about["prefix"] else ""
     counted = f"{about['tensors']} tensors, {about['parameters']:,} parameters; {_listed(about['dtypes'])}{scaled}"
     lines = [

@@ -1,7 +1,8 @@
-"""Names in adapter files: the name of each Linear layer of a model in every form, and so the meaning of a file's keys.
+"""Names in adapter files: the name of each Linear layer of a model in every form, and so the
+meaning of a file's keys.
 
-Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` does not tell which of its underscores were dots, but the model's own names
-do.
+Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` does not tell which of its
+underscores were dots, but the model's own names do.
 """
 
 import math
@@ -45,7 +46,8 @@ class AdapterKey:
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The names of a model's Linear layers in every form, and the modules of ours that each name stands for."""
+    """The names of a model's Linear layers in every form, and the modules of ours that each name
+    stands for."""
 
     parts: Mapping[str, tuple[TensorSlice, ...]]
     """The parts of our modules, by name: with dots and with underscores."""
@@ -54,7 +56,8 @@ class KnownNames:
     prefixes: tuple[str, ...]
     others: tuple[OtherModel, ...]
     naming: Mapping[str, str]
-    """By name: the first form of `StateDictNames.from_native` that has it; empty for names that only our model has."""
+    """By name: the first form of `StateDictNames.from_native` that has it; empty for names that
+    only our model has."""
 
     @classmethod
     def of(cls, names: StateDictNames, modules: Collection[str]) -> "KnownNames":
@@ -68,9 +71,12 @@ class KnownNames:
         naming: dict[str, str] = {}
         for form, named in by_form.items():
             for name, meant in named.items():
-                # Two names that differ only in dots would be one name in kohya's form. No model has such names; one that had would fail here.
+                # Two names that differ only in dots would be one name in kohya's form. No model has
+                # such names; one that had would fail here.
                 for alias in {name, name.replace(".", "_")}:
-                    assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
+                    assert parts.setdefault(alias, meant) == meant, (
+                        f"{alias} is {parts[alias]} and {meant}"
+                    )
                     naming.setdefault(alias, form)
                 forms.setdefault(meant, []).append(name)
         return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), names.others, naming)
@@ -84,9 +90,11 @@ class KnownNames:
                     if not stem.startswith(prefix):
                         continue
                     name = stem.removeprefix(prefix)
-                    # Some programs write kohya's prefix and only some of its underscores: `lora_unet_blocks_0.self_attn.q`.
+                    # Some programs write kohya's prefix and only some of its underscores:
+                    # `lora_unet_blocks_0.self_attn.q`.
                     for module in (name, name.replace(".", "_")):
-                        # A prefix counts only if a known name follows: `transformer.` may begin a name of the model's own.
+                        # A prefix counts only if a known name follows: `transformer.` may begin a
+                        # name of the model's own.
                         if parts := self.parts.get(module):
                             return AdapterKey(parts, kind, prefix, module, match[0])
         return None
@@ -96,7 +104,9 @@ class KnownNames:
         # By majority, because one odd key does not make another layout.
         keys = list(keys)
         matrices = [key for key in keys if key.kind not in ("alpha", "magnitude", "up")]
-        (prefix, ending), _ = Counter((key.prefix, key.ending) for key in matrices).most_common(1)[0]
+        (prefix, ending), _ = Counter((key.prefix, key.ending) for key in matrices).most_common(1)[
+            0
+        ]
         ending = ending.replace("lora.", "lora_")
         methods = {METHOD_OF_PART.get(key.kind, "lora") for key in matrices}
         form = FORM_OF_PREFIX.get(prefix, "prefixed")
@@ -112,7 +122,9 @@ class KnownNames:
         )
 
 
-def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
+def modules_in_form(
+    modules: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]
+) -> FusedTensors:
     """A form's modules, assembled from ours."""
 
     def theirs(module: str) -> tuple[TensorSlice, ...]:
@@ -122,7 +134,9 @@ def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequenc
     return tensors_in_form(modules, theirs)
 
 
-def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
+def tensors_in_form(
+    names: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]
+) -> FusedTensors:
     """A form's tensors, assembled from ours."""
     fused = FusedTensors()
     for name in names:
@@ -132,14 +146,23 @@ def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[
 
 def has_adapter_keys(source: SafetensorsSource) -> bool:
     """Whether a file has a key of a low-rank adapter, for whatever model."""
-    return any(pattern.search(key) for key in source.tensors for kind, pattern in _PARTS.items() if kind != "alpha")
+    return any(
+        pattern.search(key)
+        for key in source.tensors
+        for kind, pattern in _PARTS.items()
+        if kind != "alpha"
+    )
 
 
 def another_model(source: SafetensorsSource, likeness: str, remedy: str) -> UserError:
-    """The error for a file in which nothing is an adapter of this model; the texts come from `looks_like`."""
+    """The error for a file in which nothing is an adapter of this model; the texts come from
+    `looks_like`."""
     description = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
     shown = ", ".join(list(source.tensors)[:3])
-    return UserError(f"{source.path} is {description}{likeness}: {shown} …; {remedy or 'name a LoRA of this model'}")
+    return UserError(
+        f"{source.path} is {description}{likeness}: {shown} …; "
+        f"{remedy or 'name a LoRA of this model'}"
+    )
 
 
 def shapes_in(source: SafetensorsSource, known_names: KnownNames) -> dict[str, tuple[int, ...]]:
@@ -157,7 +180,10 @@ def shapes_in(source: SafetensorsSource, known_names: KnownNames) -> dict[str, t
         if factors:
             num_rows, width = shape_of_parts(factors) if are_factors(factors) else (1, 1)
         else:
-            num_rows, width = math.prod(matrices.get("up", ())[:1]), math.prod(matrices.get("down", ())[1:])
+            num_rows, width = (
+                math.prod(matrices.get("up", ())[:1]),
+                math.prod(matrices.get("down", ())[1:]),
+            )
         for part in parts:
             shapes.setdefault(part.name, (num_rows // len(parts) * part.of, width))
     return shapes

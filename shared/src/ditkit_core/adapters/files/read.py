@@ -1,7 +1,7 @@
 """Reads adapter files in every supported form of names.
 
-A file's modules are found by listing the names of each Linear layer of the model in each form, and looking up the file's names in that
-list (`keys.py`).
+A file's modules are found by listing the names of each Linear layer of the model in each form, and
+looking up the file's names in that list (`keys.py`).
 
 | form | key |
 |---|---|
@@ -21,7 +21,8 @@ list (`keys.py`).
 | `.hada_w1_a`, `.hada_w1_b`, `.hada_w2_a`, `.hada_w2_b` | the two low-rank products whose elementwise product is the change |
 | `.alpha` | as ComfyUI and LyCORIS have it: over the rank of the last low-rank factor, and without effect where none is |
 
-A form may have several of our modules in one tensor, or one of ours in several: `weights/fused_tensors.py` converts adapters between them.
+A form may have several of our modules in one tensor, or one of ours in several:
+`weights/fused_tensors.py` converts adapters between them.
 
 The scale alpha / rank belongs to a module here, never to a file: `scale`.
 """
@@ -60,7 +61,8 @@ from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, column
 from ditkit_core.weights.load import first_ten, known_prefix
 
 _MOST_WEIGHTS = 2**29
-"""Weights of a layer, above the largest of known models (340 million): a small file may stand for a change of any size."""
+"""Weights of a layer, above the largest of known models (340 million): a small file may stand for a
+change of any size."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class FileAdapter:
 
     name: str
     keys: Mapping[str, str]
-    """The file's key by part: `down`, `up`, perhaps `magnitude`, or the parts in `nn/factored.py: PARTS`; perhaps `alpha`."""
+    """The file's key by part: `down`, `up`, perhaps `magnitude`, or the parts in `nn/factored.py:
+    PARTS`; perhaps `alpha`."""
     parts: tuple[TensorSlice, ...]
     """The parts of our modules that make up its rows."""
     rank: int
@@ -87,7 +90,8 @@ class FileAdapter:
         header: AlphaHeader,
         names: Sequence[str],
     ) -> "FileAdapter":
-        """Understand the keys of one module of a file (`FileAdapter.keys`); of its tensors only alpha is read.
+        """Understand the keys of one module of a file (`FileAdapter.keys`); of its tensors only
+        alpha is read.
 
         Args:
             parts: Its rows, as parts of our modules.
@@ -102,17 +106,32 @@ class FileAdapter:
         has_number = shapes.get("alpha", ()) in ((), (1,))
         if factors:
             _check_factors(source, keys, factors, layer, has_number=has_number)
-            rank, low_rank, method = rank_of_parts(factors), low_rank_of(factors), METHOD_OF_PART[next(iter(factors))]
-            scale = float(source.read(keys["alpha"])) / low_rank if "alpha" in keys and low_rank is not None else 1.0
+            rank, low_rank, method = (
+                rank_of_parts(factors),
+                low_rank_of(factors),
+                METHOD_OF_PART[next(iter(factors))],
+            )
+            scale = (
+                float(source.read(keys["alpha"])) / low_rank
+                if "alpha" in keys and low_rank is not None
+                else 1.0
+            )
             return cls(names[0], keys, parts, rank, scale, method)
         _check_lora(source, keys, parts, shapes, layer, has_number=has_number)
         rank = shapes["down"][0]
         # Without any alpha the scale is 1, as for every reader of such files.
-        scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
+        scale = (
+            float(source.read(keys["alpha"])) / rank
+            if "alpha" in keys
+            else header.scale(rank, names)
+        )
         return cls(names[0], keys, parts, rank, scale)
 
-    def lora(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
-        """Read the LoRA of one of its parts; of the rank only `columns` (of B, and rows of A) unless they are None."""
+    def lora(
+        self, source: SafetensorsSource, index: int, columns: Tensor | None = None
+    ) -> LoraMatrices:
+        """Read the LoRA of one of its parts; of the rank only `columns` (of B, and rows of A)
+        unless they are None."""
 
         def read(part: str) -> Tensor:
             return source.read(self.keys[part], index=index, of=len(self.parts)).float()
@@ -121,11 +140,17 @@ class FileAdapter:
         if columns is not None:
             down, up = down[columns], up[:, columns]
         magnitude = read("magnitude").flatten() if "magnitude" in self.keys else None
-        return LoraMatrices(down, up, magnitude, magnitude is not None and is_over_base(source.metadata))
+        return LoraMatrices(
+            down, up, magnitude, magnitude is not None and is_over_base(source.metadata)
+        )
 
     def factored(self, source: SafetensorsSource, index: int) -> FactoredMatrices:
         """Read the LoKr or LoHa of one of its parts."""
-        tensors = {part: source.read(key).float() for part, key in self.keys.items() if part in METHOD_OF_PART}
+        tensors = {
+            part: source.read(key).float()
+            for part, key in self.keys.items()
+            if part in METHOD_OF_PART
+        }
         return FactoredMatrices(tensors, index, len(self.parts))
 
 
@@ -140,14 +165,24 @@ def _check_lora(
 ) -> None:
     for kind in ("down", "up"):
         if kind not in keys:
-            there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
-            raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
+            there, ours = (
+                ", ".join(keys.values()),
+                ", ".join(dict.fromkeys(part.name for part in parts)),
+            )
+            raise UserError(
+                f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again"
+            )
     down, up = shapes["down"], shapes["up"]
     rank = down[0] if down else 0
-    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (layer[0], rank, layer[1])
+    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (
+        layer[0],
+        rank,
+        layer[1],
+    )
     if not fits or not has_number:
         raise UserError(
-            f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit the layer's "
+            f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit "
+            f"the layer's "
             f"{list(layer)}; name a LoRA of this model"
         )
     if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
@@ -168,17 +203,24 @@ def _check_factors(
     first = keys[next(iter(factors))]
     if others := keys.keys() - METHOD_OF_PART.keys() - {"alpha"}:
         raise UserError(
-            f"{source.path}: {keys[min(others)]} next to {first} is of another method; merge that file with the program that made it"
+            f"{source.path}: {keys[min(others)]} next to {first} is of another method; merge that "
+            f"file with the program that made it"
         )
-    fits = are_factors(factors) and shape_of_parts(factors) == layer and math.prod(layer) <= _MOST_WEIGHTS
+    fits = (
+        are_factors(factors)
+        and shape_of_parts(factors) == layer
+        and math.prod(layer) <= _MOST_WEIGHTS
+    )
     if not fits or not has_number:
         shown = ", ".join(f"{part} {list(shape)}" for part, shape in factors.items())
         raise UserError(
-            f"{source.path}: {first}: {shown} are not a LoKr or LoHa of the layer's {list(layer)}; name an adapter of this model"
+            f"{source.path}: {first}: {shown} are not a LoKr or LoHa of the layer's {list(layer)}; "
+            f"name an adapter of this model"
         )
     if any(key.startswith("base_model.model.") for key in keys.values()):
         raise UserError(
-            f"{source.path}: {first} has peft's own names, whose scale depends on a rank that is not in the file; merge it with peft"
+            f"{source.path}: {first} has peft's own names, whose scale depends on a rank that is "
+            f"not in the file; merge it with peft"
         )
 
 
@@ -225,7 +267,8 @@ class AdapterFile:
     """What is added to whole parameters, by our name."""
 
     def add_differences(self, name: str, parameter: Tensor, strength: float) -> None:
-        """Add the differences of a parameter at a strength to its fp32 values, in place; nothing where the file has none."""
+        """Add the differences of a parameter at a strength to its fp32 values, in place; nothing
+        where the file has none."""
         add_difference(self.source, self.differences.get(name, ()), parameter, strength)
 
     def read_factored(self, module: str) -> FactoredMatrices:
@@ -234,7 +277,8 @@ class AdapterFile:
         adapter = pieces[0].adapter if pieces[0] is not None and len(pieces) == 1 else None
         if adapter is None or adapter.method == "lora":
             raise UserError(
-                f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of one layer is not; merge it"
+                f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of "
+                f"one layer is not; merge it"
             )
         assert pieces[0] is not None
         return adapter.factored(self.source, pieces[0].index)
@@ -253,24 +297,29 @@ class AdapterFile:
         if read.magnitude is None:
             weight.addmm_(read.up, read.down, alpha=strength * scale)
             return
-        # DoRA's result is not linear in the scale, so a strength blends the weight with the merged one instead.
+        # DoRA's result is not linear in the scale, so a strength blends the weight with the merged
+        # one instead.
         factors = row_factors(weight, read, scale)
         weight.mul_((1 + strength * (factors - 1))[:, None])
         weight.addmm_(read.up * (strength * scale * factors)[:, None], read.down)
 
     def change_of(self, module: str) -> Tensor:
-        """The change of a module's weight by a LoKr or LoHa, with its scale. A tensor of the file may be several modules of ours, or some rows of one."""
+        """The change of a module's weight by a LoKr or LoHa, with its scale. A tensor of the file
+        may be several modules of ours, or some rows of one."""
         changes = [matrices.change() * scale for matrices, scale in self.factored(module)]
         return torch.cat(changes) if len(changes) > 1 else changes[0]
 
     def factored(self, module: str) -> Iterator[tuple[FactoredMatrices, float]]:
-        """A module's LoKr or LoHa, and its scale; in several pieces, in order, where the file has its rows apart."""
+        """A module's LoKr or LoHa, and its scale; in several pieces, in order, where the file has
+        its rows apart."""
         for piece in self.modules[module].pieces:
             assert piece is not None, "`_assemble_factored` refuses it"
             yield piece.adapter.factored(self.source, piece.index), piece.adapter.scale
 
 
-def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
+def _read_pieces(
+    source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float
+) -> LoraMatrices:
     def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
         read = piece.adapter.lora(source, piece.index, piece.columns)
         if piece.adapter.scale != scale:
@@ -281,11 +330,15 @@ def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], 
 
 
 def refuse_damaged(path: Path, modules: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
-    """Refuse a file with values that are not finite, from its modules with the tensors to examine."""
-    finite = {name: all(bool(tensor.isfinite().all()) for tensor in tensors) for name, tensors in modules}
+    """Refuse a file with values that are not finite, from its modules with the tensors to
+    examine."""
+    finite = {
+        name: all(bool(tensor.isfinite().all()) for tensor in tensors) for name, tensors in modules
+    }
     if broken := [name for name, is_finite in finite.items() if not is_finite]:
         raise UserError(
-            f"{path}: values of {len(broken)} of {len(finite)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
+            f"{path}: values of {len(broken)} of {len(finite)} modules are not finite (NaN or "
+            f"infinite): {first_ten(broken)}; "
             "it was damaged in training, take an earlier save"
         )
 
@@ -299,20 +352,26 @@ def open_adapter(
 ) -> AdapterFile:
     """Open an adapter file and find each of its keys in the model, with rank and scale.
 
-    Matrices are read only where the form fuses modules that the model has apart: their columns of zeros in B tell modules apart.
+    Matrices are read only where the form fuses modules that the model has apart: their columns of
+    zeros in B tell modules apart.
 
     Args:
         modules: Weight shapes [out, in] of the model's Linear layers, by our name.
-        parameters: Shapes of all its parameters, by our name, for what is merged: only merging can use a file's differences.
+        parameters: Shapes of all its parameters, by our name, for what is merged: only merging can
+            use a file's differences.
     """
     source = SafetensorsSource.open(path)
-    # Weights of whole layers, which no adapter has: many of a transformer's other tensors are biases and norms.
+    # Weights of whole layers, which no adapter has: many of a transformer's other tensors are
+    # biases and norms.
     if (
-        known_prefix(source, names, {f"{module}.weight": shape for module, shape in modules.items()})[1]
+        known_prefix(
+            source, names, {f"{module}.weight": shape for module, shape in modules.items()}
+        )[1]
         > len(source.tensors) / 4
     ):
         raise UserError(
-            f"{path} is a whole transformer, not an adapter; name the file that the export command's --extract {path} --base BASE --rank 64 "
+            f"{path} is a whole transformer, not an adapter; name the file that the export "
+            f"command's --extract {path} --base BASE --rank 64 "
             "makes of its difference to the base"
         )
     plain, keys = split_differences(source)
@@ -338,13 +397,16 @@ def with_differences(
         pieces = file.modules[module].pieces if module in file.modules else ()
         return next((piece.adapter.scale for piece in pieces if piece is not None), 1.0)
 
-    return replace(file, source=source, differences=find_differences(source, keys, names, parameters, scale_of))
+    return replace(
+        file, source=source, differences=find_differences(source, keys, names, parameters, scale_of)
+    )
 
 
 def understand_adapter(
     source: SafetensorsSource, known_names: KnownNames, modules: Mapping[str, tuple[int, ...]]
 ) -> AdapterFile:
-    """`open_adapter` for a file that is open; `known_names` may be of more layers than those that the file adapts, `modules`."""
+    """`open_adapter` for a file that is open; `known_names` may be of more layers than those that
+    the file adapts, `modules`."""
     path = source.path
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")
@@ -352,7 +414,8 @@ def understand_adapter(
     unmatched = []
     for key in source.tensors:
         parsed = known_names.parse(key)
-        # A second key of one kind, as in a file that has a module in two forms: which of them counts is unknown.
+        # A second key of one kind, as in a file that has a module in two forms: which of them
+        # counts is unknown.
         if parsed is None or parsed.kind in keys.get(parsed.parts, {}):
             unmatched.append(key)
         else:
@@ -360,24 +423,29 @@ def understand_adapter(
     fused = FusedTensors()
     file_names = {parts: known_names.forms[parts][0] for parts in keys}
     unmatched += [
-        key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
+        key
+        for parts, name in file_names.items()
+        if not fused.add(name, parts)
+        for key in keys[parts].values()
     ]
     if unmatched:
         likeness, remedy = looks_like(unmatched, known_names.others, source.metadata)
         if len(unmatched) == len(source.tensors):
             raise another_model(source, likeness, remedy)
         raise UserError(
-            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
+            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this "
+            f"model{likeness}: "
             f"{first_ten(unmatched)}; {remedy or 'name a LoRA of this model'}"
         )
-    # Only now, because an unreadable header of a file of another model is not the problem to report.
+    # Only now, because an unreadable header of a file of another model is not the problem to
+    # report.
     header = AlphaHeader.of(source)
     adapters = {
         name: FileAdapter.of(source, keys[parts], parts, modules, header, known_names.forms[parts])
         for parts, name in file_names.items()
     }
-    # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
-    # here.
+    # Fused tensors tell their modules apart only by values, so these are the only matrices that are
+    # read here.
     columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
     file_modules: dict[str, FileModule] = {}
     for module in modules:
@@ -386,7 +454,9 @@ def understand_adapter(
             if part is None or module not in columns[part.name]:
                 pieces.append(None)
             else:
-                pieces.append(FilePiece(adapters[part.name], part.index, columns[part.name][module]))
+                pieces.append(
+                    FilePiece(adapters[part.name], part.index, columns[part.name][module])
+                )
         if any(pieces):
             file_modules[module] = _assemble_module(source, module, tuple(pieces))
     return AdapterFile(source, file_modules)
@@ -404,31 +474,41 @@ def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tenso
     return columns
 
 
-def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+def _assemble_module(
+    source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]
+) -> FileModule:
     adapted_pieces = [piece for piece in pieces if piece is not None]
     if any(piece.adapter.method != "lora" for piece in adapted_pieces):
         return _assemble_factored(source, module, pieces)
     with_magnitude = [piece for piece in adapted_pieces if "magnitude" in piece.adapter.keys]
     if with_magnitude and len(with_magnitude) < len(pieces):
         raise UserError(
-            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, but the "
+            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some "
+            f"outputs of {module}, but the "
             "other outputs have none; merge that file with the program that made it"
         )
     scales = {piece.adapter.scale for piece in adapted_pieces}
-    # Pieces with different scales are read with their scale in B, so that the module has a single scale: 1.
+    # Pieces with different scales are read with their scale in B, so that the module has a single
+    # scale: 1.
     scale = scales.pop() if len(scales) == 1 else 1.0
-    one = len({piece.adapter.name for piece in adapted_pieces}) == 1 and adapted_pieces[0].columns is None
+    one = (
+        len({piece.adapter.name for piece in adapted_pieces}) == 1
+        and adapted_pieces[0].columns is None
+    )
     rank = adapted_pieces[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
     return FileModule(pieces, rank, scale, bool(with_magnitude))
 
 
-def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+def _assemble_factored(
+    source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]
+) -> FileModule:
     adapters = [None if piece is None else piece.adapter for piece in pieces]
     methods = {adapter.method for adapter in adapters if adapter is not None}
     first = adapters[0]
     if len(methods) > 1 or None in adapters or first is None:
         raise UserError(
-            f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and others another or none; merge that file with "
+            f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and "
+            f"others another or none; merge that file with "
             "the program that made it"
         )
     return FileModule(pieces, first.rank, first.scale, False, methods.pop())

@@ -1,7 +1,8 @@
 """Media files as clips: probing them, reading their frames by time, writing samples.
 
-PyAV decodes videos, Pillow decodes still images (libav ignores the orientation of a photograph), and folders of numbered images are read
-image by image. Each file becomes one tensor; an image is a clip of one frame.
+PyAV decodes videos, Pillow decodes still images (libav ignores the orientation of a photograph),
+and folders of numbered images are read image by image. Each file becomes one tensor; an image is a
+clip of one frame.
 """
 
 import math
@@ -29,20 +30,26 @@ from ditkit_core.io.files import atomic_write
 Kind = Literal["video", "image"]
 
 _COMMON = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"}
-VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv", ".3gp"})
+VIDEO_SUFFIXES = frozenset(
+    _COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv", ".3gp"}
+)
 IMAGE_SUFFIXES = still.SUFFIXES
 
 _LONG = 32.0
-"""An image whose aspect ratio is this many times the aspect ratio of its clip is cropped before it is resized."""
+"""An image whose aspect ratio is this many times the aspect ratio of its clip is cropped before it
+is resized."""
 _KEPT_OF_LONG = 4.0
-"""Length that is kept then, in lengths of the part that is left at the end; the rest is a margin for the filter."""
+"""Length that is kept then, in lengths of the part that is left at the end; the rest is a margin
+for the filter."""
 
 TRANSFORM_VERSION = 2
-"""Part of the cache key. Increase it when a change makes every file give other pixels than before; see `changes_since_first` for some files."""
+"""Part of the cache key. Increase it when a change makes every file give other pixels than before;
+see `changes_since_first` for some files."""
 _COLOURS = "srgb"
 """The change in files whose colours are converted to sRGB; they were read as sRGB before."""
 _TURNS = "mirrored"
-"""The change in videos whose display matrix mirrors them, or is empty; they were turned by its angle before."""
+"""The change in videos whose display matrix mirrors them, or is empty; they were turned by its
+angle before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +60,15 @@ class MediaInfo:
     width: int
     height: int
     seconds: float
-    """Seconds from the start of the first frame to the end of the last; 0 for an image, and for a folder of images without `fps.txt`."""
+    """Seconds from the start of the first frame to the end of the last; 0 for an image, and for a
+    folder of images without `fps.txt`."""
     fps: float
     """Average frames per second; 0 in the same cases as `seconds`."""
 
 
 def media_kind(path: Path) -> Kind:
-    """Video or image, by the file's extension; a folder without such an extension is a video of numbered images.
+    """Video or image, by the file's extension; a folder without such an extension is a video of
+    numbered images.
 
     Raises:
         UserError: If the extension is unknown.
@@ -73,7 +82,9 @@ def kind_by_name(path: Path) -> Kind:
     """Video or image, by the name alone; the file need not exist."""
     if not called_like_media(path):
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
-        raise UserError(f"{path} does not have the extension of a media file; convert it to one of {accepted}")
+        raise UserError(
+            f"{path} does not have the extension of a media file; convert it to one of {accepted}"
+        )
     return "video" if Path(path).suffix.lower() in VIDEO_SUFFIXES else "image"
 
 
@@ -86,7 +97,8 @@ def probe(path: Path) -> MediaInfo:
     """Size and duration of a media file; a video is measured over all of its packets.
 
     Raises:
-        UserError: If the file is missing, empty, damaged, without a video stream, or of another type than its extension.
+        UserError: If the file is missing, empty, damaged, without a video stream, or of another
+            type than its extension.
     """
     if _checked(path) == "image":
         height, width = still.image_size(path)
@@ -116,17 +128,23 @@ class Available(NamedTuple):
 
 
 def available(path: Path, fps: float, *, at_most: int | None = None) -> Available:
-    """Number and size of the frames that a file has at a frame rate; `at_most` stops reading when so many are found. Errors as of `probe`."""
+    """Number and size of the frames that a file has at a frame rate; `at_most` stops reading when
+    so many are found. Errors as of `probe`."""
     if _checked(path) == "image":
         return Available(1, *still.image_size(path))
     if path.is_dir():
         images = open_folder(path)
         num_frames = images.frames(fps)
-        return Available(num_frames if at_most is None else min(num_frames, at_most), *images.size())
+        return Available(
+            num_frames if at_most is None else min(num_frames, at_most), *images.size()
+        )
     survey = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
-    # Without the slack a duration that is rounded up to a millisecond would count one frame too many.
+    # Without the slack a duration that is rounded up to a millisecond would count one frame too
+    # many.
     frames = max(1, math.ceil((survey.timeline.seconds - SLACK_SECONDS) * fps))
-    return Available(frames if at_most is None else min(frames, at_most), survey.height, survey.width)
+    return Available(
+        frames if at_most is None else min(frames, at_most), survey.height, survey.width
+    )
 
 
 def read_clip(
@@ -140,13 +158,15 @@ def read_clip(
     as_stored: bool = False,
     is_mirrored: bool = False,
 ) -> Float[Tensor, "3 frames height width"]:
-    """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the size and centre cropped.
+    """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the
+    size and centre cropped.
 
     Args:
         frames: Number of frames; 1 for an image.
         height: Pixels; likewise `width`.
         start_seconds: Time of the first frame, counted from the file's first frame.
-        as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in a mask.
+        as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in
+            a mask.
         is_mirrored: Exchange left and right in the end.
 
     Returns:
@@ -156,7 +176,9 @@ def read_clip(
         UserError: If the file cannot be read, or ends before the last frame.
     """
     clip = torch.empty(3, frames, height, width)
-    images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds, as_stored=as_stored)
+    images = stored_images(
+        path, frames=frames, fps=fps, start_seconds=start_seconds, as_stored=as_stored
+    )
     for i, image in enumerate(images):
         clip[:, i] = _fit(image, height, width)
     return clip.flip(-1) if is_mirrored else clip
@@ -165,13 +187,16 @@ def read_clip(
 def stored_images(
     path: Path, *, frames: int, fps: float, start_seconds: float = 0.0, as_stored: bool = False
 ) -> Iterator[RgbImage]:
-    """The images of a clip at their stored size; if an image stays on screen, the same object is yielded again.
+    """The images of a clip at their stored size; if an image stays on screen, the same object is
+    yielded again.
 
     Args and errors: see `read_clip`.
     """
     if _checked(path) == "image":
         if frames != 1:
-            raise UserError(f"{path} is a still image, but {frames} frames were requested; request 1")
+            raise UserError(
+                f"{path} is a still image, but {frames} frames were requested; request 1"
+            )
         yield still.read_image(path, as_stored=as_stored)
         return
     times = [start_seconds + i / fps for i in range(frames)]
@@ -187,11 +212,13 @@ class Colours(NamedTuple):
     name: str
     """The colour space; if they are not converted, the reason."""
     is_converted: bool
-    """Whether they are converted to sRGB when the file is read; else its numbers are taken as sRGB."""
+    """Whether they are converted to sRGB when the file is read; else its numbers are taken as
+    sRGB."""
 
 
 def colours_of(path: Path) -> Colours | None:
-    """How a file stores its colours, by its header; None for sRGB, and for HDR videos, which are tone mapped (`video.is_hdr`)."""
+    """How a file stores its colours, by its header; None for sRGB, and for HDR videos, which are
+    tone mapped (`video.is_hdr`)."""
     if kind_by_name(path) == "image":
         colours = still.image_colours(path)
         return None if colours is None else Colours(colours.name, colours.to_srgb is not None)
@@ -200,7 +227,8 @@ def colours_of(path: Path) -> Colours | None:
 
 
 def changes_since_first(path: Path) -> str:
-    """What is read from this content otherwise than the first versions with this `TRANSFORM_VERSION` did; "" for nothing, or an unreadable file.
+    """What is read from this content otherwise than the first versions with this
+    `TRANSFORM_VERSION` did; "" for nothing, or an unreadable file.
 
     Part of the cache key, so that files which were always read right keep their entries.
     """
@@ -209,7 +237,9 @@ def changes_since_first(path: Path) -> str:
     try:
         colours = colours_of(path)
         changes = [_COLOURS] if colours is not None and colours.is_converted else []
-        changes += [_TURNS] if kind_by_name(path) == "video" and video.is_turned_otherwise(path) else []
+        changes += (
+            [_TURNS] if kind_by_name(path) == "video" and video.is_turned_otherwise(path) else []
+        )
     except EnvironmentFault:
         raise
     except UserError:  # reported by whoever uses the file
@@ -232,38 +262,54 @@ def _checked(path: Path) -> Kind:
 
 def _fit(image: RgbImage, height: int, width: int) -> Float[Tensor, "3 height width"]:
     """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
-    pixels = torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width))).permute(2, 0, 1).float()
+    pixels = (
+        torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width)))
+        .permute(2, 0, 1)
+        .float()
+    )
     scale = max(height / pixels.shape[1], width / pixels.shape[2])
-    covering = (max(height, round(pixels.shape[1] * scale)), max(width, round(pixels.shape[2] * scale)))
+    covering = (
+        max(height, round(pixels.shape[1] * scale)),
+        max(width, round(pixels.shape[2] * scale)),
+    )
     if covering != tuple(pixels.shape[1:]):
-        resized = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True, align_corners=False)
+        resized = functional.interpolate(
+            pixels[None], covering, mode="bicubic", antialias=True, align_corners=False
+        )
         pixels = resized[0].clamp(0, 255)  # bicubic overshoots at edges
     top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
     return pixels[:, top : top + height, left : left + width] / 127.5 - 1
 
 
 def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
-    """The middle of a very long image, from which resizing and cropping give the same part; any other image as it is.
+    """The middle of a very long image, from which resizing and cropping give the same part; any
+    other image as it is.
 
     Resized as a whole, 1000 x 1 pixels at 480 x 832 would take 5 GB.
     """
-    # Only from this ratio on: a crop moves the filter by part of a pixel, and would change the cached latents of ordinary images.
+    # Only from this ratio on: a crop moves the filter by part of a pixel, and would change the
+    # cached latents of ordinary images.
     excess = (image.shape[0] * width) / (image.shape[1] * height)
     axis, excess = (0, excess) if excess > 1 else (1, 1 / excess)
     if excess <= _LONG:
         return image
-    cut = int(image.shape[axis] * (1 - _KEPT_OF_LONG / excess)) // 2  # the same at both ends, so that the centre stays
+    cut = (
+        int(image.shape[axis] * (1 - _KEPT_OF_LONG / excess)) // 2
+    )  # the same at both ends, so that the centre stays
     return image[cut:-cut] if axis == 0 else image[:, cut:-cut]
 
 
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:
     """Write pixels in [0, 1] as an mp4 (H.264, yuv420p) atomically.
 
-    Values outside are clamped. For an odd size the last row or column is repeated, because yuv420p needs even sizes.
+    Values outside are clamped. For an odd size the last row or column is repeated, because yuv420p
+    needs even sizes.
     """
     height, width = pixels.shape[2:]
     images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
-    even = [np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images]
+    even = [
+        np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images
+    ]
     video.write_h264(path, even, fps=fps)
 
 

@@ -2,13 +2,16 @@
 
 A file says in one of these ways which colours its numbers mean; the first one that is there counts:
 
-1. an ICC profile, which littleCMS converts, with the perceptual intent (for the profiles of cameras and displays it is the same as the others);
-2. numbers of ITU-T H.273 for primaries and transfer (`cICP` in PNG, `nclx` in AVIF and HEIC, the tags of a video);
+1. an ICC profile, which littleCMS converts, with the perceptual intent (for the profiles of cameras
+   and displays it is the same as the others);
+2. numbers of ITU-T H.273 for primaries and transfer (`cICP` in PNG, `nclx` in AVIF and HEIC, the
+   tags of a video);
 3. `sRGB`, or `gAMA` with or without `cHRM`, in PNG;
 4. EXIF's mark of Adobe RGB, which cameras write instead of a profile.
 
-What means sRGB, or nearly, is left as it is, so that most images stay bitwise what they are in the file.
-Sources: ITU-T H.273 tables 2 and 3 (numbers, chromaticities), IEC 61966-2-1 (sRGB), the PNG specification (third edition, 11.3.2), DCF 2.0 (R03).
+What means sRGB, or nearly, is left as it is, so that most images stay bitwise what they are in the
+file. Sources: ITU-T H.273 tables 2 and 3 (numbers, chromaticities), IEC 61966-2-1 (sRGB), the PNG
+specification (third edition, 11.3.2), DCF 2.0 (R03).
 """
 
 import functools
@@ -44,19 +47,22 @@ _PRIMARIES: dict[int, tuple[str, Chromaticities]] = {
     11: ("DCI-P3", (0.314, 0.351, 0.680, 0.320, 0.265, 0.690, 0.150, 0.060)),
     12: ("Display P3", (0.3127, 0.3290, 0.680, 0.320, 0.265, 0.690, 0.150, 0.060)),
 }
-"""Primaries that are wider than sRGB's, by number. The others of television are too near to it for a viewer to tell."""
+"""Primaries that are wider than sRGB's, by number. The others of television are too near to it for
+a viewer to tell."""
 _NEAR_SRGB = (1, 2, 5, 6, 7)
 """Primaries that are read as sRGB's; 2 is unspecified."""
 _SRGB_TRANSFERS = (1, 2, 4, 6, 13, 14, 15)
 """Transfers that displays show with the curve of sRGB; 2 is unspecified."""
 
 _SAME_LEVELS = 2
-"""A profile that changes no colour by more levels of 0…255 is one of the many files of sRGB itself."""
+"""A profile that changes no colour by more levels of 0…255 is one of the many files of sRGB
+itself."""
 _SAME_GAMMA = 0.05
 """Relative difference from 1/2.2 at which gAMA stands for sRGB, as in libpng."""
 _SAME_CHROMATICITY = 0.005
 _LIGHT_BYTES = 2**26
-"""Bytes of light that are computed at once: all of an image of 2**27 pixels would take gigabytes."""
+"""Bytes of light that are computed at once: all of an image of 2**27 pixels would take
+gigabytes."""
 
 _LONGEST_NAME = 60
 """Characters of a profile's name that messages quote."""
@@ -74,7 +80,8 @@ class StoredColours(NamedTuple):
     name: str
     """The colour space; without a conversion, the reason."""
     to_srgb: "Callable[[Image], Image] | None"
-    """Converts an image of this file to RGB or RGBA; None if nothing can, so that its numbers are read as sRGB."""
+    """Converts an image of this file to RGB or RGBA; None if nothing can, so that its numbers are
+    read as sRGB."""
 
 
 def stored_colours(image: "Image", path: Path) -> StoredColours | None:
@@ -103,11 +110,14 @@ class WidePrimaries(NamedTuple):
 
 
 def wide_primaries(primaries: int, transfer: int) -> WidePrimaries | None:
-    """The conversion of frames, by numbers of H.273; None for sRGB's primaries and the like, and for HDR, which is tone mapped."""
+    """The conversion of frames, by numbers of H.273; None for sRGB's primaries and the like, and
+    for HDR, which is tone mapped."""
     if primaries not in _PRIMARIES or transfer not in _SRGB_TRANSFERS:
         return None
     name, chromaticities = _PRIMARIES[primaries]
-    return WidePrimaries(name, functools.partial(_converted, curve=_srgb_to_light, matrix=_matrix(chromaticities)))
+    return WidePrimaries(
+        name, functools.partial(_converted, curve=_srgb_to_light, matrix=_matrix(chromaticities))
+    )
 
 
 # --- ICC profiles ---
@@ -118,17 +128,25 @@ def _by_profile(icc: bytes, mode: str) -> StoredColours | None:
 
     if not features.check("littlecms2"):
         raise MissingDependency(
-            "this Pillow cannot read colour profiles (it has no littleCMS); install it with pip install pillow"
+            "this Pillow cannot read colour profiles (it has no littleCMS); install it with pip "
+            "install pillow"
         )
     try:
-        name = " ".join(str(_profile(icc).profile_description or "a colour profile without a name").split())
+        name = " ".join(
+            str(_profile(icc).profile_description or "a colour profile without a name").split()
+        )
         convert = _profile_transform(icc, _mode_for(icc, mode))
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        return StoredColours(printable(f"a colour profile that cannot be used ({' '.join(str(error).split())})"), None)
+        return StoredColours(
+            printable(f"a colour profile that cannot be used ({' '.join(str(error).split())})"),
+            None,
+        )
     if convert is None:
         return None
     # Cut and printable: whoever made the image wrote the name.
-    return StoredColours(printable(name[:_LONGEST_NAME]), functools.partial(_apply_profile, transform=convert))
+    return StoredColours(
+        printable(name[:_LONGEST_NAME]), functools.partial(_apply_profile, transform=convert)
+    )
 
 
 def _profile(icc: bytes) -> Any:
@@ -145,7 +163,9 @@ def _mode_for(icc: bytes, mode: str) -> str:
     """
     space = str(_profile(icc).xcolor_space).strip()
     is_grey, is_cmyk = mode in ("1", "L", "LA", "La") or mode.startswith("I;16"), mode == "CMYK"
-    if space == "RGB" and not is_cmyk:  # also of a grey image, which has equal parts of red, green and blue
+    if (
+        space == "RGB" and not is_cmyk
+    ):  # also of a grey image, which has equal parts of red, green and blue
         return "RGB"
     if space == "GRAY" and is_grey:
         return "L"
@@ -156,15 +176,22 @@ def _mode_for(icc: bytes, mode: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _profile_transform(icc: bytes, mode: str) -> "ImageCmsTransform | None":
-    """The conversion of images of a mode (L, RGB, CMYK) to sRGB; None if it changes nothing that a viewer could tell."""
+    """The conversion of images of a mode (L, RGB, CMYK) to sRGB; None if it changes nothing that a
+    viewer could tell."""
     from PIL import Image, ImageCms
 
     srgb = ImageCms.createProfile("sRGB")
-    transform = ImageCms.buildTransform(ImageCms.ImageCmsProfile(io.BytesIO(icc)), srgb, mode, "RGB")
+    transform = ImageCms.buildTransform(
+        ImageCms.ImageCmsProfile(io.BytesIO(icc)), srgb, mode, "RGB"
+    )
     if mode == "CMYK":
         return transform
     steps = np.arange(0, 256, 15, dtype=np.uint8)
-    grid = steps[:, None] if mode == "L" else np.stack(np.meshgrid(steps, steps, steps), -1).reshape(-1, 1, 3)
+    grid = (
+        steps[:, None]
+        if mode == "L"
+        else np.stack(np.meshgrid(steps, steps, steps), -1).reshape(-1, 1, 3)
+    )
     after = ImageCms.applyTransform(Image.fromarray(grid), transform)
     assert after is not None
     change = np.abs(np.asarray(after).astype(int) - (grid[..., None] if mode == "L" else grid))
@@ -181,7 +208,8 @@ def _apply_profile(image: "Image", transform: "ImageCmsTransform") -> "Image":
 
 
 def _numbers_of_icc(icc: bytes) -> tuple[int, int] | None:
-    """The numbers in a profile's tag `cicp`, if they mean HDR: its curves would show such an image much too dark."""
+    """The numbers in a profile's tag `cicp`, if they mean HDR: its curves would show such an image
+    much too dark."""
     try:
         for at in range(132, 132 + 12 * min(struct.unpack_from(">I", icc, 128)[0], 100), 12):
             name, offset, _ = struct.unpack_from(">4sII", icc, at)
@@ -203,7 +231,8 @@ def _by_numbers(primaries: int, transfer: int) -> StoredColours | None:
             return StoredColours(f"{name} with other primaries than BT.2020", None)
         # 8 bits are left of it by now: steps in smooth skies are the price.
         return StoredColours(
-            name, _array_converter(lambda pixels: hdr.to_sdr(pixels.astype(np.uint16) * 257, transfer))
+            name,
+            _array_converter(lambda pixels: hdr.to_sdr(pixels.astype(np.uint16) * 257, transfer)),
         )
     if transfer not in _SRGB_TRANSFERS or not (primaries in _PRIMARIES or primaries in _NEAR_SRGB):
         return StoredColours(f"primaries {primaries} and transfer {transfer} of H.273", None)
@@ -215,7 +244,9 @@ def _by_numbers(primaries: int, transfer: int) -> StoredColours | None:
 
 def _by_gamma(gamma: float, chromaticities: Chromaticities) -> StoredColours | None:
     is_srgb_curve = abs(gamma * 2.2 - 1) < _SAME_GAMMA
-    is_srgb = max(abs(a - b) for a, b in zip(chromaticities, _SRGB, strict=True)) < _SAME_CHROMATICITY
+    is_srgb = (
+        max(abs(a - b) for a, b in zip(chromaticities, _SRGB, strict=True)) < _SAME_CHROMATICITY
+    )
     if is_srgb_curve and is_srgb:
         return None
     if not 0.01 < gamma < 100 or not np.isfinite(_matrix(chromaticities)).all():
@@ -258,7 +289,12 @@ def _numbers_of_avif(path: Path) -> tuple[int, int] | None:
         with open_container(path, "mov,mp4,m4a,3gp,3g2,mj2") as container:
             context = container.streams.video[0].codec_context
             return int(context.color_primaries), int(context.color_trc)
-    except (av.FFmpegError, OSError, IndexError, AttributeError):  # a form of AVIF that libav does not read
+    except (
+        av.FFmpegError,
+        OSError,
+        IndexError,
+        AttributeError,
+    ):  # a form of AVIF that libav does not read
         return None
 
 
@@ -287,14 +323,18 @@ def _light_to_srgb() -> Pixels:
     """Levels of sRGB by light in 1/65535."""
     light = np.arange(65536) / 65535
     return np.asarray(
-        255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055) + 0.5, np.uint8
+        255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055) + 0.5,
+        np.uint8,
     )
 
 
 @functools.cache
 def _matrix(chromaticities: Chromaticities) -> NDArray[np.float64]:
-    """From light of these primaries to light of sRGB; white stays white (Bradford). Not finite if there is none."""
-    bradford = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+    """From light of these primaries to light of sRGB; white stays white (Bradford). Not finite if
+    there is none."""
+    bradford = np.array(
+        [[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]]
+    )
 
     def cones(values: Chromaticities) -> NDArray[np.float64]:
         points = np.array(values).reshape(4, 2)
@@ -303,7 +343,8 @@ def _matrix(chromaticities: Chromaticities) -> NDArray[np.float64]:
             white, primaries = bradford @ xyz[:, 0], bradford @ xyz[:, 1:]
             if not np.isfinite(primaries).all() or abs(np.linalg.det(primaries)) < 1e-9:
                 return np.full((3, 3), np.nan)
-            # Scaled so that equal parts are white, and to the cones' answer to it: this is the adaptation to the other white.
+            # Scaled so that equal parts are white, and to the cones' answer to it: this is the
+            # adaptation to the other white.
             return primaries * np.linalg.solve(primaries, white) / white[:, None]
 
     return np.asarray(np.linalg.solve(cones(_SRGB), cones(chromaticities)), np.float64)
@@ -316,7 +357,9 @@ def _converted(pixels: Pixels, curve: _Curve, matrix: NDArray[np.float64]) -> Pi
 
 
 def _rgb_converter(curve: _Curve, chromaticities: Chromaticities) -> "Callable[[Image], Image]":
-    return _array_converter(functools.partial(_converted, curve=curve, matrix=_matrix(chromaticities)))
+    return _array_converter(
+        functools.partial(_converted, curve=curve, matrix=_matrix(chromaticities))
+    )
 
 
 def _array_converter(convert: Callable[[Pixels], Pixels]) -> "Callable[[Image], Image]":
@@ -335,7 +378,9 @@ def _array_converter(convert: Callable[[Pixels], Pixels]) -> "Callable[[Image], 
 
 def _without_alpha(image: "Image", mode: str) -> "tuple[Image, Image | None]":
     """The opaque part of an image in a mode, and its transparency."""
-    return image.convert(mode), image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    return image.convert(mode), image.convert("RGBA").getchannel(
+        "A"
+    ) if image.has_transparency_data else None
 
 
 def _with_alpha(image: "Image", alpha: "Image | None") -> "Image":

@@ -1,4 +1,5 @@
-"""Opening the files of a dataset: each is a regular file inside its folder, and no larger than a file of its kind can be."""
+"""Opening the files of a dataset: each is a regular file inside its folder, and no larger than a
+file of its kind can be."""
 
 import errno
 import mmap
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from av.container import InputContainer
 
 MOST_TEXT_BYTES = 2**24
-"""Largest file of captions or of a condition's text. Reading a larger one, which cannot be meant, could take all memory."""
+"""Largest file of captions or of a condition's text. Reading a larger one, which cannot be meant,
+could take all memory."""
 MOST_LIST_BYTES = 2**30
 """Largest file that lists samples."""
 
@@ -31,10 +33,17 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
     """
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM
     if number in _OF_THE_MACHINE:
-        cause = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
-        remedy = "check the disk" if number == errno.EIO else "stop other programs, or raise the limits (ulimit -a)"
+        cause = (
+            "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
+        )
+        remedy = (
+            "check the disk"
+            if number == errno.EIO
+            else "stop other programs, or raise the limits (ulimit -a)"
+        )
         raise EnvironmentFault(
-            f"{path} cannot be read because {cause} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
+            f"{path} cannot be read because {cause} ({os.strerror(number)}), not because of its "
+            f"content; {remedy}, and start again"
         ) from error
 
 
@@ -50,11 +59,14 @@ def is_readable(path: Path) -> bool:
 
 
 def refuse_foreign(path: Path, kind: str) -> None:
-    """Raise an error of its own if a file that cannot be read as its `kind`, `image` or `video`, is recognised as something else."""
+    """Raise an error of its own if a file that cannot be read as its `kind`, `image` or `video`, is
+    recognised as something else."""
     mark = mark_of(head_of(path), path.name)
     other = {"image": "is a video", "video": "is an image"}[kind]
     if mark == other:
-        raise UserError(f"{path} {other} by its content; rename it so that its ending says so, or remove it")
+        raise UserError(
+            f"{path} {other} by its content; rename it so that its ending says so, or remove it"
+        )
     if mark not in ("", f"is an {kind}", f"is a {kind}"):
         raise UserError(f"{path} {mark}, or remove it")
 
@@ -62,14 +74,20 @@ def refuse_foreign(path: Path, kind: str) -> None:
 def open_container(path: Path, formats: str) -> "InputContainer":
     """Open a file with libav, as one of some formats (libav's names, with commas).
 
-    libav also reads playlists and scripts, whatever the file's extension: a text file named clip.mp4 could refer to any other file or host.
-    So only these formats are opened, and only the file itself.
+    libav also reads playlists and scripts, whatever the file's extension: a text file named
+    clip.mp4 could refer to any other file or host. So only these formats are opened, and only the
+    file itself.
     """
     import av
 
-    # Tags may be in any encoding; they are not used. From PyAV 19 on they never fail, and `open` has no such argument.
-    tags: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
-    return av.open(str(path), options={"format_whitelist": formats, "protocol_whitelist": "file"}, **tags)
+    # Tags may be in any encoding; they are not used. From PyAV 19 on they never fail, and `open`
+    # has no such argument.
+    tags: dict[str, Any] = (
+        {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    )
+    return av.open(
+        str(path), options={"format_whitelist": formats, "protocol_whitelist": "file"}, **tags
+    )
 
 
 def can_allocate(num_bytes: int) -> bool:
@@ -89,13 +107,18 @@ def status(path: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         refuse_shortage(path, error)
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its name or its permissions") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); correct its name or its permissions"
+        ) from error
     except ValueError as error:  # a null byte, half of a character
-        raise UserError(f"{str(path)!r} has a character that no file name can have; correct the name") from error
+        raise UserError(
+            f"{str(path)!r} has a character that no file name can have; correct the name"
+        ) from error
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, links followed. Opening a named pipe would wait until somebody writes to it."""
+    """Whether there is a regular file, links followed. Opening a named pipe would wait until
+    somebody writes to it."""
     file_status = status(path)
     return file_status is not None and stat.S_ISREG(file_status.st_mode)
 
@@ -107,14 +130,16 @@ def is_folder(path: Path) -> bool:
 
 
 def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Each folder below a folder, with the sorted names of its folders and files; hidden ones are left out, links followed once.
+    """Each folder below a folder, with the sorted names of its folders and files; hidden ones are
+    left out, links followed once.
 
     As with `os.walk`, folders that the caller removes from the list are not entered.
     """
     visited = {os.path.realpath(path) for path in skip}
     for directory, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(directory)
-        # A link may lead back to a folder above it, which would never end. Two links to one folder would list its clips twice.
+        # A link may lead back to a folder above it, which would never end. Two links to one folder
+        # would list its clips twice.
         folders[:] = [] if real in visited else sorted(name for name in folders if name[0] != ".")
         if real not in visited:
             visited.add(real)
@@ -124,27 +149,35 @@ def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, lis
 def _cannot_list(error: OSError) -> None:
     refuse_shortage(Path(error.filename), error)
     raise UserError(
-        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
+        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or "
+        f"remove it"
     ) from error
 
 
 def read_dataset_text(
     folder: Path, name: str, *, allow_outside: bool = False, most_bytes: int = MOST_TEXT_BYTES
 ) -> str:
-    """Read a UTF-8 text file that must be in a dataset's folder: its path is relative to that, or absolute."""
+    """Read a UTF-8 text file that must be in a dataset's folder: its path is relative to that, or
+    absolute."""
     path = folder / name
     inside(folder, name, allow_outside=allow_outside)
     if not is_regular(path):
         raise UserError(f"{path} is not a regular file; rename it or remove it")
     if (size := path.stat().st_size) > most_bytes:
-        raise UserError(f"{path} has {size} bytes, more than the {most_bytes} of such a text; replace it or remove it")
+        raise UserError(
+            f"{path} has {size} bytes, more than the {most_bytes} of such a text; replace it or "
+            f"remove it"
+        )
     try:
         text = read_text(path)
     except UserError as error:
         if isinstance(error.__cause__, OSError):
             refuse_shortage(path, error.__cause__)
         raise
-    # A clone without Git LFS has such files in place of captions and lists, which would be read as if somebody had written them.
-    if (mark := mark_of(text[:HEAD_BYTES].encode())).startswith(("is a pointer of Git LFS", "is a web page")):
+    # A clone without Git LFS has such files in place of captions and lists, which would be read as
+    # if somebody had written them.
+    if (mark := mark_of(text[:HEAD_BYTES].encode())).startswith(
+        ("is a pointer of Git LFS", "is a web page")
+    ):
         raise UserError(f"{path} {mark}")
     return text

@@ -23,7 +23,8 @@ RgbImage = NDArray[np.uint8]
 """One upright image: height × width × RGB."""
 
 MOST_PIXELS = 2**27
-"""Largest image or frame (11585 x 11585). The header of a tiny file can claim any size, and opening it would take gigabytes."""
+"""Largest image or frame (11585 x 11585). The header of a tiny file can claim any size, and opening
+it would take gigabytes."""
 
 MOST_ASPECT = 1000
 
@@ -34,7 +35,8 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff",
     HEIC_SUFFIXES if _READS_HEIC else frozenset()
 )
 
-# Pillow detects the format from the content and starts other programs for some (EPS), so only these are opened.
+# Pillow detects the format from the content and starts other programs for some (EPS), so only these
+# are opened.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 
 _RAISED_BY_PILLOW = (
@@ -49,7 +51,8 @@ _RAISED_BY_PILLOW = (
     RuntimeError,
     struct.error,
 )
-"""What Pillow's readers raise for damaged files, besides its own errors; a TIFF without its dimensions gives a TypeError."""
+"""What Pillow's readers raise for damaged files, besides its own errors; a TIFF without its
+dimensions gives a TypeError."""
 
 # EXIF orientations that rotate the image by 90 degrees, so that height and width swap.
 _ROTATED = (5, 6, 7, 8)
@@ -76,17 +79,26 @@ def _opened(path: Path) -> Iterator["Image"]:
         formats = ("HEIF",)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels below has our own limit
+            warnings.simplefilter(
+                "ignore", Image.DecompressionBombWarning
+            )  # check_pixels below has our own limit
             opened = Image.open(path, formats=formats)
         with opened as image:
             check_pixels(path, *image.size)
-            # Only formats with several images have the attribute. The second image in a phone's MPO is a gain map.
+            # Only formats with several images have the attribute. The second image in a phone's MPO
+            # is a gain map.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise UserError(
-                    f"{path} is animated or has several pages; convert it to a video (mp4) or one still image"
+                    f"{path} is animated or has several pages; convert it to a video (mp4) or one "
+                    f"still image"
                 )
-            if image.mode in ("I", "F"):  # of 32 bits or with a point: nothing says which number is white
-                raise UserError(f"{path} has numbers of 32 bits (mode {image.mode}); convert it to 8 or 16 bits")
+            if image.mode in (
+                "I",
+                "F",
+            ):  # of 32 bits or with a point: nothing says which number is white
+                raise UserError(
+                    f"{path} has numbers of 32 bits (mode {image.mode}); convert it to 8 or 16 bits"
+                )
             yield image
     except (Image.DecompressionBombError, *_RAISED_BY_PILLOW) as error:
         if isinstance(error, OSError | MemoryError):
@@ -94,37 +106,51 @@ def _opened(path: Path) -> Iterator["Image"]:
         refuse_foreign(path, "image")
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown or damaged content" if unknown else " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read as an image ({reason}); convert it again or remove it") from error
+        raise UserError(
+            f"{path} cannot be read as an image ({reason}); convert it again or remove it"
+        ) from error
 
 
 def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS) -> None:
-    """Refuse an image with more pixels than any training image has, or that is little more than a line."""
+    """Refuse an image with more pixels than any training image has, or that is little more than a
+    line."""
     if width * height > most:
         raise UserError(
-            f"{path} claims to have {width} x {height} pixels, more than {most} in total; make it smaller or remove it"
+            f"{path} claims to have {width} x {height} pixels, more than {most} in total; make it "
+            f"smaller or remove it"
         )
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise UserError(
-            f"{path} has {width} x {height} pixels, an aspect ratio above {MOST_ASPECT}; crop it yourself or remove it"
+            f"{path} has {width} x {height} pixels, an aspect ratio above {MOST_ASPECT}; crop it "
+            f"yourself or remove it"
         )
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Height and width of an upright image in pixels, from its header alone where that has all of them."""
+    """Height and width of an upright image in pixels, from its header alone where that has all of
+    them."""
     from PIL import Image
 
     with _opened(path) as image:
         # Of a TIFF, newer versions of Pillow have turned the size already.
         tags = getattr(image, "tag_v2", {})
-        width, height = (tags[_WIDTH_TAG], tags[_HEIGHT_TAG]) if image.format == "TIFF" else image.size
-        # Pillow decodes a PNG to find what may follow its pixels, and every start of a run asks for the size of each file.
-        read = Image.Image.getexif if image.format == "PNG" and _ends_with_pixels(path) else type(image).getexif
+        width, height = (
+            (tags[_WIDTH_TAG], tags[_HEIGHT_TAG]) if image.format == "TIFF" else image.size
+        )
+        # Pillow decodes a PNG to find what may follow its pixels, and every start of a run asks for
+        # the size of each file.
+        read = (
+            Image.Image.getexif
+            if image.format == "PNG" and _ends_with_pixels(path)
+            else type(image).getexif
+        )
         rotated = read(image).get(_ORIENTATION_TAG) in _ROTATED
     return (width, height) if rotated else (height, width)
 
 
 def _ends_with_pixels(path: Path) -> bool:
-    """Whether a PNG is complete and says nothing after its pixels, by the lengths and kinds of its chunks."""
+    """Whether a PNG is complete and says nothing after its pixels, by the lengths and kinds of its
+    chunks."""
     with path.open("rb") as file:
         file.seek(len(_PNG_MARK))
         has_pixels = False
@@ -148,14 +174,17 @@ def image_colours(path: Path) -> StoredColours | None:
 def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
     """An upright image in sRGB, height × width × RGB; transparency is composited on white.
 
-    With `as_stored` colours are not converted to sRGB: the values mean something else, as in a mask.
+    With `as_stored` colours are not converted to sRGB: the values mean something else, as in a
+    mask.
     """
     from PIL import Image, ImageOps
 
     with _opened(path) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I;16"):
-            upright = _in_8_bits(upright, is_negative=getattr(image, "tag_v2", {}).get(_PHOTOMETRIC_TAG) == 0)
+            upright = _in_8_bits(
+                upright, is_negative=getattr(image, "tag_v2", {}).get(_PHOTOMETRIC_TAG) == 0
+            )
         colours = None if as_stored else stored_colours(image, path)
         if colours is not None and colours.to_srgb is not None:
             upright = colours.to_srgb(upright)
@@ -166,7 +195,8 @@ def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
 
 
 def _in_8_bits(image: "Image", *, is_negative: bool) -> "Image":
-    """A grey image of 16 bits with 8 bits; in a negative one 0 is white, which Pillow inverts in images of 8 bits only."""
+    """A grey image of 16 bits with 8 bits; in a negative one 0 is white, which Pillow inverts in
+    images of 8 bits only."""
     from PIL import Image
 
     levels = np.asarray(image).astype(np.uint32)

@@ -16,7 +16,8 @@ from ditkit_core.io.files import inside
 FPS_FILE = "fps.txt"
 """File in the folder with the number of images per second."""
 _ROUNDING = 0.01
-"""Tolerance in frames when a time is converted to an index: in floats, 3 / 24 * 24 need not be 3."""
+"""Tolerance in frames when a time is converted to an index: in floats, 3 / 24 * 24 need not be
+3."""
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})", re.ASCII | re.DOTALL)
 
 
@@ -27,7 +28,8 @@ class ImageFolder:
     files: Sequence[Path]
     """The image files in order, at least two."""
     fps: float
-    """Images per second; 0 means that every image is one frame at whatever rate the clip is read."""
+    """Images per second; 0 means that every image is one frame at whatever rate the clip is
+    read."""
 
     def size(self) -> tuple[int, int]:
         """Height and width of every image in pixels, from their headers."""
@@ -35,7 +37,8 @@ class ImageFolder:
         if len(sizes) > 1:
             one, other = list(sizes.values())[:2]
             raise UserError(
-                f"{self.files[0].parent}: {one} and {other} have different sizes; make all images of a clip the same size"
+                f"{self.files[0].parent}: {one} and {other} have different sizes; make all images "
+                f"of a clip the same size"
             )
         return next(iter(sizes))
 
@@ -43,22 +46,28 @@ class ImageFolder:
         """Number of frames at a frame rate."""
         return max(1, math.ceil(len(self.files) * fps / (self.fps or fps) - _ROUNDING))
 
-    def at(self, times: Sequence[float], fps: float, *, as_stored: bool = False) -> Iterator[still.RgbImage]:
-        """The image on screen at each time, in seconds since the first image. The folder's own rate takes precedence over the clip's, `fps`."""
+    def at(
+        self, times: Sequence[float], fps: float, *, as_stored: bool = False
+    ) -> Iterator[still.RgbImage]:
+        """The image on screen at each time, in seconds since the first image. The folder's own rate
+        takes precedence over the clip's, `fps`."""
         for time in times:
             position = time * (self.fps or fps)
             if position >= len(self.files):
                 raise UserError(
-                    f"{self.files[0].parent} has {len(self.files)} images, but a frame at {time:.2f} s was requested; lower data.frames"
+                    f"{self.files[0].parent} has {len(self.files)} images, but a frame at "
+                    f"{time:.2f} s was requested; lower data.frames"
                 )
             index = min(math.floor(position + _ROUNDING), len(self.files) - 1)
             yield still.read_image(self.files[index], as_stored=as_stored)
 
 
 def numbered(names: Sequence[str]) -> dict[int, str]:
-    """The images among the names of a folder by number, in order, if the folder is one clip; empty if it is not.
+    """The images among the names of a folder by number, in order, if the folder is one clip; empty
+    if it is not.
 
-    A folder is a clip if it has at least two images, all with the same prefix and a number, and no other file but `fps.txt` and hidden ones.
+    A folder is a clip if it has at least two images, all with the same prefix and a number, and no
+    other file but `fps.txt` and hidden ones.
     """
     images: dict[tuple[str, int], str] = {}
     for name in names:
@@ -68,7 +77,9 @@ def numbered(names: Sequence[str]) -> dict[int, str]:
         match = _NUMBERED.fullmatch(path.stem)
         if match is None or path.suffix.lower() not in still.SUFFIXES:
             return {}
-        if images.setdefault((match[1], int(match[2])), name) != name:  # 1.png and 01.png: the order would be a guess
+        if (
+            images.setdefault((match[1], int(match[2])), name) != name
+        ):  # 1.png and 01.png: the order would be a guess
             return {}
     if len(images) < 2 or len({prefix for prefix, _ in images}) > 1:
         return {}
@@ -81,16 +92,21 @@ def open_folder(folder: Path) -> ImageFolder:
         images = numbered(sorted(os.listdir(folder)))
     except OSError as error:
         refuse_shortage(folder, error)
-        raise UserError(f"{folder} cannot be read ({error.strerror}); correct its permissions or remove it") from error
+        raise UserError(
+            f"{folder} cannot be read ({error.strerror}); correct its permissions or remove it"
+        ) from error
     if not images:
         raise UserError(
-            f"{folder} does not contain only numbered images (0001.png, 0002.png, …); rename the images or move other files away"
+            f"{folder} does not contain only numbered images (0001.png, 0002.png, …); rename the "
+            f"images or move other files away"
         )
     for number, (stored_number, name) in enumerate(images.items(), start=min(images)):
         if number != stored_number:
-            # A missing image is an error and not skipped: motion would jump there, and nothing would show it.
+            # A missing image is an error and not skipped: motion would jump there, and nothing
+            # would show it.
             raise UserError(
-                f"{folder} has no image {number}, before {name}; add it, or number the images without a gap"
+                f"{folder} has no image {number}, before {name}; add it, or number the images "
+                f"without a gap"
             )
     files = [folder / name for name in images.values()]
     for file in [*files, *_rate_files(folder)]:
@@ -113,14 +129,20 @@ def _fps(folder: Path) -> float:
     """The rate in `fps.txt`; 0 if there is no such file."""
     files = _rate_files(folder)
     if len(files) > 1:
-        raise UserError(f"{' and '.join(map(str, files))} are both the rate of these images; remove one of them")
+        raise UserError(
+            f"{' and '.join(map(str, files))} are both the rate of these images; remove one of them"
+        )
     if not files or not files[0].exists():
         return 0.0
     path = files[0]
     try:
-        fps = float(read_dataset_text(folder, path.name, allow_outside=True))  # `check_inside` has looked where it is
+        fps = float(
+            read_dataset_text(folder, path.name, allow_outside=True)
+        )  # `check_inside` has looked where it is
     except ValueError:
         fps = 0.0
     if not 0 < fps <= 1000:
-        raise UserError(f"{path} does not contain a number of images per second; write one number, such as 24")
+        raise UserError(
+            f"{path} does not contain a number of images per second; write one number, such as 24"
+        )
     return fps

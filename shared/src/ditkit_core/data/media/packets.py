@@ -1,7 +1,9 @@
-"""The packets of a video stream: display times without decoding, the decoder, and keyframes from which decoding gives bitwise the same frames.
+"""The packets of a video stream: display times without decoding, the decoder, and keyframes from
+which decoding gives bitwise the same frames.
 
-Not every seek gives the same frames as decoding from the start: MPEG streams and AVI are searched by bytes or decoding times, and a keyframe of H.264
-may be an image from which the decoder recovers only after some frames. Such keyframes are skipped, at the price of decoding more.
+Not every seek gives the same frames as decoding from the start: MPEG streams and AVI are searched
+by bytes or decoding times, and a keyframe of H.264 may be an image from which the decoder recovers
+only after some frames. Such keyframes are skipped, at the price of decoding more.
 """
 
 import math
@@ -50,7 +52,8 @@ class Timeline:
         self._end = max(self._end, time + float((packet.duration or 0) * packet.time_base))
 
     def begin_at(self, time: float) -> None:
-        """Leave out packets before a time, those added already too: a recording that begins between keyframes has such, which cannot be shown."""
+        """Leave out packets before a time, those added already too: a recording that begins between
+        keyframes has such, which cannot be shown."""
         self._begin, self._times = time, [added for added in self._times if added >= time]
         self.first = min(self._times, default=float("inf"))
 
@@ -61,11 +64,14 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """End time of the last frame; if the file gives no duration, the frame is shown for the average duration of the others."""
+        """End time of the last frame; if the file gives no duration, the frame is shown for the
+        average duration of the others."""
         if self._end > self.last:
             return self._end
         # A single frame has no average; anything above the slack counts as shown.
-        return self.last + ((self.last - self.first) / (self.count - 1) if self.count > 1 else 2 * SLACK_SECONDS)
+        return self.last + (
+            (self.last - self.first) / (self.count - 1) if self.count > 1 else 2 * SLACK_SECONDS
+        )
 
     @property
     def seconds(self) -> float:
@@ -74,15 +80,17 @@ class Timeline:
 
 
 def _has_second_stream(stream: "VideoStream") -> bool:
-    """Whether transparency is a second, grey stream in the side data of each packet, as in WebM: VP8 and VP9 have no alpha channel."""
+    """Whether transparency is a second, grey stream in the side data of each packet, as in WebM:
+    VP8 and VP9 have no alpha channel."""
     return {name.lower(): value for name, value in stream.metadata.items()}.get("alpha_mode") == "1"
 
 
 def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequence["VideoFrame"]]:
-    """A function that decodes the packets of one open stream, in order; the empty packet at the end flushes it.
+    """A function that decodes the packets of one open stream, in order; the empty packet at the end
+    flushes it.
 
-    It is libav's own decoder, except for transparency in a second stream. Of that libav's decoders read the colours only, which are arbitrary
-    where the video is transparent; libvpx reads both.
+    It is libav's own decoder, except for transparency in a second stream. Of that libav's decoders
+    read the colours only, which are arbitrary where the video is transparent; libvpx reads both.
     """
     import av
 
@@ -92,7 +100,8 @@ def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequ
         context = av.VideoCodecContext.create(_WITH_ALPHA[stream.codec_context.name], "r")
     except (KeyError, av.codec.codec.UnknownCodecError) as error:
         raise UserError(
-            f"{path} has transparency (alpha_mode) in a codec that is not supported; convert it (ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
+            f"{path} has transparency (alpha_mode) in a codec that is not supported; convert it "
+            f"(ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
         ) from error
     assert isinstance(context, av.VideoCodecContext)
     context.options = stream.codec_context.options
@@ -103,15 +112,20 @@ class SeekPoint(NamedTuple):
     """The keyframe that a container was moved to."""
 
     time: float
-    """Display time of the keyframe, in the file's own seconds; earlier frames may not be decodable."""
+    """Display time of the keyframe, in the file's own seconds; earlier frames may not be
+    decodable."""
     origin: float
     """Display time of the file's first frame, in the file's own seconds."""
 
 
-def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
-    """Move an open, unread container to the last keyframe at or before a time from which decoding gives the right frames.
+def find_entry(
+    container: "InputContainer", stream: "VideoStream", seconds: float
+) -> SeekPoint | None:
+    """Move an open, unread container to the last keyframe at or before a time from which decoding
+    gives the right frames.
 
-    Times are seconds since the first frame shown. None means that the file must be opened again and decoded from its start.
+    Times are seconds since the first frame shown. None means that the file must be opened again and
+    decoded from its start.
     """
     import av
 
@@ -134,7 +148,8 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
             if time <= wanted + SLACK_SECONDS and _begins_afresh(packet, stream):
                 container.seek(ticks, stream=stream, backward=True)
                 return SeekPoint(time, first.time)
-            # Not usable: seek to just before this keyframe. Seeks go by decoding time, which may be the earlier one.
+            # Not usable: seek to just before this keyframe. Seeks go by decoding time, which may be
+            # the earlier one.
             before = min(packet.pts, packet.pts if packet.dts is None else packet.dts) - 1
             if before >= ticks or time <= first.time:
                 return None
@@ -155,7 +170,8 @@ def _begins_afresh(packet: "VideoPacket", stream: "VideoStream") -> bool:
 
 
 def h264_units(data: bytes, extradata: bytes) -> set[int]:
-    """The types of the NAL units in one H.264 packet; none if the stream's header (`extradata`), which gives the size of the lengths, is not avcC.
+    """The types of the NAL units in one H.264 packet; none if the stream's header (`extradata`),
+    which gives the size of the lengths, is not avcC.
 
     Source: ISO 14496-15, 5.3.3.1.
     """

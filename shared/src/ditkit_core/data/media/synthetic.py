@@ -1,6 +1,8 @@
-"""Building blocks for the demo inputs of every family: images of simple shapes, random weights seeded by name, complete folders.
+"""Building blocks for the demo inputs of every family: images of simple shapes, random weights
+seeded by name, complete folders.
 
-A demo trains on generated files through the same code as real ones, so no other module knows about demos.
+A demo trains on generated files through the same code as real ones, so no other module knows about
+demos.
 """
 
 import json
@@ -22,12 +24,19 @@ from ditkit_core.io.console import progress
 from ditkit_core.io.files import write_text
 from ditkit_core.io.rng import generator
 
-COLOURS = {"red": (225, 50, 45), "green": (60, 190, 80), "blue": (60, 100, 230), "yellow": (240, 205, 60)}
+COLOURS = {
+    "red": (225, 50, 45),
+    "green": (60, 190, 80),
+    "blue": (60, 100, 230),
+    "yellow": (240, 205, 60),
+}
 BACKGROUNDS = {"dark": (22, 24, 34), "bright": (214, 216, 206)}
 SHAPES = ("circle", "square", "triangle")
 
 
-def write_frames(path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"]], fps: int) -> None:
+def write_frames(
+    path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"]], fps: int
+) -> None:
     """Encode frames of one size as H.264 in mp4, the same bytes every time."""
     import av
 
@@ -44,7 +53,8 @@ def write_frames(path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
     """Write a demo's inputs: each part into the folder of its name.
 
-    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again.
+    A complete folder is left alone, but for parts that it lacks because another version wrote it; a
+    partly written one is written again.
     """
     from av import FFmpegError
     from safetensors import SafetensorError
@@ -68,13 +78,16 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
     except (OSError, FFmpegError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(
-            f"cannot write the demo into {folder}: {reason}; free some space or choose another run.folder"
+            f"cannot write the demo into {folder}: {reason}; free some space or choose another "
+            f"run.folder"
         ) from error
 
 
 def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """A module of a library, in eval mode, with random weights seeded by `name` and their own names."""
-    # The library's own initialisation also uses the global generator; forking keeps the caller's random state as it was.
+    """A module of a library, in eval mode, with random weights seeded by `name` and their own
+    names."""
+    # The library's own initialisation also uses the global generator; forking keeps the caller's
+    # random state as it was.
     with torch.random.fork_rng(devices=[]):
         model = kind(*arguments, **settings)
     randomise(model, name)
@@ -82,7 +95,8 @@ def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **setting
 
 
 def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
-    """Write the configuration and weights of a text encoder of transformers, without the weight `tied` to another one.
+    """Write the configuration and weights of a text encoder of transformers, without the weight
+    `tied` to another one.
 
     The library's own `save_pretrained` shows a progress bar, so the weights are written here.
     """
@@ -92,13 +106,15 @@ def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
 
 
 def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any]) -> None:
-    """Write the `model_index.json` of a checkpoint in diffusers layout, for a pipeline of diffusers."""
+    """Write the `model_index.json` of a checkpoint in diffusers layout, for a pipeline of
+    diffusers."""
     index = {"_class_name": pipeline, "_diffusers_version": version("diffusers"), **parts}
     write_text(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
 
 
 def randomise(model: nn.Module, name: str) -> None:
-    """Sample every weight anew, each from a generator seeded by its name, independent of the libraries' initialisation."""
+    """Sample every weight anew, each from a generator seeded by its name, independent of the
+    libraries' initialisation."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim < 2 or key.endswith(".gamma"):
@@ -123,7 +139,8 @@ def paint(
     centre: tuple[float, float],
     radius: float,
 ) -> UInt8[np.ndarray, "{height} {width} 3"]:
-    """An image of one shape (of `SHAPES`; a triangle points up) around a centre (row, column), in pixels; it may be outside the image."""
+    """An image of one shape (of `SHAPES`; a triangle points up) around a centre (row, column), in
+    pixels; it may be outside the image."""
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
     distance = _distance(shape, (rows - centre[0]) / radius, (columns - centre[1]) / radius)
     cover = np.clip((1 - distance) * radius + 0.5, 0, 1)[..., None]  # one pixel of soft edge

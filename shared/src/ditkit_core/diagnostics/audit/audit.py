@@ -1,7 +1,9 @@
-"""Measures which operation's precision matters: one batch is compared with fp64, with one place lowered at a time, and with all but one.
+"""Measures which operation's precision matters: one batch is compared with fp64, with one place
+lowered at a time, and with all but one.
 
-The reference is the run's own weights (quantized matrices dequantized) and data, computed in fp64 throughout. Weights are cast where they are
-used, blocks are checkpointed, and the run's block hooks stay active: a model that is split or streamed is audited without moving its weights.
+The reference is the run's own weights (quantized matrices dequantized) and data, computed in fp64
+throughout. Weights are cast where they are used, blocks are checkpointed, and the run's block hooks
+stay active: a model that is split or streamed is audited without moving its weights.
 """
 
 import time
@@ -16,12 +18,24 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
 from ditkit_core.diagnostics.audit.dtype_view import DtypeOf, DtypeView, as_stored, by_op_group
-from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, Cost, Errors, OpGroupFindings
+from ditkit_core.diagnostics.audit.findings import (
+    AuditFindings,
+    Case,
+    Cost,
+    Errors,
+    OpGroupFindings,
+)
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
+from ditkit_core.models.precision import (
+    PLACES,
+    Precision,
+    autocast_disabled,
+    dtype_name,
+    set_precision,
+)
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
@@ -38,7 +52,8 @@ ACTING = tuple(group for group in PLACES if group not in NOT_IN_A_BATCH)
 """Places of `Precision` that matter in one forward and backward."""
 
 BASE = "base.compute"
-"""A place next to those: products with the frozen base, where a run has them in 8 bits. It is lowered to that format."""
+"""A place next to those: products with the frozen base, where a run has them in 8 bits. It is
+lowered to that format."""
 
 EDGES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Bounds of the ranges of noise levels; each sample gets a random level in each range."""
@@ -70,26 +85,33 @@ class Subject:
 
     @property
     def lowered(self) -> torch.dtype:
-        """The dtype that places are lowered to: the dtype of the run's matmuls, or bf16 if that is 32 bits or wider."""
+        """The dtype that places are lowered to: the dtype of the run's matmuls, or bf16 if that is
+        32 bits or wider."""
         matmul = self.precision.matmul
         return matmul if matmul.itemsize < 4 else torch.bfloat16
 
     @property
     def in_8_bits(self) -> str:
         """The format of products with the frozen base; empty if none are in 8 bits."""
-        return next((layer.kind for layer in quantized_weights(self.model).values() if layer.in_8_bits), "")
+        return next(
+            (layer.kind for layer in quantized_weights(self.model).values() if layer.in_8_bits), ""
+        )
 
 
 def num_passes(subject: Subject) -> int:
     """Number of forward and backward passes of an audit, for a progress bar."""
-    return (len(EDGES) - 1) * (3 + 2 * len(_op_groups(subject))) + (1 + ROUNDS) * (1 + len(_priced(subject)))
+    return (len(EDGES) - 1) * (3 + 2 * len(_op_groups(subject))) + (1 + ROUNDS) * (
+        1 + len(_priced(subject))
+    )
 
 
 def _op_groups(subject: Subject) -> tuple[str, ...]:
     return (*ACTING, BASE) if subject.in_8_bits else ACTING
 
 
-def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> AuditFindings:
+def audit(
+    subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()
+) -> AuditFindings:
     """Measure the errors and the cost of each place's precision.
 
     Afterwards the model, its parameters, their `.grad` and torch's generators are unchanged.
@@ -101,10 +123,12 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     Returns:
         The findings, with the place first that has the largest error.
     """
-    # Not of ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
+    # Not of ACTING, which a short audit replaces by fewer places: the reference is in fp64
+    # everywhere.
     low = subject.lowered
     lowered = dict.fromkeys([*_IN_FP64, BASE] if subject.in_8_bits else _IN_FP64, low)
-    # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
+    # Alone shows the error that a place adds; all but one shows what raising only this place would
+    # gain.
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
     cases |= {f"alone {group}": {**_IN_FP64, group: low} for group in _op_groups(subject)}
     cases |= {f"all but {group}": {**lowered, group: _TRUTH} for group in _op_groups(subject)}
@@ -122,7 +146,9 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     entries = [
         OpGroupFindings(
             op_group=group,
-            dtype=subject.in_8_bits if group == BASE else dtype_name(getattr(subject.precision, group)),
+            dtype=subject.in_8_bits
+            if group == BASE
+            else dtype_name(getattr(subject.precision, group)),
             alone=case[f"alone {group}"],
             all_but=case[f"all but {group}"],
             cost=costs.get(group),
@@ -145,7 +171,8 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
 
 @contextmanager
 def _eval_mode(model: StagedModel, precision: Precision) -> Iterator[None]:
-    """Switch dropout off inside the context, which would add differences of its own; restore mode and precision afterwards."""
+    """Switch dropout off inside the context, which would add differences of its own; restore mode
+    and precision afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -159,9 +186,11 @@ def _eval_mode(model: StagedModel, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def with_adapters_at_work(model: nn.Module | StagedModel, seed: int) -> Iterator[bool]:
-    """Give adapter matrices that are zero small random values inside the context: while B is zero, no gradient reaches A.
+    """Give adapter matrices that are zero small random values inside the context: while B is zero,
+    no gradient reaches A.
 
-    The values are normal with standard deviation 0.01, a function of seed and name; afterwards the matrices are zero again.
+    The values are normal with standard deviation 0.01, a function of seed and name; afterwards the
+    matrices are zero again.
 
     Yields:
         Whether any matrix was changed.
@@ -193,26 +222,37 @@ class _Batch:
 
     @classmethod
     def sampled(cls, subject: Subject, index: int) -> "_Batch":
-        """Sample a level for each sample in one range, evenly spread over it. A sample's noise is the same in all ranges."""
-        first, last = (next(stage.parameters()).device for stage in (subject.model.embed, subject.model.head))
+        """Sample a level for each sample in one range, evenly spread over it. A sample's noise is
+        the same in all ranges."""
+        first, last = (
+            next(stage.parameters()).device for stage in (subject.model.embed, subject.model.head)
+        )
         low, high, count = EDGES[index], EDGES[index + 1], len(subject.items)
         random = [generator(subject.seed, "audit", index, name) for name in subject.ids]
         shares = [
-            (i + float(torch.rand((), generator=sample_generator))) / count for i, sample_generator in enumerate(random)
+            (i + float(torch.rand((), generator=sample_generator))) / count
+            for i, sample_generator in enumerate(random)
         ]
         sigma = torch.full((count,), low).add_((high - low) * torch.tensor(shares, device=_HOST))
         # Seeded by sample name without the range: levels are then compared on the same noise.
         noise = [
-            torch.randn(item["latents"].shape, generator=generator(subject.seed, "audit noise", name))
+            torch.randn(
+                item["latents"].shape, generator=generator(subject.seed, "audit noise", name)
+            )
             for name, item in zip(subject.ids, subject.items, strict=True)
         ]
         noised = NoisedBatch.of(subject.spec, subject.items, sigma, noise).to(first, last)
         assert noised.targets is not None and noised.masks is not None
-        return cls(inputs=noised.inputs(subject.spec, subject.guidance), targets=noised.targets, masks=noised.masks)
+        return cls(
+            inputs=noised.inputs(subject.spec, subject.guidance),
+            targets=noised.targets,
+            masks=noised.masks,
+        )
 
 
 _Squares = Mapping[str, tuple[float, float]]
-"""For each field of `Errors` two sums of squares: of the differences, and of the reference values."""
+"""For each field of `Errors` two sums of squares: of the differences, and of the reference
+values."""
 
 
 @dataclass(kw_only=True)
@@ -223,7 +263,8 @@ class _Measured:
     velocities: list[Tensor] = field(default_factory=list)
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the reference only; other passes keep the squares of their differences, which need no memory."""
+    """Gradients of the reference only; other passes keep the squares of their differences, which
+    need no memory."""
     differences: dict[str, float] = field(default_factory=dict)
 
     def take(self, name: str, gradient: Tensor) -> None:
@@ -231,7 +272,9 @@ class _Measured:
         if self.truth is None:
             self.gradients[name] = gradient.detach().to(_HOST, _TRUTH, copy=True)
         else:
-            self.differences[name] = _square(gradient.detach().to(_HOST, _TRUTH) - self.truth.gradients[name])
+            self.differences[name] = _square(
+                gradient.detach().to(_HOST, _TRUTH) - self.truth.gradients[name]
+            )
 
     @property
     def squares(self) -> _Squares:
@@ -253,16 +296,22 @@ def _square(x: Tensor) -> float:
 
 
 def _measure(
-    subject: Subject, batch: _Batch, dtypes: Mapping[str, torch.dtype] | None, truth: _Measured | None
+    subject: Subject,
+    batch: _Batch,
+    dtypes: Mapping[str, torch.dtype] | None,
+    truth: _Measured | None,
 ) -> _Measured:
-    """Run forward and backward in these dtypes; None takes the run's own dtypes and leaves the weights uncast.
+    """Run forward and backward in these dtypes; None takes the run's own dtypes and leaves the
+    weights uncast.
 
     Products with the base are in 8 bits where the run has them so and `BASE` is lowered.
     """
     measured, dtype_by_group = _Measured(truth=truth), dict(dtypes or {})
     wide = dtypes is not None and dtype_by_group.pop(BASE, _TRUTH) == _TRUTH
     precision = replace(subject.precision, **dtype_by_group)
-    dtype_of = as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
+    dtype_of = (
+        as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
+    )
     # Full checkpointing: only one block's fp64 casts are in memory at a time.
     engine = replace(subject.run, policy="full", backend=_backend(subject, precision))
     with products_in_dtype(subject.model) if wide else nullcontext():
@@ -270,9 +319,12 @@ def _measure(
         loss.backward()
     measured.velocities = [velocity.detach().to(_HOST, _TRUTH) for velocity in velocities]
     measured.loss = float(loss.detach())
-    if truth is None and not all(x.isfinite().all() for x in (loss.detach(), *measured.gradients.values())):
+    if truth is None and not all(
+        x.isfinite().all() for x in (loss.detach(), *measured.gradients.values())
+    ):
         raise UserError(
-            "the loss or a gradient is not finite in fp64, so there is no reference to compare with; check the weights and the samples "
+            "the loss or a gradient is not finite in fp64, so there is no reference to compare "
+            "with; check the weights and the samples "
             f"{', '.join(subject.ids)}"
         )
     return measured
@@ -290,11 +342,14 @@ def _forward(
     set_precision(subject.model, precision)
     velocities = DtypeView(subject.model, dtype_of, take)(batch.inputs, engine=engine)
     triples = zip(velocities, batch.targets, batch.masks, strict=True)
-    return velocities, torch.stack([mask.mean((v.to(_TRUTH) - t).square()) for v, t, mask in triples]).mean()
+    return velocities, torch.stack(
+        [mask.mean((v.to(_TRUTH) - t).square()) for v, t, mask in triples]
+    ).mean()
 
 
 def _backend(subject: Subject, precision: Precision) -> str:
-    """The run's attention backend if it supports the dtype; else one that supports any and does not keep all scores in memory."""
+    """The run's attention backend if it supports the dtype; else one that supports any and does not
+    keep all scores in memory."""
     on_gpu = any(parameter.device.type != "cpu" for parameter in subject.model.parameters())
     if precision.attention == _TRUTH:
         return "exact" if on_gpu else "sdpa"
@@ -314,7 +369,8 @@ def _case(bins: Sequence[_Squares]) -> Case:
 
 
 def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cost], float, int]:
-    """Time and memory with each place in another dtype: lowered, or raised to fp32 if the run has it low already.
+    """Time and memory with each place in another dtype: lowered, or raised to fp32 if the run has
+    it low already.
 
     Returns:
         The costs; and of the run's own dtypes the seconds and the peak bytes of the fullest device.
@@ -322,12 +378,18 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
     low, run_precision = subject.lowered, subject.precision
     batch = _Batch.sampled(subject, (len(EDGES) - 1) // 2)
     tried_dtypes = {
-        group: low if group != BASE and getattr(run_precision, group).itemsize > low.itemsize else torch.float32
+        group: low
+        if group != BASE and getattr(run_precision, group).itemsize > low.itemsize
+        else torch.float32
         for group in _priced(subject)
     }
     choices = {
         "own": run_precision,
-        **{group: replace(run_precision, **{group: dtype}) for group, dtype in tried_dtypes.items() if group != BASE},
+        **{
+            group: replace(run_precision, **{group: dtype})
+            for group, dtype in tried_dtypes.items()
+            if group != BASE
+        },
     }
     if BASE in tried_dtypes:
         choices[BASE], tried_dtypes[BASE] = run_precision, run_precision.matmul
@@ -356,7 +418,8 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
 
 
 def _priced(subject: Subject) -> list[str]:
-    # Not matmul: it also decides the stored dtype of matrices, and casting them where they are used would not show that cost.
+    # Not matmul: it also decides the stored dtype of matrices, and casting them where they are used
+    # would not show that cost.
     return [group for group in _op_groups(subject) if group != "matmul"]
 
 
@@ -364,13 +427,16 @@ def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
     """One forward and backward with the run's engine."""
     engine = replace(subject.run, backend=_backend(subject, precision))
     # The velocities stay alive in the backward, as a run's do: the peak counts them.
-    _velocities, loss = _forward(subject, batch, precision, as_stored, engine, lambda name, gradient: None)
+    _velocities, loss = _forward(
+        subject, batch, precision, as_stored, engine, lambda name, gradient: None
+    )
     loss.backward()
 
 
 def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
     """Peak bytes of live tensors, by device."""
-    # Tracked and not read from the allocator, so that the CPU has a number too and rounding of blocks does not show.
+    # Tracked and not read from the allocator, so that the CPU has a number too and rounding of
+    # blocks does not show.
     with MemoryTracker() as tracker:
         tracker.track(subject.model, "weights")
         for hook in subject.run.hooks:
@@ -390,9 +456,11 @@ def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
 
 
 def _wait(devices: Iterable[torch.device]) -> None:
-    """Wait for the GPUs among these devices: kernels run asynchronously, and only their launch would be timed.
+    """Wait for the GPUs among these devices: kernels run asynchronously, and only their launch
+    would be timed.
 
-    Not for every GPU of the machine: that would take some hundred MiB of each, and fail where another program has filled one.
+    Not for every GPU of the machine: that would take some hundred MiB of each, and fail where
+    another program has filled one.
     """
     for device in devices:
         if device.type == "cuda":
@@ -400,8 +468,12 @@ def _wait(devices: Iterable[torch.device]) -> None:
 
 
 def estimated_seconds(subject: Subject) -> float:
-    """An upper estimate of an audit's duration: the time of a pass in fp64, which is the slowest kind, for all passes."""
-    devices, began = {parameter.device for parameter in subject.model.parameters()}, time.perf_counter()
+    """An upper estimate of an audit's duration: the time of a pass in fp64, which is the slowest
+    kind, for all passes."""
+    devices, began = (
+        {parameter.device for parameter in subject.model.parameters()},
+        time.perf_counter(),
+    )
     with _eval_mode(subject.model, subject.precision):
         _measure(subject, _Batch.sampled(subject, 0), _IN_FP64, None)
     _wait(devices)

@@ -1,8 +1,9 @@
-"""A view of a staged model in other dtypes than its weights are stored in: each weight is cast where it is used, and is not changed.
+"""A view of a staged model in other dtypes than its weights are stored in: each weight is cast
+where it is used, and is not changed.
 
-The casts happen inside the stage, hence inside the checkpoint around a block and after a streamer has fetched its weights: only the casts of
-one block exist at a time. Gradients of trained weights are passed to a callback, in the dtype that they were computed in; `.grad` is not
-touched.
+The casts happen inside the stage, hence inside the checkpoint around a block and after a streamer
+has fetched its weights: only the casts of one block exist at a time. Gradients of trained weights
+are passed to a callback, in the dtype that they were computed in; `.grad` is not touched.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 DtypeOf = Callable[[str, torch.dtype], torch.dtype]
-"""Maps a parameter's name, as in `named_parameters`, and its stored dtype to the dtype that it is used in."""
+"""Maps a parameter's name, as in `named_parameters`, and its stored dtype to the dtype that it is
+used in."""
 
 
 def as_stored(name: str, stored: torch.dtype) -> torch.dtype:
@@ -29,7 +31,8 @@ def as_stored(name: str, stored: torch.dtype) -> torch.dtype:
 def by_op_group(precision: Precision, op_group_of: Callable[[str], str]) -> DtypeOf:
     """Use each weight in the dtype that `precision` has for its place.
 
-    Adapters follow the matmuls, in fp32 or wider. Other weights are never narrowed here: the model itself casts those where it uses them.
+    Adapters follow the matmuls, in fp32 or wider. Other weights are never narrowed here: the model
+    itself casts those where it uses them.
 
     Args:
         op_group_of: `ModelSpec.precision.op_group_of`, a function from a canonical name to a place.
@@ -53,9 +56,10 @@ class DtypeView(nn.Module):
 
         Args:
             model: The model, on any devices; it is not changed.
-            dtype_of: Dtype to use for each weight; not called for codes and scales of quantized matrices.
-            take: Called in the backward with the canonical name and the gradient of each trained weight, once for each stage that uses
-                it; with several devices from several threads.
+            dtype_of: Dtype to use for each weight; not called for codes and scales of quantized
+                matrices.
+            take: Called in the backward with the canonical name and the gradient of each trained
+                weight, once for each stage that uses it; with several devices from several threads.
         """
         super().__init__()
         names = {id(module): name for name, module in model.named_modules()}
@@ -77,7 +81,9 @@ class DtypeView(nn.Module):
 class _Stage(nn.Module):
     """The view of one stage, which wraps the model's own; that one keeps its parameters."""
 
-    def __init__(self, inner: nn.Module, name: str, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]):
+    def __init__(
+        self, inner: nn.Module, name: str, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]
+    ):
         super().__init__()
         self.inner, self._name = inner, name
         self._dtype_of, self._take = dtype_of, take
@@ -89,10 +95,13 @@ class _Stage(nn.Module):
         }
 
     def forward(self, inputs: Any) -> Any:
-        # Names are looked up each time: streaming and placement put other Parameter objects there. A shared parameter is cast once.
+        # Names are looked up each time: streaming and placement put other Parameter objects there.
+        # A shared parameter is cast once.
         parameters = dict(self.inner.named_parameters()).items()
         cast = {
-            path: self._cast(f"{self._name}.{path}", value) for path, value in parameters if path not in self._codes
+            path: self._cast(f"{self._name}.{path}", value)
+            for path, value in parameters
+            if path not in self._codes
         }
         return functional_call(self.inner, cast, (inputs,))
 
@@ -105,11 +114,16 @@ class _Stage(nn.Module):
 
 
 class _Read(torch.autograd.Function):
-    """Casts a parameter; the backward passes the gradient to a callback and not to the parameter."""
+    """Casts a parameter; the backward passes the gradient to a callback and not to the
+    parameter."""
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, dtype: torch.dtype, take: Callable[[str, Tensor], None], name: str
+        ctx: Any,
+        parameter: Tensor,
+        dtype: torch.dtype,
+        take: Callable[[str, Tensor], None],
+        name: str,
     ) -> Tensor:
         ctx.take, ctx.name = take, name
         return parameter.detach().to(dtype)

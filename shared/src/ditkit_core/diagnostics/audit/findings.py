@@ -10,11 +10,13 @@ class Errors:
     """Relative errors of a computation against the same one in fp64."""
 
     velocity: float
-    """Root mean square of the prediction's difference, divided by the prediction's root mean square."""
+    """Root mean square of the prediction's difference, divided by the prediction's root mean
+    square."""
     loss: float
     """Relative difference of the mean squared error."""
     gradient: float
-    """Norm of the difference of all trained parameters' gradients, divided by the norm of the gradients."""
+    """Norm of the difference of all trained parameters' gradients, divided by the norm of the
+    gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class Cost:
     dtype: str
     """The dtype that was tried."""
     time_ratio: float
-    """Seconds of forward and backward, divided by the seconds with the run's own dtypes; below 1 is faster."""
+    """Seconds of forward and backward, divided by the seconds with the run's own dtypes; below 1 is
+    faster."""
     num_bytes: int
     """Peak memory of the fullest device, minus that with the run's own dtypes."""
 
@@ -88,21 +91,29 @@ _JSON_NAMES = {"op_group": "place", "op_groups": "places", "as_run": "own"}
 
 def audit_json(findings: AuditFindings) -> dict[str, Any]:
     """The findings as plain values."""
-    return asdict(findings, dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs})
+    return asdict(
+        findings,
+        dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs},
+    )
 
 
 def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
     """Read the findings back from the values of `audit_json`."""
 
     def case(errors: Mapping[str, Any]) -> Case:
-        return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**entry) for entry in errors["bins"]))
+        return Case(
+            overall=Errors(**errors["overall"]),
+            bins=tuple(Errors(**entry) for entry in errors["bins"]),
+        )
 
     def op_group(entry: Mapping[str, Any]) -> OpGroupFindings:
         cases = {name: case(entry[name]) for name in ("alone", "all_but")}
         cost = entry["cost"] and Cost(**entry["cost"])
         return OpGroupFindings(op_group=entry["place"], dtype=entry["dtype"], cost=cost, **cases)
 
-    converted: dict[str, Any] = {name: values[name] for name in ("lowered", "seconds", "peak_bytes", "not_measured")}
+    converted: dict[str, Any] = {
+        name: values[name] for name in ("lowered", "seconds", "peak_bytes", "not_measured")
+    }
     converted |= {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
     converted |= {"as_run": case(values["own"]), "all_lowered": case(values["all_lowered"])}
     return AuditFindings(op_groups=tuple(map(op_group, values["places"])), **converted)

@@ -35,7 +35,12 @@ def audit_page(findings: AuditFindings) -> str:
     """The findings as an HTML page."""
     title, parts = "Precision audit", _parts(findings)
     return html_page(
-        "audit/page.html", title=title, heading=title, parts=parts, findings=findings, chart=_chart(findings)
+        "audit/page.html",
+        title=title,
+        heading=title,
+        parts=parts,
+        findings=findings,
+        chart=_chart(findings),
     )
 
 
@@ -48,16 +53,33 @@ def _parts(findings: AuditFindings) -> list[Part]:
 
 
 def _table(findings: AuditFindings) -> Table:
-    head = ["place", "runs in", "velocity", "loss", "gradient", *(f"σ {name}" for name in findings.bin_names)]
+    head = [
+        "place",
+        "runs in",
+        "velocity",
+        "loss",
+        "gradient",
+        *(f"σ {name}" for name in findings.bin_names),
+    ]
     head += ["others low", "tried in", "time", "MiB"]
     rows = []
     for entry in findings.op_groups:
         cost = ["-", "-", "-"]
         if entry.cost is not None:
             mib = entry.cost.num_bytes / 2**20
-            cost = [entry.cost.dtype, f"×{entry.cost.time_ratio:.2f}", f"{mib:+.2f}" if entry.cost.num_bytes else "0"]
+            cost = [
+                entry.cost.dtype,
+                f"×{entry.cost.time_ratio:.2f}",
+                f"{mib:+.2f}" if entry.cost.num_bytes else "0",
+            ]
         rows.append(
-            [entry.op_group, entry.dtype, *_errors(entry.alone), format_error(entry.all_but.overall.gradient), *cost]
+            [
+                entry.op_group,
+                entry.dtype,
+                *_errors(entry.alone),
+                format_error(entry.all_but.overall.gradient),
+                *cost,
+            ]
         )
     rows.append(["all lowered", "", *_errors(findings.all_lowered), "", "", "", ""])
     spent = [f"{findings.seconds:.3f} s", f"{findings.peak_bytes / 2**20:.2f}"]
@@ -88,16 +110,23 @@ def _meaning(findings: AuditFindings) -> list[str]:
     }
     lines = [f"{column}: {meaning}" for column, meaning in columns.items()]
     lines.append(
-        "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the weights; --plan --model.dtype shows it"
+        "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the "
+        "weights; --plan --model.dtype shows it"
     )
     if any(entry.op_group == BASE for entry in findings.op_groups):
         lines.append(
-            f"{BASE}: lowered means products with the frozen base in 8 bits, and the other choice is model.dtype"
+            f"{BASE}: lowered means products with the frozen base in 8 bits, and the other choice "
+            f"is model.dtype"
         )
     largest = findings.op_groups[0]
     if largest.alone.overall.gradient:
-        lines.append(f"what matters most: {largest.op_group}, which this run has in {largest.dtype}")
-    lines += [f"not measured here: {group}: it {reason}" for group, reason in findings.not_measured.items()]
+        lines.append(
+            f"what matters most: {largest.op_group}, which this run has in {largest.dtype}"
+        )
+    lines += [
+        f"not measured here: {group}: it {reason}"
+        for group, reason in findings.not_measured.items()
+    ]
     return lines
 
 

@@ -1,4 +1,5 @@
-"""The rules about captions: too long, empty, alike, with leftovers of the program that wrote them, or without the trigger word."""
+"""The rules about captions: too long, empty, alike, with leftovers of the program that wrote them,
+or without the trigger word."""
 
 import re
 from collections import Counter, defaultdict
@@ -8,7 +9,13 @@ from pathlib import Path
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.data.captions import has_trigger
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.findings import CaptionRow, CutCaption, CutsCaptions, Finding, listed
+from ditkit_core.diagnostics.doctor.findings import (
+    CaptionRow,
+    CutCaption,
+    CutsCaptions,
+    Finding,
+    listed,
+)
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
@@ -33,18 +40,28 @@ LEFTOVERS: Mapping[str, tuple[str, str]] = {
         "a placeholder of another trainer, which is trained as it is written",
         "write the trigger word instead, or remove it and set data.trigger",
     ),
-    r"<(lora|lyco|hypernet|embedding):[^>]*>": ("a prompt's call of a file, which is trained as text", "remove it"),
-    r"\([^()\d:][^()]*:\d\.\d+\)": ("a weight of another program's prompts, which is trained as text", "remove it"),
+    r"<(lora|lyco|hypernet|embedding):[^>]*>": (
+        "a prompt's call of a file, which is trained as text",
+        "remove it",
+    ),
+    r"\([^()\d:][^()]*:\d\.\d+\)": (
+        "a weight of another program's prompts, which is trained as text",
+        "remove it",
+    ),
     r"^\W*(i('m| am) (sorry|unable|not able)|sorry,|as an ai\b|i (cannot|can't|can not)\b)": (
         "the refusal of a chat model",
         "write a caption",
     ),
-    r"^\W*((sure|certainly|of course|absolutely|okay)\b[,.!:]|here('s| is| are) (a|an|the|your)\b[^.]{0,60}"
+    r"^\W*((sure|certainly|of course|absolutely|okay)\b[,.!:]|here('s| is| are) "
+    r"(a|an|the|your)\b[^.]{0,60}"
     r"\b(captions?|descriptions?|prompts?)\b|(caption|description|prompt|answer|assistant)\s*:)": (
         "the opening of a chat model's answer",
         "remove it, and keep the description",
     ),
-    r"\*\*\w|^#+ |```|</?(b|i|br|p|s|think)>": ("marks of a text's layout, which are trained as text", "remove them"),
+    r"\*\*\w|^#+ |```|</?(b|i|br|p|s|think)>": (
+        "marks of a text's layout, which are trained as text",
+        "remove them",
+    ),
 }
 """What programs leave in captions: the pattern, what it is, and what to do about it."""
 
@@ -52,10 +69,22 @@ _SENTENCE_END = re.compile(r"[.!?。！？…][\"'”’)\]*]*$")
 _OPENING = frozenset(
     word
     for line in (
-        "a an the this that in of on at with and by for from to one two some his her their photo photograph",
-        "photography image picture video clip footage shot still frame scene view portrait painting illustration",
-        "drawing sketch render close closeup close-up up wide medium full body style woman man girl boy child person",
-        "people lady guy dog cat animal young old beautiful small large big black white red blue green",
+        (
+            "a an the this that in of on at with and by for from to one two some his her their photo "
+            "photograph"
+        ),
+        (
+            "photography image picture video clip footage shot still frame scene view portrait "
+            "painting illustration"
+        ),
+        (
+            "drawing sketch render close closeup close-up up wide medium full body style woman man "
+            "girl boy child person"
+        ),
+        (
+            "people lady guy dog cat animal young old beautiful small large big black white red blue "
+            "green"
+        ),
     )
     for word in line.split()
 )
@@ -78,15 +107,24 @@ def cut_captions(auxiliary: Auxiliary, samples: Sequence[Sample]) -> list[CutCap
         encoder = auxiliary.encoders[1]
         if not isinstance(encoder, CutsCaptions):
             return None
-        cuts = {caption: encoder.cut_of(caption) for sample in samples for caption in sample.captions}
+        cuts = {
+            caption: encoder.cut_of(caption) for sample in samples for caption in sample.captions
+        }
     except UserError:  # the trial of the model reports it
         return None
     sample_cuts = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
-    return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in sample_cuts if cut is not None]
+    return [
+        CutCaption(sample=id, tokens=cut[0], kept=cut[1])
+        for id, cut in sample_cuts
+        if cut is not None
+    ]
 
 
 def check_captions(
-    samples: Sequence[Sample], row: CaptionRow, config: RunConfig, class_images: Sequence[Sample] = ()
+    samples: Sequence[Sample],
+    row: CaptionRow,
+    config: RunConfig,
+    class_images: Sequence[Sample] = (),
 ) -> Iterator[Finding]:
     """Findings about captions. Class images may share one: it names their class.
 
@@ -95,25 +133,36 @@ def check_captions(
     """
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
-        observation = (
-            f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
-        )
+        observation = f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
         yield Finding("D14", cut.sample, observation, "shorten the caption")
     all_samples = (*samples, *class_images)
-    if empty := [sample.id for sample in all_samples for text in sample.captions if not text.strip()]:
+    if empty := [
+        sample.id for sample in all_samples for text in sample.captions if not text.strip()
+    ]:
         observation = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding(
-            "D16", listed(empty), observation, "write one; for training without captions set train.caption_dropout"
+            "D16",
+            listed(empty),
+            observation,
+            "write one; for training without captions set train.caption_dropout",
         )
-    using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
+    using: dict[str, set[Path]] = defaultdict(
+        set
+    )  # files, because the windows of one file always share its caption
     for sample in samples:
         for caption in filter(None, map(str.strip, sample.captions)):
             using[caption].add(sample.media)
     files = len({sample.media for sample in samples})
-    shared = {caption: len(its) for caption, its in using.items() if len(its) > max(1, SAME_CAPTION_SHARE * files)}
+    shared = {
+        caption: len(its)
+        for caption, its in using.items()
+        if len(its) > max(1, SAME_CAPTION_SHARE * files)
+    }
     for caption, count in shared.items():
         observation = f"they share the caption {_short(caption, 60)}"
-        yield Finding("D15", f"{count} of {files} files", observation, "describe what differs between them")
+        yield Finding(
+            "D15", f"{count} of {files} files", observation, "describe what differs between them"
+        )
     if not shared:
         yield from _check_alike(_caption_by_file(samples))
     yield from _check_leftovers(all_samples, config.data.trigger.strip())
@@ -125,10 +174,12 @@ def check_captions(
 def _check_trigger(
     samples: Sequence[Sample], config: RunConfig, class_images: Sequence[Sample] = ()
 ) -> Iterator[Finding]:
-    """Findings about the trigger word: captions and prompts that lack it or spell it in another way, and class images that have it.
+    """Findings about the trigger word: captions and prompts that lack it or spell it in another
+    way, and class images that have it.
 
     Args:
-        config: Its trigger word and prompts. Without a trigger word, the word that opens most captions is taken for one.
+        config: Its trigger word and prompts. Without a trigger word, the word that opens most
+            captions is taken for one.
     """
     trigger = config.data.trigger.strip()
     if not trigger:
@@ -142,15 +193,25 @@ def _check_trigger(
                 spelt[sample.id] = way
     if spelt:
         first = next(iter(spelt.values()))
-        observation = (
-            f"they write the trigger word {trigger!r} as {first!r} too, so it is put in front of them as another word"
+        observation = f"they write the trigger word {trigger!r} as {first!r} too, so it is put in front of them as another word"
+        yield Finding(
+            "D42", listed(list(spelt)), observation, "write it in the same way everywhere"
         )
-        yield Finding("D42", listed(list(spelt)), observation, "write it in the same way everywhere")
     prompts = config.sample.prompts
     if prompts and not any(has_trigger(prompt, trigger) for prompt in prompts):
         observation = f"none of the prompts has the trigger word {trigger!r}: samples will hardly show what is learnt"
-        yield Finding("D42", "sample.prompts", observation, "write it in some of them; the others are controls")
-    named = [sample.id for sample in class_images for caption in sample.captions if has_trigger(caption, trigger)]
+        yield Finding(
+            "D42",
+            "sample.prompts",
+            observation,
+            "write it in some of them; the others are controls",
+        )
+    named = [
+        sample.id
+        for sample in class_images
+        for caption in sample.captions
+        if has_trigger(caption, trigger)
+    ]
     where = ["prior.prompt"] * has_trigger(config.prior.prompt, trigger) + named
     if where:
         observation = f"the class is described with the trigger word {trigger!r}, which then means the whole class"
@@ -163,7 +224,9 @@ def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
     word, count = max(openings.items(), key=lambda pair: (pair[0] != "", pair[1]), default=("", 0))
     if len(captions) < FEWEST_OPENINGS or not word or count < OPENING_SHARE * len(captions):
         return
-    if names_without_word := [path.name for path, caption in captions.items() if word not in _words(caption)]:
+    if names_without_word := [
+        path.name for path, caption in captions.items() if word not in _words(caption)
+    ]:
         observation = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
         remedy = f"if it is your trigger word, write it there too, or set data.trigger = {word!r}"
         yield Finding("D42", listed(names_without_word), observation, remedy, severity="note")
@@ -181,7 +244,9 @@ def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
         mean, mean_shared = total / len(words), shared / len(words)
         first = _short(next(filter(str.strip, captions.values())), 60)
         observation = f"their captions hardly differ: of {mean:.1f} words {mean_shared:.1f} are in all, as in {first}"
-        yield Finding("D41", f"{len(words)} files", observation, "describe what differs between them")
+        yield Finding(
+            "D41", f"{len(words)} files", observation, "describe what differs between them"
+        )
 
 
 def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Finding]:
@@ -191,23 +256,40 @@ def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Findin
         for caption in sample.captions:
             ids[caption.strip().removeprefix(trigger).strip(" ,")].append(sample.id)
     for pattern, (leftover, remedy) in LEFTOVERS.items():
-        matches = {text: match[0] for text in ids if (match := re.search(pattern, text, re.IGNORECASE))}
+        matches = {
+            text: match[0] for text in ids if (match := re.search(pattern, text, re.IGNORECASE))
+        }
         if matches:
             example = _short(next(iter(matches.values())), 40)
             where = listed([id for text in matches for id in ids[text]])
             yield Finding("D44", where, f"the caption has {leftover}: {example}", remedy)
-    prose = (text for text in ids if len(text.split()) >= LONG_WORDS and re.search(r"\w[.!?] +\w", text))
+    prose = (
+        text for text in ids if len(text.split()) >= LONG_WORDS and re.search(r"\w[.!?] +\w", text)
+    )
     if broken := [text for text in prose if not _SENTENCE_END.search(text)]:
-        observation = f"the caption ends in the middle of a sentence: {_short(broken[0], 40, keep_end=True)}"
+        observation = (
+            f"the caption ends in the middle of a sentence: {_short(broken[0], 40, keep_end=True)}"
+        )
         remedy = "end it, or raise the limit of new tokens of the program that wrote it"
-        yield Finding("D44", listed([id for text in broken for id in ids[text]]), observation, remedy)
+        yield Finding(
+            "D44", listed([id for text in broken for id in ids[text]]), observation, remedy
+        )
 
 
 def _check_lines(samples: Sequence[Sample]) -> Iterator[Finding]:
     """The note that captions have several lines, which other trainers read as several captions."""
-    several = {sample.id: None for sample in samples for text in sample.captions if len(text.strip().splitlines()) > 1}
+    several = {
+        sample.id: None
+        for sample in samples
+        for text in sample.captions
+        if len(text.strip().splitlines()) > 1
+    }
     if several:
-        observation = "its lines are one caption" if len(several) == 1 else "their lines are one caption for each file"
+        observation = (
+            "its lines are one caption"
+            if len(several) == 1
+            else "their lines are one caption for each file"
+        )
         remedy = 'if each line is a caption of its own, as in OneTrainer and SimpleTuner, set data.captions = "lines"'
         yield Finding("D45", listed(list(several)), observation, remedy)
 
@@ -221,7 +303,8 @@ def _caption_by_file(samples: Sequence[Sample]) -> dict[Path, str]:
 
 
 def _words(caption: str) -> Iterator[str]:
-    """The words of a caption in lower case, without numbers; a hyphen or an underscore does not end one."""
+    """The words of a caption in lower case, without numbers; a hyphen or an underscore does not end
+    one."""
     words = (match[0] for match in re.finditer(r"\w[\w-]*", caption.casefold()))
     return (word for word in words if not word.isdecimal())
 

@@ -1,6 +1,8 @@
-"""The doctor's check of the data: every file is probed, every window decoded once at low size, every caption counted.
+"""The doctor's check of the data: every file is probed, every window decoded once at low size,
+every caption counted.
 
-The windows are those that training reads, decoded by the same code; a sample that cannot be decoded is excluded, as encoding would do.
+The windows are those that training reads, decoded by the same code; a sample that cannot be decoded
+is excluded, as encoding would do.
 """
 
 from collections import Counter, defaultdict
@@ -83,7 +85,8 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     """Examine everything that a run would train on, without loading a model or an encoder.
 
     Args:
-        run_data: The data of the run. All bad files are listed; `data.on_bad` decides whether they are errors.
+        run_data: The data of the run. All bad files are listed; `data.on_bad` decides whether they
+            are errors.
     """
     config, spec = run_data.config, run_data.spec
     examination = _Examination(data=run_data)
@@ -92,7 +95,9 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     if (error := examination.errors.get("data")) is not None:
         findings = [*rules.check_excluded(examination.excluded), Finding("D01", "", str(error))]
         excluded = tuple(examination.excluded)
-        checkup = CheckReport(model=spec.name, samples=0, fps=fps, excluded=excluded, findings=tuple(findings))
+        checkup = CheckReport(
+            model=spec.name, samples=0, fps=fps, excluded=excluded, findings=tuple(findings)
+        )
         return ExaminedDataset(checkup=checkup, samples=[])
     if run_data.prior_data is not None:
         examination.scan(run_data.prior_data, "prior")
@@ -101,14 +106,22 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     captions = count_captions(all_samples, cut_captions(run_data.auxiliary, all_samples))
     data_batches = _buckets(run_data, samples)
     prior_batches = _buckets(
-        run_data, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
+        run_data,
+        class_images,
+        "prior",
+        at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1),
     )
     largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
     copy_groups = rules.same_content(_hashes(run_data, all_samples))
-    copies = {id for group in copy_groups for id in group[1:]}  # exact copies are not reported as near-duplicates again
-    near_copy_groups = near_duplicates({id: print for id, print in examination.prints.items() if id not in copies})
+    copies = {
+        id for group in copy_groups for id in group[1:]
+    }  # exact copies are not reported as near-duplicates again
+    near_copy_groups = near_duplicates(
+        {id: print for id, print in examination.prints.items() if id not in copies}
+    )
     files = list(examination.files())
-    # The order of the printed findings: missing data first, then single files, then comparisons between files.
+    # The order of the printed findings: missing data first, then single files, then comparisons
+    # between files.
     findings = [
         *rules.check_excluded(examination.excluded),
         *rules.check_excluded(examination.undecoded, "D03"),
@@ -124,7 +137,10 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         *rules.check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
         *rules.check_matrices(without_matrix([row for row, _ in files]), len(files)),
         *examination.findings,
-        *map(refusal, dict.fromkeys([*examination.missing_libraries, *_prompt_errors(run_data, samples)])),
+        *map(
+            refusal,
+            dict.fromkeys([*examination.missing_libraries, *_prompt_errors(run_data, samples)]),
+        ),
         *rules.check_duplicates(copy_groups, near_copy_groups),
         *check_captions(samples, captions, config, class_images),
     ]
@@ -142,11 +158,14 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         masks=tuple(examination.masks),
         findings=tuple(findings),
     )
-    return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
+    return ExaminedDataset(
+        checkup=checkup, samples=samples, class_images=class_images, largest=largest
+    )
 
 
 def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
-    """Print a summary of the data before training, and warnings about likely mistakes that encoding has revealed.
+    """Print a summary of the data before training, and warnings about likely mistakes that encoding
+    has revealed.
 
     Args:
         encoded: The samples that were encoded. No file is read again.
@@ -154,9 +173,14 @@ def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
     ids = {sample.id for sample in encoded}
     samples = [sample for sample in data.dataset.samples if sample.id in ids]
     counts = Counter((sample.frames, sample.height, sample.width) for sample in samples)
-    shapes = ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items()))
+    shapes = ", ".join(
+        f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items())
+    )
     missing = len(data.dataset.excluded) + len(data.dataset.samples) - len(samples)
-    say(f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; --check examines them")
+    say(
+        f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; --check examines "
+        f"them"
+    )
     keys: dict[str, list[str]] = defaultdict(list)
     for sample in encoded:
         keys[sample.media_key].append(sample.id)
@@ -190,7 +214,8 @@ class _Examination:
     masks: list[float] = field(default_factory=list)
     """White share of each sample's loss mask."""
     missing_libraries: dict[str, None] = field(default_factory=dict)
-    """Messages about missing libraries, in order: the run's fault and not a sample's. A dict without values is an ordered set."""
+    """Messages about missing libraries, in order: the run's fault and not a sample's. A dict
+    without values is an ordered set."""
     errors: dict[DatasetName, UserError] = field(default_factory=dict)
     """The reason if a dataset cannot be used at all."""
 
@@ -204,7 +229,9 @@ class _Examination:
         self.fps[dataset] = self.data.fps
         stopping = {"bad": self.stops, "short": section.short_clips == "error", "unused": False}
         # Scanned leniently, so that all problems are listed and not only the first one.
-        lenient = replace(section, on_bad="skip", short_clips="skip" if stopping["short"] else section.short_clips)
+        lenient = replace(
+            section, on_bad="skip", short_clips="skip" if stopping["short"] else section.short_clips
+        )
         try:
             scan: Dataset | NothingToTrain = self.data.scanned(lenient, f"{dataset}.folder")
         except NothingToTrain as error:
@@ -219,21 +246,29 @@ class _Examination:
         if isinstance(scan, NothingToTrain):
             return
         self.fps[dataset] = scan.fps
-        with progress("check clips" if dataset == "data" else "check class images", len(scan.samples)) as bar:
+        with progress(
+            "check clips" if dataset == "data" else "check class images", len(scan.samples)
+        ) as bar:
             for sample in scan.samples:
                 # Marked as encoding does: a class image may have the same id as a clip.
-                self._examine(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id), dataset)
+                self._examine(
+                    sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id),
+                    dataset,
+                )
                 bar.advance()
 
     def _examine(self, sample: Sample, dataset: DatasetName) -> None:
-        """Read what training would read of a sample: the clip, decoded at low size, and its conditions as they are encoded."""
+        """Read what training would read of a sample: the clip, decoded at low size, and its
+        conditions as they are encoded."""
         look: WindowLook | None = None
         masked: float | None = None
         of_conditions: list[Finding] = []
         good, columns = self.good[dataset], self.data.auxiliary.columns
         fps = self.fps[dataset] if media_kind(sample.media) == "video" else 0.0
         try:
-            look = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
+            look = look_at_window(
+                sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds
+            )
             for reference in sample.references:
                 for _ in stored_images(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
@@ -257,19 +292,26 @@ class _Examination:
         if masked is not None:
             self.masks.append(masked)
             of_conditions += rules.check_mask(sample, masked, self.data.config.train.mask_weight)
-        self.findings += [*(rules.check_frames(sample.id, look, fps) if look else ()), *of_conditions]
+        self.findings += [
+            *(rules.check_frames(sample.id, look, fps) if look else ()),
+            *of_conditions,
+        ]
         if look and look.fingerprint is not None:
             self.prints[sample.id] = (sample.media, look.fingerprint)
 
     def _masked(self, sample: Sample, fps: float) -> float | None:
-        """The white share of a sample's loss mask, which is read as it is encoded; None without one."""
+        """The white share of a sample's loss mask, which is read as it is encoded; None without
+        one."""
         if sample.mask is None:
             return None
-        read = partial(read_mask, sample.mask, height=sample.height, width=sample.width, frames=sample.frames)
+        read = partial(
+            read_mask, sample.mask, height=sample.height, width=sample.width, frames=sample.frames
+        )
         return float(read(fps=fps, start_seconds=sample.start_seconds).mean())
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
-        """Each file with its trained part, and whether it is HDR; damage after that part becomes a finding."""
+        """Each file with its trained part, and whether it is HDR; damage after that part becomes a
+        finding."""
         windows: dict[tuple[DatasetName, Path], list[Sample]] = defaultdict(list)
         for dataset, good in self.good.items():
             for sample in good:
@@ -278,9 +320,16 @@ class _Examination:
             fps = self.fps[dataset]
             try:
                 info = probe(path)
-            except UserError as error:  # damaged after its windows, which were decoded without an error
-                end, extent = max(s.start_seconds + s.frames / fps for s in samples), available(path, fps, at_most=1)
-                info = MediaInfo(kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps)
+            except (
+                UserError
+            ) as error:  # damaged after its windows, which were decoded without an error
+                end, extent = (
+                    max(s.start_seconds + s.frames / fps for s in samples),
+                    available(path, fps, at_most=1),
+                )
+                info = MediaInfo(
+                    kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps
+                )
                 self.findings += rules.check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, fps).frames / fps, fps=fps)
@@ -289,13 +338,19 @@ class _Examination:
 
 
 def _hashes(data: RunData, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
-    """Content hash and path of each sample that is one file. Encoding needs the same hashes, and they are remembered for it."""
+    """Content hash and path of each sample that is one file. Encoding needs the same hashes, and
+    they are remembered for it."""
     with MediaHashes(data.cache.folder) as hashes:
-        return {sample.id: (hashes.of(sample.media), sample.media) for sample in samples if sample.media.is_file()}
+        return {
+            sample.id: (hashes.of(sample.media), sample.media)
+            for sample in samples
+            if sample.media.is_file()
+        }
 
 
 def _stored_colours(columns: Sequence[Column], samples: Sequence[Sample]) -> dict[str, Colours]:
-    """The colours of all images and videos that are read as such and do not store sRGB, by file; masks are read as they are stored."""
+    """The colours of all images and videos that are read as such and do not store sRGB, by file;
+    masks are read as they are stored."""
     visual = [column.name for column in columns if column.kind in ("image", "video")]
     files: dict[Path, None] = {}  # without values an ordered set
     for sample in samples:
@@ -318,16 +373,22 @@ class _Batches(NamedTuple):
     largest: list[Sample]
     """The samples of the largest micro-batch."""
     cost: int
-    """Size of that micro-batch in tokens, or in pixels if tokens are unknown; only for comparisons."""
+    """Size of that micro-batch in tokens, or in pixels if tokens are unknown; only for
+    comparisons."""
 
 
 def _buckets(
-    data: RunData, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
+    data: RunData,
+    samples: Sequence[Sample],
+    dataset: DatasetName = "data",
+    *,
+    at_most: int | None = None,
 ) -> _Batches:
     """Group samples by shape and find the largest micro-batch.
 
     Args:
-        at_most: Largest number of samples in a micro-batch: each of the data is followed by as many class images as it has samples.
+        at_most: Largest number of samples in a micro-batch: each of the data is followed by as many
+            class images as it has samples.
     """
     train, arch = data.config.train, data.auxiliary.arch
     ids = [sample.id for sample in samples]
@@ -343,7 +404,11 @@ def _buckets(
         (frames, height, width), references = shape
         trained = [sample for sample in members if sample.id not in held_out]
         # None if the architecture is not known here
-        tokens = None if arch is None else data.spec.training.num_tokens(empty_item_of(data.spec, arch, shape))
+        tokens = (
+            None
+            if arch is None
+            else data.spec.training.num_tokens(empty_item_of(data.spec, arch, shape))
+        )
         size: int | None = train.batch_size
         if train.batch_tokens:
             size = max(1, train.batch_tokens // tokens) if tokens else None
@@ -395,7 +460,13 @@ def _no_class_images(data: RunData, examination: _Examination) -> Iterator[Findi
         yield Finding("D01", "", str(error))
     elif data.prior_data is not None and not examination.good["prior"]:
         observation = "no class image can be read: training would run without prior preservation"
-        yield Finding("D01", "prior.folder", observation, "fix the files, or remove [prior]", severity="warning")
+        yield Finding(
+            "D01",
+            "prior.folder",
+            observation,
+            "fix the files, or remove [prior]",
+            severity="warning",
+        )
 
 
 def _too_few(count: int, samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -406,8 +477,6 @@ def _too_few(count: int, samples: Sequence[Sample]) -> Iterator[Finding]:
             observation = "nothing is left to train on: every sample is left out"
             yield Finding("D01", "", observation, "fix the files in the table of excluded files")
             return
-        shortage = (
-            f"{plural(len(samples), 'sample')} can be trained on, and {count} are held out, windows of a file together"
-        )
+        shortage = f"{plural(len(samples), 'sample')} can be trained on, and {count} are held out, windows of a file together"
         remedy = "add clips, fix those that are left out, or lower held_out.clips"
         yield Finding("D01", "held_out.clips", f"{shortage}: none is left", remedy)

@@ -1,6 +1,8 @@
-"""The dataset doctor's report as plain values: what will be trained, what is left out, and what is likely to be a mistake.
+"""The dataset doctor's report as plain values: what will be trained, what is left out, and what is
+likely to be a mistake.
 
-Every finding has a code that never changes its meaning, so that programs can rely on it; docs/doctor.md lists them.
+Every finding has a code that never changes its meaning, so that programs can rely on it;
+docs/doctor.md lists them.
 """
 
 import re
@@ -16,7 +18,8 @@ DatasetName = Literal["data", "prior"]
 """The section of the configuration with the dataset; `prior` has the class images."""
 
 Severity = Literal["error", "warning", "note"]
-"""A run with an error cannot be trained; a warning is likely to be a mistake, and a note worth knowing."""
+"""A run with an error cannot be trained; a warning is likely to be a mistake, and a note worth
+knowing."""
 
 CODES: Mapping[str, str] = {
     "D01": "the dataset as a whole cannot be used",
@@ -69,7 +72,8 @@ _SEVERITIES: Mapping[str, Severity] = {
 """Of codes that are no warnings."""
 
 _NAME_THEIR_FILE = ("D02", "D03", "D27")
-"""Codes whose findings quote another message, which usually begins with the file's name; it is then not printed twice."""
+"""Codes whose findings quote another message, which usually begins with the file's name; it is then
+not printed twice."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,11 @@ class Finding:
 
     def __str__(self) -> str:
         named = not self.where or (self.code in _NAME_THEIR_FILE and self.where in self.observation)
-        text = f"{self.code} {self.observation}" if named else f"{self.code} {self.where}: {self.observation}"
+        text = (
+            f"{self.code} {self.observation}"
+            if named
+            else f"{self.code} {self.where}: {self.observation}"
+        )
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
@@ -105,7 +113,8 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings that differ only in names and numbers, together; in each group the smallest numbers come first."""
+    """Findings that differ only in names and numbers, together; in each group the smallest numbers
+    come first."""
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
     for finding in findings:
         text = (
@@ -113,12 +122,15 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
             if finding.where
             else finding.observation
         )
-        groups[finding.severity, finding.code, _NUMBER.sub("", text), _NUMBER.sub("", finding.remedy)].append(finding)
+        groups[
+            finding.severity, finding.code, _NUMBER.sub("", text), _NUMBER.sub("", finding.remedy)
+        ].append(finding)
     return [
         sorted(
             group,
             key=lambda finding: [
-                float(number) for number in _NUMBER.findall(finding.observation.replace(finding.where, ""))
+                float(number)
+                for number in _NUMBER.findall(finding.observation.replace(finding.where, ""))
             ],
         )
         for group in groups.values()
@@ -150,7 +162,8 @@ class BucketRow:
     batch_size: int | None
     """Samples of a full micro-batch."""
     micro_batches: int | None
-    """Micro-batches per epoch; None if unknown, and for class images, which go with the micro-batches of the data."""
+    """Micro-batches per epoch; None if unknown, and for class images, which go with the
+    micro-batches of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +318,10 @@ _JSON_NAMES = {"observation": "what"}
 
 def check_json(checkup: CheckReport) -> dict[str, Any]:
     """The report as plain values; docs/doctor.md describes each key."""
-    values = asdict(checkup, dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs})
+    values = asdict(
+        checkup,
+        dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs},
+    )
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}
     # Schema 1 has this name; without it, it would be another schema.
     former = {"class_pictures": checkup.class_images}
@@ -320,5 +336,6 @@ class CutsCaptions(Protocol):
     """A line for each caption that was truncated during encoding."""
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """The number of tokens that are cut off, and the text that is read; None if the whole caption is read."""
+        """The number of tokens that are cut off, and the text that is read; None if the whole
+        caption is read."""
         ...

@@ -1,7 +1,9 @@
-"""Analysis of windows of clips, each decoded once at low size: cuts, blank and frozen frames, near-duplicates.
+"""Analysis of windows of clips, each decoded once at low size: cuts, blank and frozen frames,
+near-duplicates.
 
-Differences are mean absolute differences between thumbnails, in levels of 0…255. The limits were chosen on generated clips (pans, fades,
-flashes, cuts, re-encoded copies); so their findings are warnings and never exclude a sample.
+Differences are mean absolute differences between thumbnails, in levels of 0…255. The limits were
+chosen on generated clips (pans, fades, flashes, cuts, re-encoded copies); so their findings are
+warnings and never exclude a sample.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +38,8 @@ BLANK_LEVELS = 1.5
 """Standard deviation below which a frame counts as one colour."""
 
 NEAR_BITS = 15
-"""Largest distance of two fingerprints of 189 bits that may show the same clip; fingerprints of different clips are about 95 apart."""
+"""Largest distance of two fingerprints of 189 bits that may show the same clip; fingerprints of
+different clips are about 95 apart."""
 NEAR_LEVELS = 12.0
 """Largest difference of the colours of near-duplicates."""
 
@@ -51,10 +54,12 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """A perceptual hash of the first, middle and last frame of a window; near-duplicates have nearly the same."""
+    """A perceptual hash of the first, middle and last frame of a window; near-duplicates have
+    nearly the same."""
 
     bits: NDArray[np.bool_] = field(repr=False)
-    """Signs of the lowest frequencies of each frame's brightness against their median, 63 a frame."""
+    """Signs of the lowest frequencies of each frame's brightness against their median, 63 a
+    frame."""
     colours: Floats = field(repr=False)
     """[3, 8, 8, 3] levels."""
 
@@ -71,7 +76,8 @@ class WindowLook:
 
     frames: int
     cuts: tuple[float, ...]
-    """Times at which another shot begins, in seconds since the file's first frame, to the precision of a frame."""
+    """Times at which another shot begins, in seconds since the file's first frame, to the precision
+    of a frame."""
     blank: int
     """Number of frames of one colour."""
     is_black: bool
@@ -84,7 +90,9 @@ class WindowLook:
     """None if all frames are blank: blank frames would all look alike."""
 
 
-def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> WindowLook:
+def look_at_window(
+    path: Path, *, frames: int, fps: float, start_seconds: float = 0.0
+) -> WindowLook:
     """Decode a window at low size and measure it.
 
     Args:
@@ -93,21 +101,27 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
         start_seconds: Time of its first frame, counted from the file's first.
     """
     images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)
-    return judge_thumbnails(np.stack(list(_thumbnails(images))), fps=fps, start_seconds=start_seconds)
+    return judge_thumbnails(
+        np.stack(list(_thumbnails(images))), fps=fps, start_seconds=start_seconds
+    )
 
 
 def thumbnail(image: RgbImage) -> Floats:
     """An image resized to [32, 32, 3], in levels; the aspect ratio is not kept."""
     from PIL import Image
 
-    small = Image.fromarray(np.ascontiguousarray(image)).resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+    small = Image.fromarray(np.ascontiguousarray(image)).resize(
+        (SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0
+    )
     return np.asarray(small, dtype=np.float32)
 
 
 def _thumbnails(images: Iterable[RgbImage]) -> Iterator[Floats]:
     last, small = None, None
     for image in images:
-        if image is not last or small is None:  # the decoder yields the same object again for a repeated frame
+        if (
+            image is not last or small is None
+        ):  # the decoder yields the same object again for a repeated frame
             last, small = image, thumbnail(image)
         yield small
 
@@ -143,9 +157,12 @@ def _differences(a: Floats, b: Floats) -> Floats:
 
 
 def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
-    """Indices of steps from one shot to another: large, much larger than the steps around, and not a flash of one frame."""
+    """Indices of steps from one shot to another: large, much larger than the steps around, and not
+    a flash of one frame."""
     for index, step in enumerate(steps):
-        around = np.concatenate([steps[max(0, index - _AROUND) : index], steps[index + 1 : index + 1 + _AROUND]])
+        around = np.concatenate(
+            [steps[max(0, index - _AROUND) : index], steps[index + 1 : index + 1 + _AROUND]]
+        )
         # Repeated frames (24 fps shown at 30) would lower the usual difference.
         around = around[around >= FROZEN_LEVELS]
         usual = float(np.median(around)) if len(around) else 0.0
@@ -172,11 +189,13 @@ def _cosines() -> Floats:
 def window_fingerprint(thumbnails: Floats) -> Fingerprint:
     """The fingerprint of a window.
 
-    Source: the perceptual hash by DCT (Zauner, "Implementation and Benchmarking of Perceptual Image Hash Functions", 2010), here of three frames.
+    Source: the perceptual hash by DCT (Zauner, "Implementation and Benchmarking of Perceptual Image
+    Hash Functions", 2010), here of three frames.
     """
     chosen = thumbnails[[0, len(thumbnails) // 2, -1]]
     cosines = _cosines()
-    # Without the mean brightness: it is above the median in nearly every frame, so its bit would tell nothing.
+    # Without the mean brightness: it is above the median in nearly every frame, so its bit would
+    # tell nothing.
     frequencies = (cosines @ chosen.mean(axis=3) @ cosines.T).reshape(3, -1)[:, 1:]
     bits = frequencies > np.median(frequencies, axis=1, keepdims=True)
     side = SIDE // _HASH_SIDE
@@ -187,12 +206,14 @@ def window_fingerprint(thumbnails: Floats) -> Fingerprint:
 def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[tuple[str, ...]]:
     """Groups of windows that look nearly alike, in the given order.
 
-    The time is linear in their number. The bits of a fingerprint are split into bands, and near-duplicates have at least one equal band; so
-    candidates are found by band, and each window is compared with at most 16 others per band. Later windows are compared with the first of a
+    The time is linear in their number. The bits of a fingerprint are split into bands, and
+    near-duplicates have at least one equal band; so candidates are found by band, and each window
+    is compared with at most 16 others per band. Later windows are compared with the first of a
     group only.
 
     Args:
-        prints: Maps each name to its source (a file, whose own windows are not duplicates of each other) and its fingerprint.
+        prints: Maps each name to its source (a file, whose own windows are not duplicates of each
+            other) and its fingerprint.
     """
     if not prints:
         return []
@@ -201,7 +222,8 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
     packed = np.packbits(bits, axis=1)
     pieces = np.array_split(bits, _BANDS, axis=1)
     values = np.stack([piece @ (1 << np.arange(piece.shape[1])) for piece in pieces], axis=1)
-    # For each band and value of its bits, a ring of the latest windows with it: a fixed size, so that each window takes the same time.
+    # For each band and value of its bits, a ring of the latest windows with it: a fixed size, so
+    # that each window takes the same time.
     latest = np.full((_BANDS, int(values.max()) + 1, _MOST_COMPARED), -1)
     count = np.zeros(latest.shape[:2], int)
     every = np.arange(_BANDS)
@@ -211,7 +233,12 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
         far = _ONES[packed[candidates] ^ packed[index]].sum(axis=1) > NEAR_BITS
         near = (names[other] for other in np.unique(candidates[~far & (candidates >= 0)]))
         original = next(
-            (other for other in near if prints[other][0] != source and fingerprint.near(prints[other][1])), None
+            (
+                other
+                for other in near
+                if prints[other][0] != source and fingerprint.near(prints[other][1])
+            ),
+            None,
         )
         if original is not None:
             groups.setdefault(original, [original]).append(name)

@@ -1,7 +1,8 @@
 """The rules that turn facts about a dataset into findings.
 
-Only `check_boundary_images`, `check_control_videos`, `check_sounds` and `check_silence` read files, to compare conditions with their clips. Data with such
-findings can be trained on, but the model would learn from conditions and clips that do not belong together.
+Only `check_boundary_images`, `check_control_videos`, `check_sounds` and `check_silence` read files,
+to compare conditions with their clips. Data with such findings can be trained on, but the model
+would learn from conditions and clips that do not belong together.
 """
 
 import math
@@ -37,7 +38,8 @@ from ditkit_core.models.conditions import Column
 UPSCALED = 1.25
 """Factor of upscaling above which a finding is made."""
 LEAST_MASK = 0.001
-"""Share of a mask's pixels below which it is black everywhere, or white if it is the share of the others."""
+"""Share of a mask's pixels below which it is black everywhere, or white if it is the share of the
+others."""
 SAME_RATE = 0.95
 """Share of the trained frame rate below which a video's frame rate is too low."""
 FROZEN_SECONDS = 1.0
@@ -51,11 +53,14 @@ MOSTLY_UNUSED = 0.5
 BLANK_SHARE = 0.1
 """Share of a clip's frames that may be blank: films begin and end with blank frames."""
 UNLIKE_LEVELS = 16.0
-"""Mean difference, in levels of 0…255, from which an image does not match a frame; resizing and codecs cause at most 5."""
+"""Mean difference, in levels of 0…255, from which an image does not match a frame; resizing and
+codecs cause at most 5."""
 SAME_SECONDS = 0.05
-"""A condition video may be longer than its clip by this share of the clip's length plus four times this many seconds."""
+"""A condition video may be longer than its clip by this share of the clip's length plus four times
+this many seconds."""
 SILENT = 0.001
-"""Root mean square of silence, where full scale is 1: -60 dB, which is below what a quiet room sounds like next to speech."""
+"""Root mean square of silence, where full scale is 1: -60 dB, which is below what a quiet room
+sounds like next to speech."""
 MANY_USES = 250
 """Uses of a sample in a run above which a note is made."""
 SAME_SHAPE = 0.03
@@ -75,7 +80,9 @@ def file_row(
     is_video = info.kind == "video"
     file_frames = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
     # A set: windows may overlap, and each frame counts once.
-    trained_frames = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
+    trained_frames = {
+        round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)
+    }
     kept = min(file_frames, len(trained_frames)) if is_video else 1
     return FileRow(
         dataset=dataset,
@@ -89,7 +96,10 @@ def file_row(
         dropped=file_frames - kept,
         height=info.height,
         width=info.width,
-        enlarged=max(1.0, *(max(sample.height / info.height, sample.width / info.width) for sample in samples)),
+        enlarged=max(
+            1.0,
+            *(max(sample.height / info.height, sample.width / info.width) for sample in samples),
+        ),
     )
 
 
@@ -112,20 +122,22 @@ def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
         observation = "it is an HDR video; training converts it to SDR"
         yield Finding("D10", row.file, observation, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
-        observation = (
-            f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
+        observation = f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
+        yield Finding(
+            "D11",
+            row.file,
+            observation,
+            "use a larger original, or lower data.height and data.width",
         )
-        yield Finding("D11", row.file, observation, "use a larger original, or lower data.height and data.width")
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
-        observation = (
-            f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
-        )
+        observation = f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
         lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
         yield Finding("D12", row.file, observation, f"use another original, or {lower}")
 
 
 def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
-    """One note about all files whose colours are converted, and a warning about each whose colours cannot be.
+    """One note about all files whose colours are converted, and a warning about each whose colours
+    cannot be.
 
     Args:
         stored: The colours of each file that does not store sRGB.
@@ -133,7 +145,9 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
     for file, colours in stored.items():
         if not colours.is_converted:
             observation = f"its colours are read as sRGB, but it has {colours.name}"
-            yield Finding("D31", file, observation, "convert it to sRGB, so that it is trained as you see it")
+            yield Finding(
+                "D31", file, observation, "convert it to sRGB, so that it is trained as you see it"
+            )
     spaces = Counter(colours.name for colours in stored.values() if colours.is_converted)
     if spaces:
         names = ", ".join(f"{name}: {count}" for name, count in spaces.most_common())
@@ -141,16 +155,19 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
         first = next(file for file, colours in stored.items() if colours.is_converted)
         others = spaces.total() - 1
         where = f"{spaces.total()} files ({first}, …)" if others else first
-        yield Finding("D30", where, observation, "nothing to do; --dump shows them as they are trained")
+        yield Finding(
+            "D30", where, observation, "nothing to do; --dump shows them as they are trained"
+        )
 
 
 def check_matrices(files: Sequence[str], of: int) -> Iterator[Finding]:
-    """One note about all HD videos that do not name their matrix of colours, of this number of files."""
+    """One note about all HD videos that do not name their matrix of colours, of this number of
+    files."""
     if files:
-        where = files[0] if len(files) == 1 else f"{len(files)} of {plural(of, 'file')} ({files[0]}, …)"
-        observation = (
-            f"{HD_LINES} lines or more and no matrix of colours: read as BT.601, as ffmpeg and OpenCV do, not as BT.709"
+        where = (
+            files[0] if len(files) == 1 else f"{len(files)} of {plural(of, 'file')} ({files[0]}, …)"
         )
+        observation = f"{HD_LINES} lines or more and no matrix of colours: read as BT.601, as ffmpeg and OpenCV do, not as BT.709"
         remedy = "if players show other reds and greens than --dump, tag it: ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 OUT"
         yield Finding("D40", where, observation, remedy)
 
@@ -163,12 +180,18 @@ def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterato
 
 
 def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
-    """One note about all videos with only a small part trained; the table of files has the numbers of each."""
+    """One note about all videos with only a small part trained; the table of files has the numbers
+    of each."""
     rows_with_unused = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
     if rows_with_unused:
-        kept, frames = sum(row.kept for row in rows_with_unused), sum(row.frames for row in rows_with_unused)
+        kept, frames = (
+            sum(row.kept for row in rows_with_unused),
+            sum(row.frames for row in rows_with_unused),
+        )
         observation = f"{kept} of their {frames} frames are trained on, less than half of each"
-        remedy = 'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
+        remedy = (
+            'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
+        )
         yield Finding("D13", f"{len(rows_with_unused)} of {len(rows)} files", observation, remedy)
 
 
@@ -184,13 +207,24 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
         yield Finding("D06", where, observation, "cut the file there")
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
-        observation = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
-        yield Finding("D07", where, observation, "cut them off, or remove the clip" if look.frames > 1 else "remove it")
+        observation = (
+            f"{look.blank} of {look.frames} frames are {kind}"
+            if look.frames > 1
+            else f"the image is {kind}"
+        )
+        yield Finding(
+            "D07",
+            where,
+            observation,
+            "cut them off, or remove the clip" if look.frames > 1 else "remove it",
+        )
     elif look.is_still:
         observation = f"nothing moves in its {look.frames} frames"
         yield Finding("D08", where, observation, "train it as an image, or remove it")
     if look.frozen_seconds >= FROZEN_SECONDS:
-        observation = f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
+        observation = (
+            f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
+        )
         yield Finding("D09", where, observation, "cut it off, or use another original")
 
 
@@ -202,7 +236,12 @@ def check_duplicates(
         remedy = "keep one, and give it several captions or repeats if it should count more"
         yield Finding("D04", listed(group), "these files have the same content", remedy)
     for group in near_copy_groups:
-        yield Finding("D05", listed(group), "these look nearly alike", "keep the best of them, unless this is intended")
+        yield Finding(
+            "D05",
+            listed(group),
+            "these look nearly alike",
+            "keep the best of them, unless this is intended",
+        )
 
 
 def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
@@ -213,24 +252,33 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
     """
     count = sum(sample.frames < fewest for sample in samples)
     if count:
-        observation = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
+        observation = (
+            f"they have fewer than {fewest} frames, all of which this model is given as a condition"
+        )
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
         yield Finding("D28", where, f"{observation}: next to nothing is left to learn", remedy)
 
 
 def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> Iterator[Finding]:
-    """One note about all clips that are shorter than the configuration asks for and are trained all the same."""
+    """One note about all clips that are shorter than the configuration asks for and are trained all
+    the same."""
     short = sorted(sample.frames for sample in shortened_clips(samples, data))
     if short:
-        shortest, lengths = min(data.lengths), f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
+        shortest, lengths = (
+            min(data.lengths),
+            f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}",
+        )
         observation = f"they have fewer than {shortest} frames ({shortest / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
         remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
-        yield Finding("D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy)
+        yield Finding(
+            "D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy
+        )
 
 
 def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> Iterator[Finding]:
-    """Findings about files that lose more than a quarter, each file once, with the keys that keep more of it.
+    """Findings about files that lose more than a quarter, each file once, with the keys that keep
+    more of it.
 
     Args:
         size_step: Height and width are multiples of this many pixels.
@@ -247,7 +295,8 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
                 min(height, round(width * sample.height / sample.width)),
             )
             observation = (
-                f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle {middle[0]} x {middle[1]} are trained, as "
+                f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle "
+                f"{middle[0]} x {middle[1]} are trained, as "
                 f"{sample.width} x {sample.height}"
             )
             remedy = remedies.get((height, width)) or _less_cropped(height, width, data, size_step)
@@ -259,8 +308,17 @@ def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> 
     """The fewest keys with which at most a quarter of a picture is cut away, as a remedy."""
     auto: dict[str, Any] = {} if data.buckets else {"buckets": "auto"}
     aspect = max(height, width) / min(height, width)
-    wide = {"max_aspect": math.ceil(aspect * 10) / 10} if data.max_aspect < aspect <= LARGEST_ASPECT else {}
-    for changes in (auto, auto | wide, auto | {"bucket_step": size_step}, auto | wide | {"bucket_step": size_step}):
+    wide = (
+        {"max_aspect": math.ceil(aspect * 10) / 10}
+        if data.max_aspect < aspect <= LARGEST_ASPECT
+        else {}
+    )
+    for changes in (
+        auto,
+        auto | wide,
+        auto | {"bucket_step": size_step},
+        auto | wide | {"bucket_step": size_step},
+    ):
         size = size_of(height, width, resolutions_of(replace(data, **changes), size_step))
         if changes and cut_share(height, width, size) <= MOSTLY_KEPT:
             keys = (
@@ -276,9 +334,7 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
-            observation = (
-                f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
-            )
+            observation = f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
             remedy = "add samples of this shape, or make data.bucket_step larger"
             yield Finding("D17", f"{row.frames} x {row.height} x {row.width}", observation, remedy)
 
@@ -293,14 +349,14 @@ def check_uses(rows: Sequence[BucketRow], micro_batches: int) -> Iterator[Findin
     epoch = sum(row.micro_batches or 0 for row in rows)
     if epoch and micro_batches > MANY_USES * epoch:
         where = plural(trained, "sample")
-        observation = (
-            f"the run uses each {micro_batches / epoch:,.0f} times: it learns these by heart, and little in general"
-        )
+        observation = f"the run uses each {micro_batches / epoch:,.0f} times: it learns these by heart, and little in general"
         remedy = "add images or clips, or lower train.steps and look at samples on the way (sample.every_steps)"
         yield Finding("D35", where, observation, remedy)
 
 
-def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
+def check_boundary_images(
+    sample: Sample, columns: Sequence[Column], fps: float
+) -> Iterator[Finding]:
     """Findings about first and last images that differ from the clip's first or last frame.
 
     Args:
@@ -314,43 +370,65 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
         is_used = column.moment == "begin" or (column.moment == "end" and sample.frames > 1)
         if not is_used or column.name not in sample.controls:
             continue
-        # Both go through training's own reader, so that cropping and colours cannot make a difference.
+        # Both go through training's own reader, so that cropping and colours cannot make a
+        # difference.
         path = sample.controls[column.name]
-        seconds = sample.start_seconds + ((sample.frames - 1) / fps if column.moment == "end" and fps else 0.0)
+        seconds = sample.start_seconds + (
+            (sample.frames - 1) / fps if column.moment == "end" and fps else 0.0
+        )
         clip_image = read_clip(
-            sample.media, frames=1, fps=fps or 1.0, height=height, width=width, start_seconds=seconds
+            sample.media,
+            frames=1,
+            fps=fps or 1.0,
+            height=height,
+            width=width,
+            start_seconds=seconds,
         )
         condition_image = read_clip(Path(path), frames=1, fps=1.0, height=height, width=width)
         levels = 127.5 * float((clip_image - condition_image).abs().mean())
         if levels >= UNLIKE_LEVELS:
-            frame = f"the last of its {sample.frames} frames" if column.moment == "end" else "its first frame"
-            observation = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
+            frame = (
+                f"the last of its {sample.frames} frames"
+                if column.moment == "end"
+                else "its first frame"
+            )
+            observation = (
+                f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
+            )
             remedy = "name the right image, cut the file so that it fits, or leave the column empty"
             yield Finding("D18", sample.id, observation, remedy)
 
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
     """Findings about control videos and masks that do not match their clip in time or shape."""
-    files = {**sample.controls, **({MASK.name: str(sample.mask)} if sample.mask is not None else {})}
+    files = {
+        **sample.controls,
+        **({MASK.name: str(sample.mask)} if sample.mask is not None else {}),
+    }
     for column in (*columns, MASK):
         path = Path(files[column.name]) if column.name in files else None
         if path is None or column.kind != "video":
             continue
         try:
             clip, control = probe(sample.media), probe(path)
-        except UserError:  # damaged after the part that is used; `check_damaged_rest` reports it for the clip
+        except (
+            UserError
+        ):  # damaged after the part that is used; `check_damaged_rest` reports it for the clip
             continue
         where, control_name = sample.media.name, f"{column.name} {path}"
         if media_kind(path) == "video" and (time_difference := _out_of_step(clip, control)):
-            remedy = (
-                "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it like the clip"
-            )
+            remedy = "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it like the clip"
             yield Finding("D19", where, f"{control_name} {time_difference}", remedy)
         ratio = (control.width * clip.height) / (control.height * clip.width)
         if abs(ratio - 1) > SAME_SHAPE:
             sizes = f"{control.width} x {control.height} and its clip {clip.width} x {clip.height}"
             reason = "each is centre-cropped separately, so that they do not align"
-            yield Finding("D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio")
+            yield Finding(
+                "D19",
+                where,
+                f"{control_name} is {sizes}: {reason}",
+                "give both the same aspect ratio",
+            )
 
 
 def _sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[tuple[Column, str, Path]]:
@@ -365,7 +443,8 @@ def _sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[tuple[Column,
 
 
 def check_silence(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
-    """Findings about sounds that are silent during their clip, and so teach the model that they mean nothing."""
+    """Findings about sounds that are silent during their clip, and so teach the model that they
+    mean nothing."""
     end = sample.start_seconds + sample.frames / fps
     for _, name, path in _sounds(sample, columns):
         try:
@@ -374,15 +453,14 @@ def check_silence(sample: Sample, columns: Sequence[Column], fps: float) -> Iter
             continue
         part = sound[round(sample.start_seconds * rate) :]
         if len(part) and math.sqrt(float(np.square(part, dtype=np.float64).mean())) < SILENT:
-            observation = (
-                f"{name} is silent from {sample.start_seconds:.2f} s to {end:.2f} s: the model learns nothing from it"
-            )
+            observation = f"{name} is silent from {sample.start_seconds:.2f} s to {end:.2f} s: the model learns nothing from it"
             remedy = "give it the right sound (of several tracks the first is read), make it louder, or remove the clip"
             yield Finding("D34", sample.id, observation, remedy)
 
 
 def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
-    """Findings about sounds that have to be in step with their clip, and last longer or shorter: given files, or the clip's own sound track."""
+    """Findings about sounds that have to be in step with their clip, and last longer or shorter:
+    given files, or the clip's own sound track."""
     for column, name, path in _sounds(sample, columns):
         if not column.in_step or media_kind(sample.media) != "video" or sample.media.is_dir():
             continue
@@ -391,9 +469,7 @@ def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]
         except UserError:  # what is used of it has been read without an error
             continue
         if clip and sound and abs(sound - clip) > SAME_SECONDS * clip + 4 * SAME_SECONDS:
-            observation = (
-                f"{name} lasts {sound:.2f} s and its clip {clip:.2f} s: they are matched by time, from the start"
-            )
+            observation = f"{name} lasts {sound:.2f} s and its clip {clip:.2f} s: they are matched by time, from the start"
             remedy = "check that they are in step; cut or stretch the sound like the clip"
             yield Finding("D19", sample.media.name, observation, remedy)
 
@@ -406,21 +482,30 @@ def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding
         outside: `train.mask_weight`.
     """
     if share < LEAST_MASK:
-        lost = "nothing of it is learnt" if outside == 0 else f"all of it has the weight {outside:g}"
+        lost = (
+            "nothing of it is learnt" if outside == 0 else f"all of it has the weight {outside:g}"
+        )
         remedy = "paint what is learnt white (transparency counts as white), or remove the mask"
-        yield Finding("D29", sample.id, f"its mask {sample.mask} is black everywhere: {lost}", remedy)
+        yield Finding(
+            "D29", sample.id, f"its mask {sample.mask} is black everywhere: {lost}", remedy
+        )
     elif share > 1 - LEAST_MASK:
         remedy = "paint what is not learnt black (transparency counts as white), or remove the mask"
         yield Finding(
-            "D29", sample.id, f"its mask {sample.mask} is white everywhere: it is learnt as without one", remedy
+            "D29",
+            sample.id,
+            f"its mask {sample.mask} is white everywhere: it is learnt as without one",
+            remedy,
         )
 
 
 def _out_of_step(clip: MediaInfo, control: MediaInfo) -> str:
-    """How a video's timing differs from its clip's; empty if it does not, or if the video is shorter: the loader checks its length."""
+    """How a video's timing differs from its clip's; empty if it does not, or if the video is
+    shorter: the loader checks its length."""
     if not (clip.seconds and control.seconds):  # images of a folder that names no rate
         return ""
-    # As many frames at another rate: it was written without the clip's rate, and fits frame by frame but not by time.
+    # As many frames at another rate: it was written without the clip's rate, and fits frame by
+    # frame but not by time.
     counts = round(clip.seconds * clip.fps), round(control.seconds * control.fps)
     slack = SAME_SECONDS * clip.seconds + 4 * SAME_SECONDS
     times = f"lasts {control.seconds:.2f} s and its clip {clip.seconds:.2f} s: frames are matched by time"

@@ -1,7 +1,8 @@
 """The doctor's trial: two real steps on the largest micro-batch, and a save that is read back.
 
-Two steps, because the second matrix of a new adapter is zero, so that no gradient reaches the first one: it only gets a gradient in the second
-step, after the second matrix was updated. Nothing is kept: the model ends with the process, the save with its temporary folder.
+Two steps, because the second matrix of a new adapter is zero, so that no gradient reaches the first
+one: it only gets a gradient in the second step, after the second matrix was updated. Nothing is
+kept: the model ends with the process, the save with its temporary folder.
 """
 
 import tempfile
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, empty_item_of, refusal, shape_for
+from ditkit_core.diagnostics.doctor.dataset import (
+    ExaminedDataset,
+    empty_item_of,
+    refusal,
+    shape_for,
+)
 from ditkit_core.diagnostics.doctor.findings import Finding, Severity, StepRow, listed
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
@@ -42,14 +48,17 @@ from ditkit_core.training.train_step import StepContext, training_step
 
 STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30
-"""A larger save is skipped: a full fine-tune's takes minutes, and disk space that may not be free."""
+"""A larger save is skipped: a full fine-tune's takes minutes, and disk space that may not be
+free."""
 
 
 def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
-    """Train two steps on the largest micro-batch, which is encoded if necessary. Nothing is downloaded.
+    """Train two steps on the largest micro-batch, which is encoded if necessary. Nothing is
+    downloaded.
 
     Args:
-        examined: Its data: one sample of each shape is tried on the model without weights, then the largest micro-batch is trained.
+        examined: Its data: one sample of each shape is tried on the model without weights, then the
+            largest micro-batch is trained.
 
     Returns:
         The measurements, None if the trial could not run to its end, and the findings.
@@ -61,8 +70,10 @@ def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | Non
         finding = Finding(
             "D20",
             f"model ({', '.join(elsewhere)})",
-            "not tried: not all files of this hub id are in the local cache, and a check downloads nothing",
-            f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base to the folder of a download",
+            "not tried: not all files of this hub id are in the local cache, and a check downloads "
+            "nothing",
+            f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base "
+            f"to the folder of a download",
         )
         return None, [finding]
     try:
@@ -87,7 +98,9 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
     run = job.run.with_arch(unloaded.origin.arch)
     config = run.config.train
     if run.trains_several:
-        raise UserError("the weights show that this model has several experts; name it with model.preset")
+        raise UserError(
+            "the weights show that this model has several experts; name it with model.preset"
+        )
     placement = place_run(run, unloaded, training=True)
     encoded = _encoded(run, unloaded, examined)
     prepared = load_model(unloaded, placement, config.seed)
@@ -96,12 +109,18 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
         seed=config.seed,
         batch_size=BatchSize(samples=len(encoded)),
         caption_dropout=config.caption_dropout,
-        control_dropout=0.0,  # without a condition, the parameters that process it would get no gradient
+        # without a condition, the parameters that process it would get no gradient
+        control_dropout=0.0,
     )
-    # A pipelined step keeps all its micro-batches in memory at once; else one at a time shows the same peak.
-    batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
+    # A pipelined step keeps all its micro-batches in memory at once; else one at a time shows the
+    # same peak.
+    batches = [
+        data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)
+    ]
     optim, ema = run.config.optim, run.config.ema
-    trained = TrainState(prepared.module, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
+    trained = TrainState(
+        prepared.module, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels
+    )
     restart_peak(devices := {parameter.device for parameter in prepared.module.parameters()})
     prepared.module.train()
     engine = engine_for(prepared, run.execution, placement.checkpointing)
@@ -113,7 +132,9 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
                 Model(prepared.module, engine, run.spec),
                 batches,
                 trained.optimizer,
-                StepContext(step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined),
+                StepContext(
+                    step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined
+                ),
                 lr=run.config.optim.lr,
                 clip_norm=config.clip_norm,
                 watch=_GradientRecorder(gradients),
@@ -121,7 +142,9 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
         trained.optimizer.zero_grad()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    without_gradient = tuple(name for name in trained.parameters if not any(map(bool, gradients.get(name, ()))))
+    without_gradient = tuple(
+        name for name in trained.parameters if not any(map(bool, gradients.get(name, ())))
+    )
     peak = float(peak_memory_bytes(devices))  # before the save, which is no part of a step
     reloaded = _reloads(trained)
     first = examined.largest[0]
@@ -147,39 +170,53 @@ def _encoded(run: RunContext, unloaded: Model, examined: ExaminedDataset) -> lis
     """The largest micro-batch, encoded, after a look at what the model refuses."""
     _check_shapes(run.data, unloaded, [*examined.samples, *examined.class_images])
     check_components(run, examined.samples)
-    encoded, wanted = encode_samples(run.data, examined.largest, run.data.fps), len(examined.largest)
+    encoded, wanted = (
+        encode_samples(run.data, examined.largest, run.data.fps),
+        len(examined.largest),
+    )
     if len(encoded) < wanted:
-        raise UserError(f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings")
+        raise UserError(
+            f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings"
+        )
     check_items(run.spec, unloaded.module, encoded)
     return encoded
 
 
 def _check_shapes(data: RunData, unloaded: Model, samples: Sequence[Sample]) -> None:
-    """Try one sample of each shape on the model without weights: a shape that it refuses is found before anything is encoded."""
+    """Try one sample of each shape on the model without weights: a shape that it refuses is found
+    before anything is encoded."""
     for shape, sample in {shape_for(data, sample): sample for sample in reversed(samples)}.items():
         try:
-            check_item(data.spec, unloaded.module, empty_item_of(data.spec, unloaded.origin.arch, shape))
+            check_item(
+                data.spec, unloaded.module, empty_item_of(data.spec, unloaded.origin.arch, shape)
+            )
         except UserError as error:
             raise error.at(sample.id) from error
 
 
 class _GradientRecorder(StatsRecorder):
-    """Records for each parameter whether its gradients, one per step, had a value other than zero."""
+    """Records for each parameter whether its gradients, one per step, had a value other than
+    zero."""
 
     def __init__(self, flags: dict[str, list[Tensor]]):
         super().__init__()
         self._gradient_flags = flags
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """Record a parameter's gradient before clipping, as a flag on its device: reading it here would wait for the GPU."""
+        """Record a parameter's gradient before clipping, as a flag on its device: reading it here
+        would wait for the GPU."""
         super().gradient(name, gradient)
         self._gradient_flags[name].append(gradient.detach().any())
 
 
 def _reloads(trained: TrainState) -> bool | None:
-    """Whether a save is bitwise identical when read back, in the file and in the parameters; None if it is too large for a trial."""
+    """Whether a save is bitwise identical when read back, in the file and in the parameters; None
+    if it is too large for a trial."""
     state = trained.state_dict()
-    if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:
+    if (
+        sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values())
+        > LARGEST_SAVE_BYTES
+    ):
         return None
     with tempfile.TemporaryDirectory(prefix="ditkit-check-") as folder:
         save_path = save_state(Path(folder), state, SaveConfig())
@@ -189,7 +226,9 @@ def _reloads(trained: TrainState) -> bool | None:
         if not _equal(_flat(read.tensors), _flat(state.tensors)):
             return False
         values_before = {name: value.detach().clone() for name, value in trained.values.items()}
-        with torch.no_grad():  # zeroed, so that a value that loading misses cannot look as if it had been loaded
+        with (
+            torch.no_grad()
+        ):  # zeroed, so that a value that loading misses cannot look as if it had been loaded
             for value in trained.values.values():
                 value.zero_()
         trained.load_state_dict(read, save_path)
@@ -198,7 +237,9 @@ def _reloads(trained: TrainState) -> bool | None:
 
 def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
     return {
-        (group, name): tensor.detach().cpu() for group, tensors in groups.items() for name, tensor in tensors.items()
+        (group, name): tensor.detach().cpu()
+        for group, tensors in groups.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -210,12 +251,18 @@ def _equal(a: Mapping[Any, Tensor], b: Mapping[Any, Tensor]) -> bool:
 def _findings(row: StepRow, method: str) -> Iterator[Finding]:
     """The findings of a trial."""
     if names := row.without_gradient:
-        # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
-        severity: Severity = "error" if method != "full" or len(names) == row.parameters else "warning"
+        # Full fine-tuning may include parameters for inputs that this data does not have; an
+        # adapter names its targets.
+        severity: Severity = (
+            "error" if method != "full" or len(names) == row.parameters else "warning"
+        )
         count = f"{len(names)} of {row.parameters} trained parameters"
         observation = f"no gradient reaches {count}: training would not change them"
         remedy = "remove them from adapter.targets, or add the data that they process"
         yield Finding("D23", listed(names, 3), observation, remedy, severity=severity)
     if row.reloaded is False:
-        observation, remedy = "the save differs when it is read back", "check the disk and the memory of this machine"
+        observation, remedy = (
+            "the save differs when it is read back",
+            "check the disk and the memory of this machine",
+        )
         yield Finding("D24", "a save of this run", observation, remedy)

@@ -1,4 +1,5 @@
-"""Curves in the coordinates of an SVG, which `macros.html` draws. Colours come from the style sheet, so that they follow light and dark mode."""
+"""Curves in the coordinates of an SVG, which `macros.html` draws. Colours come from the style
+sheet, so that they follow light and dark mode."""
 
 import math
 import re
@@ -19,7 +20,8 @@ _MOST_PATH_POINTS = 600
 _DIGIT = 8.0
 """Largest width of a digit at the axes."""
 _LEAST = 1e-300
-"""Smallest value of a logarithmic axis, and smallest range of any: a file may contain numbers whose logarithms or steps are none."""
+"""Smallest value of a logarithmic axis, and smallest range of any: a file may contain numbers whose
+logarithms or steps are none."""
 _MOST_DOTS = 60
 """Largest number of points with which a curve has a dot at each."""
 
@@ -59,11 +61,14 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
+        """A sentence about the main curve: first, last and lowest value. Screen readers read it in
+        place of the chart."""
         series = self.series
 
         def at(index: int) -> str:
-            return f"{format_number(series.values[index] / self.unit)} at step {series.steps[index]}"
+            return (
+                f"{format_number(series.values[index] / self.unit)} at step {series.steps[index]}"
+            )
 
         if len(series.values) == 1:
             return at(0)
@@ -81,10 +86,13 @@ class Chart:
 
     @cached_property
     def _axis(self) -> tuple[float, float, bool]:
-        """The lowest and highest position of the axis of values, and whether positions are logarithms."""
+        """The lowest and highest position of the axis of values, and whether positions are
+        logarithms."""
         values = [value for curve in self._curves for value in curve.values]
         values += [self.level] if self.level is not None else []
-        logarithmic = self.logarithmic and min(values) > _LEAST  # the power of ten below has to be a number too
+        logarithmic = (
+            self.logarithmic and min(values) > _LEAST
+        )  # the power of ten below has to be a number too
         positions = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(positions), max(positions)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
@@ -123,15 +131,22 @@ class Chart:
         for tick in _round_ticks(*self.steps):
             if tick == round(tick):
                 text = f"{round(tick)}"
-                yield min(self.x(tick), WIDTH - len(text) * _DIGIT / 2), text  # the text would be cut off at the edge
+                yield (
+                    min(self.x(tick), WIDTH - len(text) * _DIGIT / 2),
+                    text,
+                )  # the text would be cut off at the edge
 
     def points(self, series: Series) -> list[tuple[float, float]]:
         """The positions of a curve's points."""
-        return [(self.x(float(s)), self.y(v)) for s, v in zip(series.steps, series.values, strict=True)]
+        return [
+            (self.x(float(s)), self.y(v)) for s, v in zip(series.steps, series.values, strict=True)
+        ]
 
     def path(self, series: Series) -> str:
         """A curve as the outline of an SVG path."""
-        return "M" + "L".join(f"{x} {y}" for x, y in self.points(series.downsampled(_MOST_PATH_POINTS)))
+        return "M" + "L".join(
+            f"{x} {y}" for x, y in self.points(series.downsampled(_MOST_PATH_POINTS))
+        )
 
     @property
     def dots(self) -> list[tuple[float, float]]:

@@ -12,7 +12,13 @@ from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import dicts_of, json_part
-from ditkit_core.io.run_dir import ListedSample, RunFolder, is_changed_list, listed_samples, sample_number
+from ditkit_core.io.run_dir import (
+    ListedSample,
+    RunFolder,
+    is_changed_list,
+    listed_samples,
+    sample_number,
+)
 from ditkit_core.run.config import RunConfig
 
 MOST_POINTS = 2000
@@ -38,12 +44,14 @@ class Series:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a curve of it would show nothing: all values are within a hundredth of the largest."""
+        """Whether a curve of it would show nothing: all values are within a hundredth of the
+        largest."""
         low, high = min(self.values), max(self.values)
         return high - low <= 0.01 * max(abs(low), abs(high))
 
     def downsampled(self, at_most: int = MOST_POINTS) -> "Series":
-        """At most this many of its points: the lowest and highest of each interval, so that no spike is lost, and both ends."""
+        """At most this many of its points: the lowest and highest of each interval, so that no
+        spike is lost, and both ends."""
         count = len(self.steps)
         if count <= at_most:
             return self
@@ -52,12 +60,18 @@ class Series:
         for i in range(intervals):
             # Lowest and highest, not an average: readers look for spikes.
             span = range(i * count // intervals, (i + 1) * count // intervals)
-            indices |= {min(span, key=self.values.__getitem__), max(span, key=self.values.__getitem__)}
+            indices |= {
+                min(span, key=self.values.__getitem__),
+                max(span, key=self.values.__getitem__),
+            }
         chosen = sorted(indices)
-        return Series(steps=[self.steps[i] for i in chosen], values=[self.values[i] for i in chosen])
+        return Series(
+            steps=[self.steps[i] for i in chosen], values=[self.values[i] for i in chosen]
+        )
 
     def smoothed(self, points: int) -> "Series":
-        """The exponential average over about this many points, corrected for the start as Adam corrects its averages."""
+        """The exponential average over about this many points, corrected for the start as Adam
+        corrects its averages."""
         keep = 1 - 1 / max(points, 1)
         total, weight, averaged = 0.0, 0.0, list[float]()
         for value in self.values:
@@ -96,7 +110,8 @@ class Section:
     by_command: Sequence[SampleSet] = ()
     """Samples of the sample command, in the order of its calls."""
     verified: Mapping[str, bool] = field(default_factory=dict)
-    """Whether the program that reads an export agreed with the trained model, by name of the export."""
+    """Whether the program that reads an export agreed with the trained model, by name of the
+    export."""
     completed: int | None = None
     """Step at which the run was completed; None if it is not complete."""
 
@@ -122,7 +137,10 @@ class Section:
         series = {name: curve.downsampled() for name, curve in self.series.items()}
         return {
             "name": self.name,
-            "series": {name: {"steps": list(s.steps), "values": list(s.values)} for name, s in series.items()},
+            "series": {
+                name: {"steps": list(s.steps), "values": list(s.values)}
+                for name, s in series.items()
+            },
         }
 
 
@@ -133,13 +151,21 @@ PER_SIGMA = "held_out/sigma_"
 def read_sections(folder: Path) -> list[Section]:
     """The run in a folder, and the runs in the folders directly below it (of experts).
 
-    Without metrics of its own, a folder with such runs comes last: it contains the samples of all experts.
+    Without metrics of its own, a folder with such runs comes last: it contains the samples of all
+    experts.
     """
     folder = Path(folder)
     below = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    folders = [folder, *below] if RunFolder(folder).metrics.is_file() else [*below, *([folder] if below else [])]
+    folders = (
+        [folder, *below]
+        if RunFolder(folder).metrics.is_file()
+        else [*below, *([folder] if below else [])]
+    )
     if not folders:
-        raise UserError(f"{folder} has no metrics.jsonl; name the folder of a run that has begun to train (--run RUN)")
+        raise UserError(
+            f"{folder} has no metrics.jsonl; name the folder of a run that has begun to train "
+            f"(--run RUN)"
+        )
     return [_read_section(path, "" if path == folder else path.name) for path in folders]
 
 
@@ -170,7 +196,8 @@ def _public(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, str]]]:
     """The numbers of a metrics file by name, and the last value of each text.
 
-    Lines that are incomplete after a crash, and values that are neither finite numbers nor text, are skipped.
+    Lines that are incomplete after a crash, and values that are neither finite numbers nor text,
+    are skipped.
     """
     points: dict[str, tuple[list[int], list[float]]] = {}
     texts: dict[str, tuple[int, str]] = {}
@@ -190,22 +217,31 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))
-    return {name: Series(steps=steps, values=values) for name, (steps, values) in points.items()}, texts
+    return {
+        name: Series(steps=steps, values=values) for name, (steps, values) in points.items()
+    }, texts
 
 
 def _training_samples(folder: Path) -> list[SampleSet]:
     """The samples of training: evenly spaced steps, including the first and the last."""
     names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
     steps = sorted((int(step), path) for step, path in names if step.isdecimal())
-    sample_sets = [sample_set for step, path in steps if (sample_set := _listed(path, f"step {step}"))]
+    sample_sets = [
+        sample_set for step, path in steps if (sample_set := _listed(path, f"step {step}"))
+    ]
     if len(sample_sets) <= MOST_TIMES:
         return sample_sets
-    return [sample_sets[round(i * (len(sample_sets) - 1) / (MOST_TIMES - 1))] for i in range(MOST_TIMES)]
+    return [
+        sample_sets[round(i * (len(sample_sets) - 1) / (MOST_TIMES - 1))] for i in range(MOST_TIMES)
+    ]
 
 
 def _by_command(folder: Path) -> list[SampleSet]:
     """The newest samples of the sample command."""
-    listed = sorted(filter(sample_number, folder.glob("*.json")), key=lambda path: (sample_number(path), path.name))
+    listed = sorted(
+        filter(sample_number, folder.glob("*.json")),
+        key=lambda path: (sample_number(path), path.name),
+    )
     return [sample_set for path in listed if (sample_set := _listed(path, path.stem))][-MOST_TIMES:]
 
 
@@ -213,5 +249,9 @@ def _listed(path: Path, title: str) -> SampleSet | None:
     """The samples in a JSON list; None if there are none."""
     samples = listed_samples(path)
     # Its prompts and seeds may then belong to other samples.
-    changed = f" ({path.name} was changed or damaged since it was written)" if is_changed_list(path) else ""
+    changed = (
+        f" ({path.name} was changed or damaged since it was written)"
+        if is_changed_list(path)
+        else ""
+    )
     return SampleSet(title=f"{title}{changed}", samples=samples) if samples else None

@@ -12,14 +12,17 @@ from ditkit_core.training.trainer import Callback
 EVERY_SECONDS = 60.0
 """Shortest time between two pages that no save or preview asked for."""
 SHARE = 0.01
-"""Largest share of the time that making them takes: a run of many steps and samples has them less often."""
+"""Largest share of the time that making them takes: a run of many steps and samples has them less
+often."""
 
 
 class LivePage(Callback):
-    """Writes the page again after a minute of training, so that it has more than saves and previews.
+    """Writes the page again after a minute of training, so that it has more than saves and
+    previews.
 
     Args:
-        folders: The folders whose pages show the run: its own, and for an expert the folder of both experts, too.
+        folders: The folders whose pages show the run: its own, and for an expert the folder of both
+            experts, too.
     """
 
     def __init__(self, folders: Iterable[Path]):

@@ -8,12 +8,19 @@ from typing import Any
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.report.data import RANDOM_BASE, Section
-from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change, plural
+from ditkit_core.diagnostics.report.words import (
+    Verdict,
+    format_duration,
+    format_number,
+    judge_change,
+    plural,
+)
 from ditkit_core.io.files import dicts_of
 
 
 def overview(section: Section) -> dict[str, Any]:
-    """The top of a section as values of its template: its state, the verdict, and what was trained, by title."""
+    """The top of a section as values of its template: its state, the verdict, and what was trained,
+    by title."""
     verdict, details = section_verdict(section)
     facts = {
         "Model": _model(section),
@@ -41,25 +48,41 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     if measured is None:
         words = "validation loss was not measured"
         why = "No clips are held out (held_out.clips = 0), and the training loss alone does not show whether a run gets better."
-        return Verdict(words, "unclear", f"nothing tells whether it learns: {words}"), [f"{why} {_COMPARE}"]
+        return Verdict(words, "unclear", f"nothing tells whether it learns: {words}"), [
+            f"{why} {_COMPARE}"
+        ]
     first, last = measured.values[0], measured.last
     if len(measured.steps) == 1 or measured.steps[0] or not first:
         words = f"validation loss is {format_number(last)} at step {measured.steps[-1]}"
         why = "It was not measured before and after training."
-        why_unclear = "nothing to compare with" if measured.steps[0] or len(measured.steps) > 1 else "too early to tell"
+        why_unclear = (
+            "nothing to compare with"
+            if measured.steps[0] or len(measured.steps) > 1
+            else "too early to tell"
+        )
         return Verdict(words, "unclear", f"{why_unclear}: {words}"), [why]
-    ends = [section.series[name] for name in ("held_out_low", "held_out_high") if name in section.series]
+    ends = [
+        section.series[name] for name in ("held_out_low", "held_out_high") if name in section.series
+    ]
     # The grid of noise levels may have changed since an interval was measured.
-    interval = [end.last for end in ends] if {end.steps[-1] for end in ends[1:]} == {measured.steps[-1]} else None
+    interval = (
+        [end.last for end in ends]
+        if {end.steps[-1] for end in ends[1:]} == {measured.steps[-1]}
+        else None
+    )
     lowest = min(range(len(measured.values)), key=measured.values.__getitem__)
     values = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
     details = f"Validation loss: {values}"
     is_past = measured.values[lowest] < last
     if is_past:
-        details += f"; lowest at step {measured.steps[lowest]}: {format_number(measured.values[lowest])}"
+        details += (
+            f"; lowest at step {measured.steps[lowest]}: {format_number(measured.values[lowest])}"
+        )
     noun = "clip" if _of_clips(section) else "image"
     verdict = judge_change(first, last, interval, len(section.held_out), noun)
-    advice = LOOK if verdict.kind == "fell" and not section.model.get(RANDOM_BASE) else verdict.advice
+    advice = (
+        LOOK if verdict.kind == "fell" and not section.model.get(RANDOM_BASE) else verdict.advice
+    )
     if verdict.kind == "rose" and is_past and measured.steps[lowest]:
         advice += " The best save is exported by the export command with --step best."
     return verdict, [line for line in (f"{verdict.certainty} {details}.".strip(), advice) if line]
@@ -105,7 +128,9 @@ def _files(config: Mapping[str, Any]) -> Iterator[str]:
         "sample.adapter_low": "in samples of the low-noise expert alone",
     }.items():
         entries = config.get(key) or []
-        if names := [Path(str(entry)).name for entry in (entries if isinstance(entries, list) else [entries])]:
+        if names := [
+            Path(str(entry)).name for entry in (entries if isinstance(entries, list) else [entries])
+        ]:
             yield f"{', '.join(names)}: {use}"
 
 
@@ -135,7 +160,11 @@ def _data(section: Section) -> list[str]:
 def _frames(section: Section) -> list[int]:
     """The numbers of frames in the data, ascending."""
     return sorted(
-        {shape["frames"] for shape in dicts_of(section.data.get("shapes")) if isinstance(shape.get("frames"), int)}
+        {
+            shape["frames"]
+            for shape in dicts_of(section.data.get("shapes"))
+            if isinstance(shape.get("frames"), int)
+        }
     )
 
 
@@ -145,16 +174,26 @@ def _of_clips(section: Section) -> bool:
 
 def _training(section: Section) -> list[str]:
     config, seconds = section.config, section.series.get("seconds")
-    lr, batch, times = (config.get(key) for key in ("optim.lr", "train.batch_size", "train.accumulation"))
+    lr, batch, times = (
+        config.get(key) for key in ("optim.lr", "train.batch_size", "train.accumulation")
+    )
     share = config.get("prior.match_base")
     samples = batch * times if isinstance(batch, int) and isinstance(times, int) else 0
     per_step = fmean(seconds.values) if seconds else 0.0
     return _said(
         plural(section.step, "step"),
-        f"learning rate {lr:g}{_other_rates(config)}, {config.get('optim.name')}" if isinstance(lr, float) else "",
-        f"{plural(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
-        f"{share:.0%} of the steps match the base's own prediction" if isinstance(share, float) and share else "",
-        f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step" if seconds else "",
+        f"learning rate {lr:g}{_other_rates(config)}, {config.get('optim.name')}"
+        if isinstance(lr, float)
+        else "",
+        f"{plural(samples, 'sample')} per step"
+        if samples and not config.get("train.batch_tokens")
+        else "",
+        f"{share:.0%} of the steps match the base's own prediction"
+        if isinstance(share, float) and share
+        else "",
+        f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step"
+        if seconds
+        else "",
     )
 
 
@@ -184,7 +223,10 @@ def _exports(verified: Mapping[str, bool]) -> list[str]:
     wrong = [name for name, agrees in verified.items() if not agrees]
     return _said(
         f"{len(verified) - len(wrong)} of {len(verified)} verified",
-        *(f"{name} does not work in the program that reads it: verified.json says how" for name in wrong),
+        *(
+            f"{name} does not work in the program that reads it: verified.json says how"
+            for name in wrong
+        ),
     )
 
 

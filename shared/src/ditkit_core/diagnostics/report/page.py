@@ -13,7 +13,8 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
 RELOAD_SECONDS = 20
-"""Time after which a page is loaded again while its run trains; reading one of 20 MB from a disk takes much less."""
+"""Time after which a page is loaded again while its run trains; reading one of 20 MB from a disk
+takes much less."""
 
 
 def write_report(folder: Path) -> Path:
@@ -23,13 +24,16 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def report_page(folder: Path, sections: Sequence[Section], logs: Mapping[str, Sequence[str]] | None = None) -> str:
+def report_page(
+    folder: Path, sections: Sequence[Section], logs: Mapping[str, Sequence[str]] | None = None
+) -> str:
     """Build the page.
 
     Args:
         folder: The folder that it is written into; its name is the title.
         sections: The sections of the run, at least one.
-        logs: Last lines by name, which a page shows that is sent by a server; it loads its samples from there. None for a file.
+        logs: Last lines by name, which a page shows that is sent by a server; it loads its samples
+            from there. None for a file.
     """
     name, now = folder.resolve().name, datetime.now(UTC)
     by_name = sorted(sections, key=lambda section: bool(section.name))
@@ -43,16 +47,20 @@ def report_page(folder: Path, sections: Sequence[Section], logs: Mapping[str, Se
         reload=RELOAD_SECONDS if _is_training(folder, is_served=logs is not None) else None,
         overviews=[overview(section) for section in sections if section.series],
         sections=[
-            (section.name, drawn := groups(section), constants(section, drawn), tables(section)) for section in sections
+            (section.name, drawn := groups(section), constants(section, drawn), tables(section))
+            for section in sections
         ],
         logs=logs or {},
         samples=samples_parts(by_name),
         media=embedded_media(by_name, folder, embeds=logs is None),
-        numbers=json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
+        numbers=json_script(
+            {"sections": [section.to_json() for section in sections]}, id="numbers"
+        ),
     )
 
 
 def _is_training(folder: Path, *, is_served: bool) -> bool:
-    """Whether a process trains in the folder, or was killed there, and the run is not complete. One that is watched may still begin to."""
+    """Whether a process trains in the folder, or was killed there, and the run is not complete. One
+    that is watched may still begin to."""
     run = RunFolder(folder)
     return (is_served or bool(run.owner())) and run.completed_step() is None

@@ -1,4 +1,5 @@
-"""The samples of a run on its page: for each prompt a strip over the steps, with videos that play."""
+"""The samples of a run on its page: for each prompt a strip over the steps, with videos that
+play."""
 
 import base64
 import io
@@ -18,7 +19,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import ListedSample
 
 MEDIA_BYTES = 12_000_000
-"""Largest total size of embedded samples: 16 MB in base64. A page that can still be sent by mail."""
+"""Largest total size of embedded samples: 16 MB in base64. A page that can still be sent by
+mail."""
 VIDEO_BYTES = 2_000_000
 """Largest size of an embedded video."""
 _IMAGE_SIZE, _IMAGE_BYTES = (640, 640), 150_000
@@ -67,7 +69,8 @@ def samples_parts(sections: Sequence[Section]) -> list[SamplesPart]:
 
 
 def _by_importance(sections: Sequence[Section]) -> list[SampleSet]:
-    """The newest samples, those before training, and then the others: the page may have no room for all."""
+    """The newest samples, those before training, and then the others: the page may have no room for
+    all."""
     ordered: list[SampleSet] = []
     for section in sections:
         ordered += [*section.samples[-1:], *section.samples[:1], *section.by_command[::-1]]
@@ -75,12 +78,15 @@ def _by_importance(sections: Sequence[Section]) -> list[SampleSet]:
 
 
 def _over_steps(section: Section) -> list[Strip]:
-    """A strip for each prompt and seed, or one of all prompts if there are samples of one step only."""
+    """A strip for each prompt and seed, or one of all prompts if there are samples of one step
+    only."""
     if len(section.samples) == 1:
         return [_side_by_side(section.samples[0])]
     strips: dict[tuple[str, str, int], list[tuple[str, ListedSample]]] = {}
     for sample_set in section.samples:
-        occurrences = Counter[tuple[str, str]]()  # one prompt may be listed twice, with other conditions
+        occurrences = Counter[
+            tuple[str, str]
+        ]()  # one prompt may be listed twice, with other conditions
         for sample in sample_set.samples:
             key = (sample.prompt, sample.seed)
             occurrences[key] += 1
@@ -88,17 +94,23 @@ def _over_steps(section: Section) -> list[Strip]:
             strips.setdefault((*key, occurrences[key]), []).append((label, sample))
     controls = _controls(section.config)
     return [
-        Strip(f"{prompt} (seed {seed})", tiles, controls.get(prompt, "")) for (prompt, seed, _), tiles in strips.items()
+        Strip(f"{prompt} (seed {seed})", tiles, controls.get(prompt, ""))
+        for (prompt, seed, _), tiles in strips.items()
     ]
 
 
 def _controls(config: Mapping[str, Any]) -> dict[str, str]:
-    """Why prompts are controls: the last `sample.num_control_prompts`, and all without the trigger if some have it."""
+    """Why prompts are controls: the last `sample.num_control_prompts`, and all without the trigger
+    if some have it."""
     listed, count = config.get("sample.prompts"), config.get("sample.num_control_prompts")
     prompts = [str(prompt) for prompt in listed] if isinstance(listed, list) else []
     trigger = str(config.get("data.trigger") or "").strip().lower()
     without = [prompt for prompt in prompts if trigger and trigger not in prompt.lower()]
-    controls = dict.fromkeys(without, "control: without the trigger") if len(without) < len(prompts) else {}
+    controls = (
+        dict.fromkeys(without, "control: without the trigger")
+        if len(without) < len(prompts)
+        else {}
+    )
     # `--sample.prompts` may have replaced those that were counted.
     if isinstance(count, int) and 0 < count < len(prompts):
         controls |= dict.fromkeys(prompts[-count:], "control")
@@ -106,7 +118,9 @@ def _controls(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _side_by_side(sample_set: SampleSet) -> Strip:
-    return Strip(sample_set.title, [(sample.prompt, sample) for sample in sample_set.samples[:_MOST_STRIPS]])
+    return Strip(
+        sample_set.title, [(sample.prompt, sample) for sample in sample_set.samples[:_MOST_STRIPS]]
+    )
 
 
 class Medium(NamedTuple):
@@ -123,8 +137,11 @@ class Medium(NamedTuple):
     """Why it cannot be shown."""
 
 
-def embedded_media(sections: Sequence[Section], folder: Path, *, embeds: bool = True) -> Mapping[Path, Medium]:
-    """How the page shows each sample. Samples are embedded until the page is full; those that come later are links.
+def embedded_media(
+    sections: Sequence[Section], folder: Path, *, embeds: bool = True
+) -> Mapping[Path, Medium]:
+    """How the page shows each sample. Samples are embedded until the page is full; those that come
+    later are links.
 
     Args:
         folder: The folder that the page is written into, which links begin at.
@@ -137,7 +154,8 @@ def embedded_media(sections: Sequence[Section], folder: Path, *, embeds: bool = 
             if (file := sample.file) in media:
                 continue
             link = quote(Path(os.path.relpath(file, folder)).as_posix())
-            # No symbolic links: a folder from elsewhere must not put files of this computer into a page that is sent on.
+            # No symbolic links: a folder from elsewhere must not put files of this computer into a
+            # page that is sent on.
             if file.is_symlink() or not file.is_file():
                 media[file] = Medium(problem=f"{file.name} is missing")
             elif not embeds:
@@ -146,13 +164,17 @@ def embedded_media(sections: Sequence[Section], folder: Path, *, embeds: bool = 
                 try:
                     media[file], num_bytes = _embedded(file, link, left)
                     left -= num_bytes
-                except (UserError, OSError) as error:  # one damaged file must not prevent the report
+                except (
+                    UserError,
+                    OSError,
+                ) as error:  # one damaged file must not prevent the report
                     media[file] = Medium(problem=str(error))
     return media
 
 
 def _embedded(file: Path, link: str, left: int) -> tuple[Medium, int]:
-    """A sample as content of the page, which has room for this many bytes; and how many it takes."""
+    """A sample as content of the page, which has room for this many bytes; and how many it
+    takes."""
     is_video, size = file.suffix == ".mp4", file.stat().st_size
     if is_video and size <= min(VIDEO_BYTES, left):
         return Medium(_data_url("video/mp4", file.read_bytes()), link, is_video=True), size

@@ -53,21 +53,40 @@ class Group:
 
 
 def groups(section: Section) -> list[Group]:
-    """The charts by group, the important ones first. A constant series has no chart, and a group without charts is left out."""
+    """The charts by group, the important ones first. A constant series has no chart, and a group
+    without charts is left out."""
     series = section.series
     levels = {f"{PER_SIGMA}{sigma:g}": f"σ {sigma:g}" for sigma in section.sigmas}
     changes = (_change(series[name], title) for name, title in levels.items())
-    account = {name: name.removeprefix(TIMES).replace("/", ": ") for name in series if name.startswith(TIMES)}
-    others = {name: name for name in series if not (name in _NAMES or name in account or name.startswith("held_out"))}
+    account = {
+        name: name.removeprefix(TIMES).replace("/", ": ")
+        for name in series
+        if name.startswith(TIMES)
+    }
+    others = {
+        name: name
+        for name in series
+        if not (name in _NAMES or name in account or name.startswith("held_out"))
+    }
     broken = max(series["nonfinite"].values) if "nonfinite" in series else None
     finite = "all activations are finite" if broken == 0 else ""
-    by_level = [chart for name, title in levels.items() for chart in _validation(series, name, title)]
+    by_level = [
+        chart for name, title in levels.items() for chart in _validation(series, name, title)
+    ]
     loss = [*_loss(series), *_validation(series, "held_out", "validation loss")]
     candidates = [
         Group(title="Loss", charts=loss, is_folded=False),
         Group(title="Training", charts=_curves(series, _TRAINING), is_folded=False),
-        Group(title="Validation loss by noise level", charts=by_level, note=", ".join(filter(None, changes))),
-        Group(title="Seconds of a step", charts=_curves(series, account), note=_shares(series, account)),
+        Group(
+            title="Validation loss by noise level",
+            charts=by_level,
+            note=", ".join(filter(None, changes)),
+        ),
+        Group(
+            title="Seconds of a step",
+            charts=_curves(series, account),
+            note=_shares(series, account),
+        ),
         Group(
             title="Sentinels",
             charts=_curves(series, _SENTINELS),
@@ -77,7 +96,9 @@ def groups(section: Section) -> list[Group]:
         Group(title="Other numbers", charts=_curves(series, others)),
     ]
     # Stable: what is folded comes after the others.
-    return sorted((group for group in candidates if group.charts), key=lambda group: group.is_folded)
+    return sorted(
+        (group for group in candidates if group.charts), key=lambda group: group.is_folded
+    )
 
 
 def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
@@ -85,12 +106,20 @@ def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
     means = {title: fmean(series[name].values) for name, title in account.items()}
     total = sum(means.values()) or 1.0
     longest = sorted(means.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{title} {mean / total:.0%}" for title, mean in longest if mean / total >= 0.005)
+    return ", ".join(
+        f"{title} {mean / total:.0%}" for title, mean in longest if mean / total >= 0.005
+    )
 
 
 def _curves(series: Mapping[str, Series], names: Mapping[str, str]) -> list[Chart]:
     return [
-        Chart(name=name, title=title, series=series[name], logarithmic=name in _LOGARITHMIC, unit=_unit(name))
+        Chart(
+            name=name,
+            title=title,
+            series=series[name],
+            logarithmic=name in _LOGARITHMIC,
+            unit=_unit(name),
+        )
         for name, title in names.items()
         if name in series and not series[name].is_flat
     ]
@@ -106,10 +135,13 @@ def _loss(series: Mapping[str, Series]) -> list[Chart]:
     raw, note = series["loss"], "each step samples new noise levels"
     if len(raw.steps) < _SMOOTHED_POINTS:
         return [Chart(name="loss", title="training loss", series=raw, note=note)]
-    # With one noise level per sample, the loss of single steps varies over nearly its whole range: only an average shows a trend.
+    # With one noise level per sample, the loss of single steps varies over nearly its whole range:
+    # only an average shows a trend.
     points = max(len(raw.steps) // 50, 3)
     note = f"the line is an average over about {points} logged steps; {note}"
-    return [Chart(name="loss", title="training loss", series=raw.smoothed(points), raw=raw, note=note)]
+    return [
+        Chart(name="loss", title="training loss", series=raw.smoothed(points), raw=raw, note=note)
+    ]
 
 
 def _change(series: Series, title: str) -> str:
@@ -122,19 +154,32 @@ def _validation(series: Mapping[str, Series], name: str, title: str) -> list[Cha
     if name not in series:
         return []
     measured = series[name]
-    ends = (series[f"{name}_low"], series[f"{name}_high"]) if {f"{name}_low", f"{name}_high"} <= series.keys() else None
+    ends = (
+        (series[f"{name}_low"], series[f"{name}_high"])
+        if {f"{name}_low", f"{name}_high"} <= series.keys()
+        else None
+    )
     # Only a measurement at step 0 shows the model before training.
     level = measured.values[0] if measured.steps[0] == 0 else None
     notes = ["dashed: before training"] if level is not None else []
     if ends is not None:
         notes.append("band: 95 % confidence interval of the change since then")
-    return [Chart(name=name, title=title, series=measured, band=ends, level=level, note="; ".join(notes))]
+    return [
+        Chart(
+            name=name, title=title, series=measured, band=ends, level=level, note="; ".join(notes)
+        )
+    ]
 
 
 def constants(section: Section, section_groups: Sequence[Group]) -> list[tuple[str, Markup]]:
-    """The numbers that have no chart in `section_groups`: they did not change, or were measured once."""
+    """The numbers that have no chart in `section_groups`: they did not change, or were measured
+    once."""
     names = {chart.name for group in section_groups for chart in group.charts}
-    flat = [name for name in section.series if name not in names and not name.endswith(("_low", "_high"))]
+    flat = [
+        name
+        for name in section.series
+        if name not in names and not name.endswith(("_low", "_high"))
+    ]
     return [(_NAMES.get(name, name), _newest(section, name)) for name in flat]
 
 
@@ -144,8 +189,12 @@ def _newest(section: Section, name: str) -> Markup:
 
 
 def tables(section: Section) -> dict[str, list[Table]]:
-    """The tables that a reader can unfold, by title: newest numbers, validation losses, data, environment, configuration."""
-    config = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()}
+    """The tables that a reader can unfold, by title: newest numbers, validation losses, data,
+    environment, configuration."""
+    config = {
+        key: json.dumps(value, ensure_ascii=False, default=str)
+        for key, value in section.config.items()
+    }
     titled = {
         "Newest numbers": _numbers(section),
         "Validation loss in numbers": _measurements(section),
@@ -170,18 +219,27 @@ def _numbers(section: Section) -> list[Table]:
 def _measurements(section: Section) -> list[Table]:
     """A table of the validation losses."""
     names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
-    columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
+    columns = [
+        f"{name}{end}"
+        for name in names
+        for end in ("", "_low", "_high")
+        if f"{name}{end}" in section.series
+    ]
     by_step: dict[int, dict[str, Markup]] = {}
     for name in columns:
         series = section.series[name].downsampled(200)
         for step, value in zip(series.steps, series.values, strict=True):
             by_step.setdefault(step, {})[name] = _cell(name, step, value)
-    rows = [[str(step), *(cells.get(name, "") for name in columns)] for step, cells in sorted(by_step.items())]
+    rows = [
+        [str(step), *(cells.get(name, "") for name in columns)]
+        for step, cells in sorted(by_step.items())
+    ]
     return [Table(head=["step", *columns], rows=rows)] if columns else []
 
 
 def _cell(name: str, step: int, value: float) -> Markup:
-    """A rounded number, with the exact value, name and step of the metrics file as attributes for programs."""
+    """A rounded number, with the exact value, name and step of the metrics file as attributes for
+    programs."""
     cell = '<data value="{}" data-key="{}" data-step="{}">{}</data>'
     return markup(cell, repr(value), name, step, format_number(value / _unit(name)))
 

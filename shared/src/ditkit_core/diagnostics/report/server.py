@@ -1,4 +1,5 @@
-"""Serves the page of a run, as of now, with the last lines of its logs, and the samples in its folder. It reads only, and knows no other file."""
+"""Serves the page of a run, as of now, with the last lines of its logs, and the samples in its
+folder. It reads only, and knows no other file."""
 
 import ipaddress
 import json
@@ -35,7 +36,8 @@ _STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def last_lines(path: Path, count: int = NUM_LINES) -> list[str]:
-    """The last lines of a text file as a terminal would show them; none if it is missing, unreadable or no ordinary file.
+    """The last lines of a text file as a terminal would show them; none if it is missing,
+    unreadable or no ordinary file.
 
     Of a line that was written over, as progress bars do, only the last text is shown.
     """
@@ -52,7 +54,8 @@ def last_lines(path: Path, count: int = NUM_LINES) -> list[str]:
 
 
 def last_lines_of_logs(folder: Path, log: Path | None = None) -> dict[str, list[str]]:
-    """The last lines of the files in a run's folder, and of one that its output was redirected into, by name; without empty ones.
+    """The last lines of the files in a run's folder, and of one that its output was redirected
+    into, by name; without empty ones.
 
     Args:
         folder: The run's folder, with or without folders of experts.
@@ -62,26 +65,34 @@ def last_lines_of_logs(folder: Path, log: Path | None = None) -> dict[str, list[
     logs = {} if log is None else {str(log): last_lines(log)}
     logs[run.log.name] = last_lines(run.log)
     for metrics in (run.metrics, *sorted(folder.glob("*/metrics.jsonl"))):
-        logs[metrics.relative_to(folder).as_posix()] = [_numbers(line) for line in last_lines(metrics)]
+        logs[metrics.relative_to(folder).as_posix()] = [
+            _numbers(line) for line in last_lines(metrics)
+        ]
     for path in (run.previews_log, run.verification_log):
         logs[path.name] = last_lines(path)
     return {name: [line[:_LONGEST] for line in lines] for name, lines in logs.items() if lines}
 
 
 def _numbers(line: str) -> str:
-    """A line of a metrics file as text, without the numbers of single parts; the line itself if it is none."""
+    """A line of a metrics file as text, without the numbers of single parts; the line itself if it
+    is none."""
     try:
         row = json.loads(line)
         step = int(row.pop("step"))
         numbers = {name: value for name, value in row.items() if "/" not in name}
-        cells = (f"{name} {format_number(value)}" for name, value in numbers.items() if isinstance(value, int | float))
+        cells = (
+            f"{name} {format_number(value)}"
+            for name, value in numbers.items()
+            if isinstance(value, int | float)
+        )
         return "  ".join([f"step {step}", *cells])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return line  # incomplete while the run writes, or cut
 
 
 _FRESH_SECONDS = 5.0
-"""Age up to which a page is sent again: many readers cost a machine that trains no more than one."""
+"""Age up to which a page is sent again: many readers cost a machine that trains no more than
+one."""
 _KINDS = (".mp4", ".png", ".jpg", ".webp")
 
 
@@ -123,7 +134,10 @@ class ReportServer(ThreadingMixIn, WSGIServer):
         """The page as of now, or of a few seconds ago."""
         with self._lock:
             if time.monotonic() - self._written > _FRESH_SECONDS:
-                self._page, self._written = self._built().encode("utf-8", "replace"), time.monotonic()
+                self._page, self._written = (
+                    self._built().encode("utf-8", "replace"),
+                    time.monotonic(),
+                )
             return self._page
 
     def _built(self) -> str:
@@ -132,7 +146,13 @@ class ReportServer(ThreadingMixIn, WSGIServer):
             return report_page(self.folder, read_sections(self.folder), logs)
         except UserError:
             name = self.folder.resolve().name
-            return html_page("report/later.html", title=f"{name}: report", name=name, reload=RELOAD_SECONDS, logs=logs)
+            return html_page(
+                "report/later.html",
+                title=f"{name}: report",
+                name=name,
+                reload=RELOAD_SECONDS,
+                logs=logs,
+            )
 
     def sample(self, url_path: str) -> Path:
         """The sample at a path of a URL, as the page links it; NotFound for everything else."""
@@ -140,7 +160,9 @@ class ReportServer(ThreadingMixIn, WSGIServer):
         # No part may leave the folder, by its name or as a link to elsewhere.
         if len(parts) in (2, 3) and parts[-2] == "samples" and not any(map(_is_odd, parts)):
             file = self.folder.joinpath(*parts)
-            is_linked = any(path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1]))
+            is_linked = any(
+                path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1])
+            )
             if file.suffix in _KINDS and not is_linked and file.is_file():
                 return file
         raise NotFound
@@ -155,7 +177,8 @@ class ReportServer(ThreadingMixIn, WSGIServer):
         return response(environ, start)
 
     def _response(self, request: Request) -> Response:
-        # Another site could give its name this machine's address, and so read the page in the reader's browser.
+        # Another site could give its name this machine's address, and so read the page in the
+        # reader's browser.
         if is_loopback(self.host) and not is_loopback(
             urlsplit(f"//{request.environ.get('HTTP_HOST', '')}").hostname or ""
         ):
@@ -166,7 +189,10 @@ class ReportServer(ThreadingMixIn, WSGIServer):
             return Response(self.page(), content_type="text/html; charset=utf-8")
         try:
             return send_file(self.sample(request.path), request.environ)
-        except (OSError, ValueError) as error:  # a name that no file system accepts, or a sample that may not be read
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a name that no file system accepts, or a sample that may not be read
             raise NotFound from error
 
 
@@ -183,7 +209,8 @@ class _Handler(WSGIRequestHandler):
 
 
 def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
-    """Serve the page of a run until the process is interrupted; this reads the run's files, and changes none.
+    """Serve the page of a run until the process is interrupted; this reads the run's files, and
+    changes none.
 
     Args:
         bind: Address to listen at.
@@ -194,7 +221,8 @@ def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
         server = ReportServer(folder, host=bind, port=port, log=local_path(log) if log else None)
     except OSError as error:
         raise UserError(
-            f"cannot listen at {bind}:{port} ({error.strerror or error}); choose another --port, or --port 0 for a free one"
+            f"cannot listen at {bind}:{port} ({error.strerror or error}); choose another --port, "
+            f"or --port 0 for a free one"
         ) from error
     with server:
         port = server.server_address[1]
@@ -204,7 +232,8 @@ def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
             say(f"          from another computer: {tunnel}, then open this address there")
         else:
             warn(
-                f"{bind} is not only this machine: everybody who reaches port {port} can read the run, without a password"
+                f"{bind} is not only this machine: everybody who reaches port {port} can read the "
+                f"run, without a password"
             )
         try:
             server.serve_forever()

@@ -39,7 +39,8 @@ class Verdict(NamedTuple):
 
 
 _ENOUGH_CLIPS = 4
-"""Held-out clips from which on an interval says something: Student's t is 12.7 for two, 4.3 for three, 3.2 for four."""
+"""Held-out clips from which on an interval says something: Student's t is 12.7 for two, 4.3 for
+three, 3.2 for four."""
 _HOLD_OUT_MORE = "Compare the samples, and hold out 4 to 8 clips in the next run (held_out.clips): these clips stay as they are in this one."
 
 
@@ -65,19 +66,32 @@ def judge_change(
     # Student's t may reach below a loss of 0, which would be a fall of more than 100 %.
     least, most = sorted(max(end / before, 0.0) - 1 for end in interval)
     if not least <= 0 <= most:
-        confidence = "95 % confidence {}–{} %".format(*map(_percent, sorted((abs(least), abs(most)))))
+        confidence = "95 % confidence {}–{} %".format(
+            *map(_percent, sorted((abs(least), abs(most))))
+        )
         headline = f"{'it learns' if fell else 'it got worse'}: {unseen}"
         advice = "" if fell else "The run overfits, or the learning rate is too high (optim.lr)."
         sure = f"This is more than chance ({confidence})."
-        return Verdict(f"{change} ({confidence})", "fell" if fell else "rose", headline, sure, advice)
+        return Verdict(
+            f"{change} ({confidence})", "fell" if fell else "rose", headline, sure, advice
+        )
     chance = f"95 % confidence: {_percent(abs(least))} % lower to {_percent(most)} % higher"
     unsure = f"This may be chance ({chance})."
     if 0 < clips < _ENOUGH_CLIPS and now != before:
         few = f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
         number = ("one", "two", "three")[clips - 1]
         headline = f"{number} held-out {noun}{'s' * (clips > 1)} cannot tell: {unseen}"
-        return Verdict(f"{change}, which may be chance ({chance}): {few}", "unclear", headline, unsure, _HOLD_OUT_MORE)
-    words, headline = f"validation loss did not change beyond chance ({chance})", f"it is too early to say: {unseen}"
+        return Verdict(
+            f"{change}, which may be chance ({chance}): {few}",
+            "unclear",
+            headline,
+            unsure,
+            _HOLD_OUT_MORE,
+        )
+    words, headline = (
+        f"validation loss did not change beyond chance ({chance})",
+        f"it is too early to say: {unseen}",
+    )
     advice = "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr)."
     return Verdict(words, "unclear", headline, unsure, advice)
 

@@ -1,6 +1,8 @@
-"""The exports of a run that are to be verified, found in its folder, and the results so far (`verified.json`).
+"""The exports of a run that are to be verified, found in its folder, and the results so far
+(`verified.json`).
 
-What is left follows from the two alone. So nothing is lost when a run is killed, and a file that changed is verified again.
+What is left follows from the two alone. So nothing is lost when a run is killed, and a file that
+changed is verified again.
 """
 
 import json
@@ -70,7 +72,8 @@ class Result:
 
 
 def unverified(folder: RunFolder, skipped: Collection[str] = ()) -> list[Exported]:
-    """The exports that have no result, the newest first: with a slow host, the export of the latest save matters most.
+    """The exports that have no result, the newest first: with a slow host, the export of the latest
+    save matters most.
 
     Args:
         skipped: Names of exports to leave alone.
@@ -86,7 +89,8 @@ def unverified(folder: RunFolder, skipped: Collection[str] = ()) -> list[Exporte
 
 
 def read_results(folder: RunFolder) -> dict[str, Result]:
-    """The results by name; none from a file that is damaged, after which everything is verified again."""
+    """The results by name; none from a file that is damaged, after which everything is verified
+    again."""
     try:
         return {name: Result(**about) for name, about in json_part(folder.verified).items()}
     except TypeError:
@@ -94,7 +98,8 @@ def read_results(folder: RunFolder) -> dict[str, Result]:
 
 
 def current_results(folder: RunFolder) -> dict[str, Result]:
-    """The results of the exports as they are: one stays in the file after its export was removed or replaced."""
+    """The results of the exports as they are: one stays in the file after its export was removed or
+    replaced."""
     outdated = {export.name for export in unverified(folder)}
     return {
         name: result
@@ -106,9 +111,15 @@ def current_results(folder: RunFolder) -> dict[str, Result]:
 def write_result(export: Exported, result: Result) -> None:
     """Add a result, and forget the results of exports that are gone."""
     folder = export.folder
-    results = {name: stored for name, stored in read_results(folder).items() if (folder.exports / name).exists()}
+    results = {
+        name: stored
+        for name, stored in read_results(folder).items()
+        if (folder.exports / name).exists()
+    }
     values: Mapping[str, Any] = {name: asdict(stored) for name, stored in results.items()}
-    write_text(folder.verified, json.dumps({**values, export.name: asdict(result)}, indent=1) + "\n")
+    write_text(
+        folder.verified, json.dumps({**values, export.name: asdict(result)}, indent=1) + "\n"
+    )
 
 
 def is_finished(folder: RunFolder, name: str) -> bool:
@@ -128,7 +139,8 @@ def _exports(folder: RunFolder) -> Iterator[Exported]:
 
 
 def _step(path: Path) -> int | None:
-    """The step in an export's header; None if it is incomplete, has no reader to verify it with, or is of an earlier version."""
+    """The step in an export's header; None if it is incomplete, has no reader to verify it with, or
+    is of an earlier version."""
     try:
         header = SafetensorsSource.open(path).metadata
     except (UserError, OSError):

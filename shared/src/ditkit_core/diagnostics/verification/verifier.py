@@ -1,14 +1,19 @@
 """Has the exports of a run verified while it trains, and says what came out.
 
-A run on GPUs has it done by a process of its own on the host (`worker.py`), and its next steps do not wait. On a CPU that process would take
-the cores that train, so it is done in between.
+A run on GPUs has it done by a process of its own on the host (`worker.py`), and its next steps do
+not wait. On a CPU that process would take the cores that train, so it is done in between.
 """
 
 from typing import Self
 
 import torch
 
-from ditkit_core.diagnostics.verification.exported import current_results, is_finished, read_results, unverified
+from ditkit_core.diagnostics.verification.exported import (
+    current_results,
+    is_finished,
+    read_results,
+    unverified,
+)
 from ditkit_core.diagnostics.verification.verify import verify_waiting
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import say, warn
@@ -26,7 +31,9 @@ class Verifier:
     def __init__(self, run: RunContext, folder: RunFolder, *, apart: bool | None = None):
         """Verify in a process of its own (`apart`), by default where the run trains on GPUs."""
         self._run, self._folder = run, folder
-        self._apart = any(device.type != "cpu" for device in run.devices) if apart is None else apart
+        self._apart = (
+            any(device.type != "cpu" for device in run.devices) if apart is None else apart
+        )
         self._worker: WorkerProcess | None = None
         self._given_up: set[str] = set()
         self._said = read_results(folder)
@@ -35,7 +42,8 @@ class Verifier:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the worker if it is running; what it has not verified is verified when the run continues."""
+        """End the worker if it is running; what it has not verified is verified when the run
+        continues."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
@@ -46,7 +54,8 @@ class Verifier:
         return self._worker is not None
 
     def start(self) -> None:
-        """Begin with the exports that wait, unless it is going on; a failure is a warning and never stops the run."""
+        """Begin with the exports that wait, unless it is going on; a failure is a warning and never
+        stops the run."""
         self.look()
         if self._worker is not None or not self._left():
             return
@@ -56,7 +65,10 @@ class Verifier:
                 arguments = [self._run.spec.import_path, str(self._folder.path), *skipped]
                 log = self._folder.verification_log
                 self._worker = WorkerProcess(
-                    "ditkit_core.diagnostics.verification.worker", arguments, log, torch.device("cpu")
+                    "ditkit_core.diagnostics.verification.worker",
+                    arguments,
+                    log,
+                    torch.device("cpu"),
                 )
                 return
             verify_waiting(self._run, self._folder, skipped)
@@ -73,13 +85,17 @@ class Verifier:
                 continue
             if result.agrees:
                 say(f"verified: {result.line}")
-            elif not is_finished(self._folder, name):  # that of the finished model ends the run with an error
+            elif not is_finished(
+                self._folder, name
+            ):  # that of the finished model ends the run with an error
                 warn(f"not what was trained: {result.line}")
         self._said = results
         if status is not None and self._worker is not None:
             worker, self._worker = self._worker, None
             if status:
-                self._give_up(f"{worker.last_words()} (status {status}; {self._folder.verification_log})")
+                self._give_up(
+                    f"{worker.last_words()} (status {status}; {self._folder.verification_log})"
+                )
 
     def wait(self) -> None:
         """Wait until all exports are verified.
@@ -93,10 +109,14 @@ class Verifier:
         with Interrupts() as interrupts:
             while self._worker is not None:
                 if interrupts.requested:
-                    raise Interrupted("stopped while exports are verified; the same command continues")
+                    raise Interrupted(
+                        "stopped while exports are verified; the same command continues"
+                    )
                 self._worker.wait(_LOOK_SECONDS)
                 self.look()
-                if self._worker is None:  # another export may have come after it looked for the last time
+                if (
+                    self._worker is None
+                ):  # another export may have come after it looked for the last time
                     self.start()
         for name, result in current_results(self._folder).items():
             if not result.agrees and is_finished(self._folder, name):

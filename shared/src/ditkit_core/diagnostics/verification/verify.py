@@ -1,4 +1,5 @@
-"""Compares exports with the model that was trained, on the host: matrix by matrix, whatever devices or ranks the run trains on."""
+"""Compares exports with the model that was trained, on the host: matrix by matrix, whatever devices
+or ranks the run trains on."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -8,7 +9,13 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.diagnostics.verification.exported import Exported, Result, read_results, unverified, write_result
+from ditkit_core.diagnostics.verification.exported import (
+    Exported,
+    Result,
+    read_results,
+    unverified,
+    write_result,
+)
 from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
@@ -20,9 +27,11 @@ from ditkit_core.run.restore import load_trained
 
 
 def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] = ()) -> None:
-    """Verify the exports of a run's folder that have no result, including those that are added meanwhile.
+    """Verify the exports of a run's folder that have no result, including those that are added
+    meanwhile.
 
-    Another model is built on the host for it. The one that trains, and the random numbers of this process, stay as they are.
+    Another model is built on the host for it. The one that trains, and the random numbers of this
+    process, stay as they are.
 
     Args:
         skipped: Names of exports to leave alone.
@@ -33,18 +42,26 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     with torch.random.fork_rng(devices=[]):
         while left := unverified(folder, {*skipped, *gone}):
             export = left[0]
-            # Whatever diffusers and peft raise: a mistake in there, or in here, must not end the training that goes on.
+            # Whatever diffusers and peft raise: a mistake in there, or in here, must not end the
+            # training that goes on.
             problem = f"{export.path}: comparing it with diffusers failed"
             try:
-                with given_to_library(problem, "training goes on; load the file yourself before you use it"):
-                    about = Result.of(export)  # first: a file that changes while it is compared is compared again
+                with given_to_library(
+                    problem, "training goes on; load the file yourself before you use it"
+                ):
+                    about = Result.of(
+                        export
+                    )  # first: a file that changes while it is compared is compared again
                     result = _copied(export, about)
                     if result is None:
                         if adapted is None and not export.is_whole:
-                            # The run's base with an adapter on it, whose values are still to be loaded.
+                            # The run's base with an adapter on it, whose values are still to be
+                            # loaded.
                             parts = run.config.model, run.config.adapter, run.config.base
                             adapted = read_at_use(run.spec, *parts, component=run.component)
-                        result = _compared(run.spec, run.config.model, run.component, export, about, adapted)
+                        result = _compared(
+                            run.spec, run.config.model, run.component, export, about, adapted
+                        )
             except UserError as error:
                 if export.is_left:
                     failure = failure or error  # a damaged save leaves the others to be verified
@@ -56,7 +73,8 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
 
 
 def _copied(export: Exported, about: Result) -> Result | None:
-    """The result of a file with the same bytes: the finished adapter has the bytes of the last save."""
+    """The result of a file with the same bytes: the finished adapter has the bytes of the last
+    save."""
     for name, result in read_results(export.folder).items() if about.digest else ():
         if result.agrees and result.digest == about.digest:
             return replace(about, line=result.line.replace(name, export.path.name), agrees=True)
@@ -64,7 +82,12 @@ def _copied(export: Exported, about: Result) -> Result | None:
 
 
 def _compared(
-    spec: ModelSpec, model_paths: Any, component: str, export: Exported, about: Result, adapted: Model | None
+    spec: ModelSpec,
+    model_paths: Any,
+    component: str,
+    export: Exported,
+    about: Result,
+    adapted: Model | None,
 ) -> Result:
     """The result of comparing an export; UserError if there is nothing to compare it with."""
     adapters = spec.adapters
@@ -73,8 +96,12 @@ def _compared(
         assert adapters.verify_whole is not None, "its header says that it has no reader"
         # The base's own folder stays known: it may have the description of the architecture.
         paths = replace(model_paths, **{component: str(export.path)})
-        full_model = read_at_use(spec, paths, AdapterConfig(method="full"), BaseConfig(), component=component)
-        verify = partial(adapters.verify_whole, export.path, export.form, full_model.module, run_plain)
+        full_model = read_at_use(
+            spec, paths, AdapterConfig(method="full"), BaseConfig(), component=component
+        )
+        verify = partial(
+            adapters.verify_whole, export.path, export.form, full_model.module, run_plain
+        )
     else:
         assert adapters.verify is not None, "its header says that it has no reader"
         load_trained(adapted, export.folder, export.step)

@@ -1,4 +1,5 @@
-"""The process that verifies exports: `python -m ditkit_core.diagnostics.verification.worker SPEC FOLDER [NAME…]`, started by `verifier.py`.
+"""The process that verifies exports: `python -m ditkit_core.diagnostics.verification.worker SPEC
+FOLDER [NAME…]`, started by `verifier.py`.
 
 It sees no GPU. It ends when no export is left or when its parent ends.
 """

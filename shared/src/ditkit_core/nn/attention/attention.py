@@ -1,7 +1,8 @@
 """All attention of all models: one function, with the mark that checkpointing policies read.
 
-A model calls `attend(q, k, v, name="self")` and nothing else. The engine's settings (`context.py`) decide which kernel runs
-(`attention_backends.py`) and whether a checkpoint keeps what the call saves.
+A model calls `attend(q, k, v, name="self")` and nothing else. The engine's settings (`context.py`)
+decide which kernel runs (`attention_backends.py`) and whether a checkpoint keeps what the call
+saves.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ def attend(
         One row per query, in the dtype of q.
 
     Raises:
-        UserError: If the current backend does not support a mask, dropout, this dtype or this device; or if a call that
-            a policy keeps would run again.
+        UserError: If the current backend does not support a mask, dropout, this dtype or this
+            device; or if a call that a policy keeps would run again.
     """
     settings = settings_in_force()
     backend = BACKENDS[settings.backend]
@@ -58,13 +59,15 @@ def attend(
 
 
 def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
-    """Call a function that must not run again where attention is kept, such as a collective between ranks behind an MLP.
+    """Call a function that must not run again where attention is kept, such as a collective between
+    ranks behind an MLP.
 
-    Policies that keep attention also keep what this call saves and returns, whatever names of attention they list.
-    Other policies treat it as any other part of the block.
+    Policies that keep attention also keep what this call saves and returns, whatever names of
+    attention they list. Other policies treat it as any other part of the block.
 
     Args:
-        function: Returns one tensor. It takes all tensors that it needs as arguments, and closes over none.
+        function: Returns one tensor. It takes all tensors that it needs as arguments, and closes
+            over none.
         name: Unique within a block, among the names of attention as well.
     """
     if settings_in_force().keep is None:
@@ -73,8 +76,9 @@ def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
 
 
 def _kept(function: Callable[..., Tensor], label: str, name: str, *arguments: Any) -> Tensor:
-    # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the checkpoint has missed the region, and
-    # the failure must be loud: the numbers would be right, at the full cost of a recompute.
+    # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the
+    # checkpoint has missed the region, and the failure must be loud: the numbers would be right, at
+    # the full cost of a recompute.
     called = partial(_refuse, label) if settings_in_force().recomputing else function
     out: Tensor = remat.region(called, name, recompute=False)(*arguments)
     remat.recompute_needs_tensor(out)  # the operations behind it are recomputed from it
@@ -83,20 +87,30 @@ def _kept(function: Callable[..., Tensor], label: str, name: str, *arguments: An
 
 def _refuse(label: str, *arguments: object) -> NoReturn:
     raise UserError(
-        f"{label} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
-        f"Write {argument('train.checkpointing')} = full to recompute everything, and report this policy"
+        f"{label} should have been kept but is computed again: the checkpoint around the block "
+        f"does not see its mark. "
+        f"Write {argument('train.checkpointing')} = full to recompute everything, and report this "
+        f"policy"
     )
 
 
-def _check(name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float) -> None:
-    # At the call, because a mask depends on the micro-batch: `check_backend` cannot know of it before.
+def _check(
+    name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float
+) -> None:
+    # At the call, because a mask depends on the micro-batch: `check_backend` cannot know of it
+    # before.
     if padding_mask is not None and not backend.takes_mask:
-        raise UserError(f"attention backend {name!r} takes no mask: batch samples of one size only, or use sdpa")
+        raise UserError(
+            f"attention backend {name!r} takes no mask: batch samples of one size only, or use sdpa"
+        )
     if dropout and not backend.takes_dropout:
         raise UserError(f"attention backend {name!r} has no dropout: set it to 0, or use sdpa")
     if backend.half_only and q.dtype not in (torch.float16, torch.bfloat16):
-        raise UserError(f"attention backend {name!r} runs in bf16 or fp16 only, not {q.dtype}; use sdpa")
+        raise UserError(
+            f"attention backend {name!r} runs in bf16 or fp16 only, not {q.dtype}; use sdpa"
+        )
     if backend.devices and q.device.type not in backend.devices:
         raise UserError(
-            f"attention backend {name!r} runs on {' and '.join(backend.devices)} only, not on {q.device.type}; use sdpa"
+            f"attention backend {name!r} runs on {' and '.join(backend.devices)} only, not on "
+            f"{q.device.type}; use sdpa"
         )

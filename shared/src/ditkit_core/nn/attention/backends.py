@@ -1,7 +1,8 @@
 """The attention backends: the kernel of each.
 
-Kernels are called by the public names of their libraries: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2),
-`flash_attn_interface` (3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
+Kernels are called by the public names of their libraries: `torch.nn.functional`,
+`torch.nn.attention`, `flash_attn` (2), `flash_attn_interface` (3), `flash_attn.cute` (4),
+`sageattention`. A library is imported when its kernel first runs.
 """
 
 import threading
@@ -22,13 +23,16 @@ from ditkit_core.nn.attention.support import SUPPORT, Support
 from ditkit_core.nn.context import device_current
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the result, shaped like q."""
+"""(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the
+result, shaped like q."""
 
 MOST_GRAPHS = 64
-"""Graphs that torch's compiler may make of flex attention, one for each kind of input; more is an error."""
+"""Graphs that torch's compiler may make of flex attention, one for each kind of input; more is an
+error."""
 
 _KERNEL_LOCK = threading.Lock()
-"""torch's choice of a kernel belongs to the process, not to a thread: two devices that recompute at once would restore each other's."""
+"""torch's choice of a kernel belongs to the process, not to a thread: two devices that recompute at
+once would restore each other's."""
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
@@ -52,15 +56,22 @@ def _cudnn_of(device: torch.device) -> tuple[int, tuple[int, int]]:
 def _safe_for_cudnn(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
 ) -> Tensor:
-    """The kernel, with keys that the mask hides behind the others where cuDNN would make gradients that are not finite.
+    """The kernel, with keys that the mask hides behind the others where cuDNN would make gradients
+    that are not finite.
 
-    Before 9.26, its backward on Hopper behaves as if there were 64 more keys with scores of zero where 64 are in the last 128: if all scores of a
-    query are below about -89, the weights of those overflow in fp32, and the gradient of the query is NaN. Measured with 9.19 on an H100: finite
-    up to -90, NaN from -100 on; finite with any other number of keys, and with hidden keys up to a multiple of 128, which take 4 % more time for
-    20,288 keys. Without a mask it happens as well, but one costs 44 % of the time of attention, and another kernel 68 %, for scores that no model
+    Before 9.26, its backward on Hopper behaves as if there were 64 more keys with scores of zero
+    where 64 are in the last 128: if all scores of a query are below about -89, the weights of those
+    overflow in fp32, and the gradient of the query is NaN. Measured with 9.19 on an H100: finite up
+    to -90, NaN from -100 on; finite with any other number of keys, and with hidden keys up to a
+    multiple of 128, which take 4 % more time for 20,288 keys. Without a mask it happens as well,
+    but one costs 44 % of the time of attention, and another kernel 68 %, for scores that no model
     with normalised queries and keys has. A step with such a gradient stops the run.
     """
-    if padding_mask is None or k.shape[1] % 128 != 64 or q.dtype not in (torch.float16, torch.bfloat16):
+    if (
+        padding_mask is None
+        or k.shape[1] % 128 != 64
+        or q.dtype not in (torch.float16, torch.bfloat16)
+    ):
         return kernel(q, k, v, padding_mask, dropout)
     version, capability = _cudnn_of(q.device)
     if version >= _WITHOUT_FAULT or capability != _HOPPER:
@@ -70,18 +81,25 @@ def _safe_for_cudnn(
 
 
 def _pinned(
-    name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+    name: str,
+    which: SDPBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     try:
         with _KERNEL_LOCK, sdpa_kernel(which):
             return _sdpa(q, k, v, padding_mask, dropout)
     except RuntimeError as error:
-        # By its words: torch raises a plain RuntimeError for this and for everything else, such as a lack
-        # of memory.
+        # By its words: torch raises a plain RuntimeError for this and for everything else, such as
+        # a lack of memory.
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
         raise UserError(
-            f"attention backend {name!r} cannot run q {tuple(q.shape)} {q.dtype} with k {tuple(k.shape)} on this {q.device.type}; use sdpa"
+            f"attention backend {name!r} cannot run q {tuple(q.shape)} {q.dtype} with k "
+            f"{tuple(k.shape)} on this {q.device.type}; use sdpa"
         ) from error
 
 
@@ -89,19 +107,27 @@ def _pinned(
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # In eager mode it would compute the full matrix of scores. Without `fullgraph` it silently does so beyond the limit of graphs.
+    # In eager mode it would compute the full matrix of scores. Without `fullgraph` it silently does
+    # so beyond the limit of graphs.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
-    # A score modification costs no memory; a block mask would be built from a full matrix [queries, keys].
+    # A score modification costs no memory; a block mask would be built from a full matrix [queries,
+    # keys].
     hide = (
         None
         if padding_mask is None
-        else (lambda score, b, head, query, key: torch.where(padding_mask[b, key], score, -float("inf")))
+        else (
+            lambda score, b, head, query, key: torch.where(
+                padding_mask[b, key], score, -float("inf")
+            )
+        )
     )
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
-        out: Tensor = _compiled_flex()(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide)
+        out: Tensor = _compiled_flex()(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide
+        )
     return out.transpose(1, 2)
 
 
@@ -121,13 +147,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
         keys, values = keys.index_select(0, key_indices), values.index_select(0, key_indices)
         key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     # Queries of padding are computed like the rest, as in other backends; nobody reads their rows.
-    out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
+    out = varlen_attn(
+        q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys
+    )
     assert isinstance(out, Tensor)
     return out.view(batch, num_queries, *out.shape[1:])
 
 
 def _first(out: Any) -> Tensor:
-    """The attention result. Some releases of flash-attn return it alone, others in a tuple with the log-sum-exp."""
+    """The attention result. Some releases of flash-attn return it alone, others in a tuple with the
+    log-sum-exp."""
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
@@ -176,7 +205,9 @@ _KERNELS: dict[str, Kernel] = {
     "sdpa": partial(_safe_for_cudnn, _sdpa),
     "sdpa_flash": partial(_pinned, "sdpa_flash", SDPBackend.FLASH_ATTENTION),
     "sdpa_efficient": partial(_pinned, "sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa_cudnn": partial(_safe_for_cudnn, partial(_pinned, "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION)),
+    "sdpa_cudnn": partial(
+        _safe_for_cudnn, partial(_pinned, "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION)
+    ),
     "sdpa_math": partial(_pinned, "sdpa_math", SDPBackend.MATH),
     "exact": exact_attention,
     "flex": _flex,
@@ -186,14 +217,17 @@ _KERNELS: dict[str, Kernel] = {
     "flash4": partial(_on_its_device, _flash4),
     "sage": partial(_on_its_device, _sage),
 }
-BACKENDS = {name: Backend(kernel=_KERNELS[name], **vars(support)) for name, support in SUPPORT.items()}
+BACKENDS = {
+    name: Backend(kernel=_KERNELS[name], **vars(support)) for name, support in SUPPORT.items()
+}
 """By the names for `train.attention`."""
 
 
 def is_installed(module: str | None) -> bool:
     """Whether a backend's module can be imported.
 
-    Installed alone, flash-attn 4 leaves a folder `flash_attn` that is not a package. Version 2 is then not installed.
+    Installed alone, flash-attn 4 leaves a folder `flash_attn` that is not a package. Version 2 is
+    then not installed.
     """
     if module is None:
         return True
@@ -205,13 +239,15 @@ def is_installed(module: str | None) -> bool:
 
 
 def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:
-    """Refuse, before the first step, a backend that is unknown, not installed, or does not run on these types of device.
+    """Refuse, before the first step, a backend that is unknown, not installed, or does not run on
+    these types of device.
 
     One without a backward is refused for training. Without `devices`, no device is checked.
     """
     if name in BACKENDS and (reason := _obstacle(name, training, devices)) is None:
         return
-    # Only what would run here: a message that suggests a library which is not installed helps nobody.
+    # Only what would run here: a message that suggests a library which is not installed helps
+    # nobody.
     usable = ", ".join(other for other in BACKENDS if _obstacle(other, training, devices) is None)
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}; usable here: {usable}")

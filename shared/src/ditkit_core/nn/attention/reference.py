@@ -1,7 +1,9 @@
-"""Reference attention in plain products over a few queries at a time: for any dtype on any device, without the full matrix of scores.
+"""Reference attention in plain products over a few queries at a time: for any dtype on any device,
+without the full matrix of scores.
 
-A GPU's fast kernels take no fp64, and torch's own kernel for it stores all scores at once, the square of the number of tokens. Here scores
-are computed for some queries, used and freed; the backward computes them again. It is slow: other backends are compared with it.
+A GPU's fast kernels take no fp64, and torch's own kernel for it stores all scores at once, the
+square of the number of tokens. Here scores are computed for some queries, used and freed; the
+backward computes them again. It is slow: other backends are compared with it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**26
-"""Number of scores in memory at once: half a GiB of fp64 each for scores, exponentials and gradients."""
+"""Number of scores in memory at once: half a GiB of fp64 each for scores, exponentials and
+gradients."""
 
 
 def exact_attention(
@@ -24,8 +27,8 @@ def exact_attention(
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """softmax(q kᵀ / √head_dim) v, in the dtype of q, k and v.
 
-    `padding_mask` is True where a key may be attended to; None if all may. `dropout` is always 0: all kernels have one
-    signature.
+    `padding_mask` is True where a key may be attended to; None if all may. `dropout` is always 0:
+    all kernels have one signature.
     """
     out: Tensor = _Exact.apply(q, k, v, padding_mask)
     return out
@@ -35,7 +38,8 @@ class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, k, v, padding_mask)
-        # Written span by span: the results of all spans and their concatenation would be in memory twice.
+        # Written span by span: the results of all spans and their concatenation would be in memory
+        # twice.
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         for span in _spans(q, k):
@@ -51,7 +55,10 @@ class _Exact(torch.autograd.Function):
         # Every span of queries adds to the gradients of all keys and values.
         d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         for span in _spans(q, k):
-            weights, d_out = _weights(q[:, span], keys, padding_mask), gradient[:, span].transpose(1, 2)
+            weights, d_out = (
+                _weights(q[:, span], keys, padding_mask),
+                gradient[:, span].transpose(1, 2),
+            )
             d_v += weights.transpose(-2, -1) @ d_out
             d_weights = d_out @ values.transpose(-2, -1)
             # The softmax's backward: dS = W ∘ (dW - Σ dW ∘ W), per query.

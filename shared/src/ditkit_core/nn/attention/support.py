@@ -1,4 +1,5 @@
-"""What each attention backend supports. Apart from the kernels, because help prints it, and must not wait for torch."""
+"""What each attention backend supports. Apart from the kernels, because help prints it, and must
+not wait for torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class Support:
     devices: tuple[str, ...] = ()
     """Types of device that it runs on; empty means all."""
     least: tuple[int, int] = (0, 0)
-    """The least compute capability of NVIDIA GPUs that it runs on, with its backward if it has one."""
+    """The least compute capability of NVIDIA GPUs that it runs on, with its backward if it has
+    one."""
     most: tuple[int, int] | None = None
     """The highest, if it is only for some generations."""
     mixes: bool = True
@@ -45,24 +47,44 @@ class Support:
         if self.only:
             return ", ".join(map(capability_text, self.only))
         least = capability_text(self.least)
-        return f"{least}-{capability_text(self.most)}" if self.most else f"{least}+" if any(self.least) else "any"
+        return (
+            f"{least}-{capability_text(self.most)}"
+            if self.most
+            else f"{least}+"
+            if any(self.least)
+            else "any"
+        )
 
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _SAGE = (_AMPERE, (8, 6), (8, 9), _HOPPER, (12, 0), (12, 1))
-"""Source: `sageattn` in thu-ml/SageAttention, sageattention/core.py, which raises for all others, also for GPUs of data centers after Hopper (10.0)."""
+"""Source: `sageattn` in thu-ml/SageAttention, sageattention/core.py, which raises for all others,
+also for GPUs of data centers after Hopper (10.0)."""
 
 
 def _on_gpus(
-    *, half_only: bool, takes_mask: bool, takes_dropout: bool = True, least: tuple[int, int] = (0, 0)
+    *,
+    half_only: bool,
+    takes_mask: bool,
+    takes_dropout: bool = True,
+    least: tuple[int, int] = (0, 0),
 ) -> Support:
     return Support(
-        takes_mask=takes_mask, takes_dropout=takes_dropout, half_only=half_only, devices=("cuda",), least=least
+        takes_mask=takes_mask,
+        takes_dropout=takes_dropout,
+        half_only=half_only,
+        devices=("cuda",),
+        least=least,
     )
 
 
 def _library(module: str, **others: Any) -> Support:
-    defaults: dict[str, Any] = {"takes_mask": False, "takes_dropout": False, "half_only": True, "devices": ("cuda",)}
+    defaults: dict[str, Any] = {
+        "takes_mask": False,
+        "takes_dropout": False,
+        "half_only": True,
+        "devices": ("cuda",),
+    }
     return Support(module=module, **defaults | {"least": _AMPERE} | others)
 
 
@@ -80,12 +102,14 @@ SUPPORT: dict[str, Support] = {
     "flash2": _library("flash_attn", takes_dropout=True),
     # On later GPUs than Hopper it launches Hopper's kernels, which these cannot run.
     "flash3": _library("flash_attn_interface", most=_HOPPER),
-    # Its forward runs from Ampere on. It asks once for the compute capability of the current GPU (`_get_device_arch` in Dao-AILab/flash-attention,
-    # flash_attn/cute/interface.py), chooses kernels by that for all GPUs, and `flash_attn_func` does not take another.
+    # Its forward runs from Ampere on. It asks once for the compute capability of the current GPU
+    # (`_get_device_arch` in Dao-AILab/flash-attention, flash_attn/cute/interface.py), chooses
+    # kernels by that for all GPUs, and `flash_attn_func` does not take another.
     "flash4": _library("flash_attn.cute", least=_HOPPER, mixes=False),
     "sage": _library("sageattention", has_backward=False, only=_SAGE),
 }
-"""By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
+"""By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and
+`exact` is slow, for comparisons."""
 
 
 def support_matrix() -> str:

@@ -16,7 +16,9 @@ def _forward(x, out, x_row, HALF: tl.constexpr, BLOCK: tl.constexpr):
     inside = features < HALF
     a = tl.load(x + row * x_row + features, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + row * x_row + HALF + features, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * HALF + features, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * HALF + features, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @launcher(enable_fp_fusion=True)
@@ -38,7 +40,9 @@ def forward(x: Tensor) -> Tensor:
     """silu(a) · b of the halves [a | b] of the last dimension, contiguous."""
     rows, half = x.flatten(0, -2), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], half)
-    _forward((rows.shape[0], blocks_of(half, _BLOCK), 1), (rows, out), (rows.stride(0),), (half, _BLOCK))
+    _forward(
+        (rows.shape[0], blocks_of(half, _BLOCK), 1), (rows, out), (rows.stride(0),), (half, _BLOCK)
+    )
     return out
 
 
@@ -46,6 +50,9 @@ def backward(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient of x; both halves are written into one tensor."""
     rows, gradients, half = x.flatten(0, -2), gradient.flatten(0, -2), gradient.shape[-1]
     d_x = x.new_empty(x.shape)
-    grid, strides = (rows.shape[0], blocks_of(half, _BLOCK), 1), (gradients.stride(0), rows.stride(0))
+    grid, strides = (
+        (rows.shape[0], blocks_of(half, _BLOCK), 1),
+        (gradients.stride(0), rows.stride(0)),
+    )
     _backward(grid, (gradients, rows, d_x), strides, (half, _BLOCK))
     return d_x

@@ -1,4 +1,5 @@
-"""Whether a kernel may take what only Hopper GPUs have: the shared memory, the copies of whole tiles, and times that were measured there."""
+"""Whether a kernel may take what only Hopper GPUs have: the shared memory, the copies of whole
+tiles, and times that were measured there."""
 
 from functools import cache
 

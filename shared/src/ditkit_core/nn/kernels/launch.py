@@ -1,7 +1,8 @@
 """Launches, sizes of tiles, the number of warps, and the choice of device: shared by all kernels.
 
-Every launch says by `enable_fp_fusion` whether a product and a sum may be rounded once: yes where results are compared within a tolerance, no
-where they are bitwise torch's results. Triton 3.9 warns where a launch does not say it, because 3.10 has another default.
+Every launch says by `enable_fp_fusion` whether a product and a sum may be rounded once: yes where
+results are compared within a tolerance, no where they are bitwise torch's results. Triton 3.9 warns
+where a launch does not say it, because 3.10 has another default.
 """
 
 import os
@@ -25,24 +26,25 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def why_not(devices: Collection[str]) -> str:
-    """Why the kernels cannot run on devices of these types, as what follows the word triton; empty if nothing is known against it."""
+    """Why the kernels cannot run on devices of these types, as what follows the word triton; empty
+    if nothing is known against it."""
     if INTERPRETED:
         return ""
     if others := [kind for kind in devices if kind != "cuda"]:
         return f"runs on GPUs only, and this run uses {others[0]}"
     if not HAS_TRITON:
         return "needs the package triton, which is not installed here"
-    # Triton builds what launches a kernel with the compiler that CC names, and without CC with gcc or clang; it looks for no cc.
+    # Triton builds what launches a kernel with the compiler that CC names, and without CC with gcc
+    # or clang; it looks for no cc.
     named = os.environ.get("CC")
     if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
-        return (
-            f"needs a C compiler, and {'gcc and clang are' if named is None else f'CC = {named} is'} not installed here"
-        )
+        return f"needs a C compiler, and {'gcc and clang are' if named is None else f'CC = {named} is'} not installed here"
     return ""
 
 
 def check_kernels(name: str, devices: Collection[str]) -> None:
-    """Refuse `train.kernels = "triton"` where something that it needs is missing, or a device of these types is no GPU."""
+    """Refuse `train.kernels = "triton"` where something that it needs is missing, or a device of
+    these types is no GPU."""
     if name == "triton" and devices and (reason := why_not(devices)):
         raise UserError(f"train.kernels = triton {reason}; set train.kernels = torch")
 
@@ -58,9 +60,11 @@ def kernels_on(name: str, x: Tensor) -> bool:
 
 
 _MOST_KEPT = 4096
-"""Entries of a launcher at which it forgets all: sizes of buckets and texts that a run does not repeat would fill the host's memory."""
+"""Entries of a launcher at which it forgets all: sizes of buckets and texts that a run does not
+repeat would fill the host's memory."""
 _FIRST_TRITON, _LAST_TRITON = (3, 4), (3, 9)
-"""Versions whose way of starting a compiled kernel was read and is the same; with others, Triton launches everything by itself."""
+"""Versions whose way of starting a compiled kernel was read and is the same; with others, Triton
+launches everything by itself."""
 _dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
@@ -77,8 +81,9 @@ class _Compiled(NamedTuple):
 
 
 def _compiled(code: Any) -> _Compiled | None:
-    """A kernel that Triton has launched; None where it runs in the interpreter, on AMD, where Triton also compiles for the sizes of tensors' memory, and
-    under a Triton that starts kernels in another way."""
+    """A kernel that Triton has launched; None where it runs in the interpreter, on AMD, where
+    Triton also compiles for the sizes of tensors' memory, and under a Triton that starts kernels in
+    another way."""
     if code is None or torch.version.hip is not None:
         return None
     import triton
@@ -88,21 +93,30 @@ def _compiled(code: Any) -> _Compiled | None:
             return None
         driver = triton.runtime.driver.active
         return _Compiled(
-            code.run, code.function, code.packed_metadata, driver.get_current_device, driver.get_current_stream, code
+            code.run,
+            code.function,
+            code.packed_metadata,
+            driver.get_current_device,
+            driver.get_current_stream,
+            code,
         )
     except (AttributeError, ValueError):
         return None
 
 
 class Launcher:
-    """A kernel of Triton with a launch that takes the host a third of the time of Triton's own (`benchmarks/host_time.md`).
+    """A kernel of Triton with a launch that takes the host a third of the time of Triton's own
+    (`benchmarks/host_time.md`).
 
-    Triton inspects all arguments of every launch, to find the kernel that it compiled for what they have in common: their types, whether 16 divides
-    an address or a number, whether a number is 1. Here a kernel is found by the arguments themselves: by all numbers and constants, by the tensors'
-    dtypes and device, if 16 divides all addresses. What is launched for the first time goes through Triton, and so does what has another address
-    or is not on the current device. A launch reads nothing back and allocates nothing, so that a CUDA graph can capture it. Triton's hooks around
-    launches, for its profiler Proton, see no launch but those that go through it. The check of a run (`nn/kernel_check.py`) makes each launch both
-    ways, so that kernels which would be started wrongly are not used.
+    Triton inspects all arguments of every launch, to find the kernel that it compiled for what they
+    have in common: their types, whether 16 divides an address or a number, whether a number is 1.
+    Here a kernel is found by the arguments themselves: by all numbers and constants, by the
+    tensors' dtypes and device, if 16 divides all addresses. What is launched for the first time
+    goes through Triton, and so does what has another address or is not on the current device. A
+    launch reads nothing back and allocates nothing, so that a CUDA graph can capture it. Triton's
+    hooks around launches, for its profiler Proton, see no launch but those that go through it. The
+    check of a run (`nn/kernel_check.py`) makes each launch both ways, so that kernels which would
+    be started wrongly are not used.
     """
 
     def __init__(self, kernel: Any, *, enable_fp_fusion: bool):
@@ -140,11 +154,24 @@ class Launcher:
         compiled = self._kept.get(key)
         if compiled is not None and is_aligned and compiled.current_device() == device:
             run, function, metadata, _, current_stream, _ = compiled
-            run(*grid, current_stream(device), function, metadata, None, None, None, *addresses, *numbers, *constants)
+            run(
+                *grid,
+                current_stream(device),
+                function,
+                metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *numbers,
+                *constants,
+            )
             return
         named = dict(zip(self._parameters[len(tensors) + len(numbers) :], constants, strict=True))
         with device_current(tensors[0]):
-            code = self.kernel[grid](*tensors, *numbers, **named, num_warps=num_warps, enable_fp_fusion=self._fusion)
+            code = self.kernel[grid](
+                *tensors, *numbers, **named, num_warps=num_warps, enable_fp_fusion=self._fusion
+            )
         if is_aligned and (compiled := _compiled(code)) is not None:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
@@ -157,12 +184,14 @@ def launcher(*, enable_fp_fusion: bool) -> Callable[[Any], Launcher]:
 
 
 def blocks_of(count: int, size: int) -> int:
-    """The number of blocks of `size` that cover `count`. `triton.cdiv` takes the host ten times as long."""
+    """The number of blocks of `size` that cover `count`. `triton.cdiv` takes the host ten times as
+    long."""
     return -(-count // size)
 
 
 def summing_programs(rows: int, samples: int = 1) -> int:
-    """Programs per sample of a kernel that sums over rows: each sums some rows, and torch adds their sums in a fixed order.
+    """Programs per sample of a kernel that sums over rows: each sums some rows, and torch adds
+    their sums in a fixed order.
 
     Atomic additions would give other last bits each time. An H200 has 132 multiprocessors.
     """
@@ -175,9 +204,11 @@ def tile(size: int) -> int:
 
 
 def warps(elements: int, *, sums: bool = False) -> int:
-    """Warps of a program with this many elements: at most 32 elements per thread, so that registers suffice.
+    """Warps of a program with this many elements: at most 32 elements per thread, so that registers
+    suffice.
 
-    A program that also `sums` over its rows keeps those sums in registers, and gets half as many elements per thread. With 32 it needs 170 to
-    218 registers, and a multiprocessor has room for one such program, 8 warps of 48 or 64 (`benchmarks/kernel_resources.md`).
+    A program that also `sums` over its rows keeps those sums in registers, and gets half as many
+    elements per thread. With 32 it needs 170 to 218 registers, and a multiprocessor has room for
+    one such program, 8 warps of 48 or 64 (`benchmarks/kernel_resources.md`).
     """
     return max(1, min(16, elements // (512 if sums else 1024)))

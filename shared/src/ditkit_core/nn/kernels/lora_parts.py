@@ -1,4 +1,5 @@
-"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores, and sums of what those give; reference: `nn/bf16_parts.py: IN_TORCH`."""
+"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores, and sums of
+what those give; reference: `nn/bf16_parts.py: IN_TORCH`."""
 
 import torch
 import triton
@@ -31,14 +32,28 @@ def _split(factor, out, block, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     _store(
-        out, tl.load(factor + offsets, mask=inside, other=0.0), offsets // WIDTH, offsets % WIDTH, WIDTH, True, inside
+        out,
+        tl.load(factor + offsets, mask=inside, other=0.0),
+        offsets // WIDTH,
+        offsets % WIDTH,
+        WIDTH,
+        True,
+        inside,
     )
 
 
 @launcher(enable_fp_fusion=False)
 @triton.jit
 def _factors(
-    down, up, of_down, of_up, down_count, up_count, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    down,
+    up,
+    of_down,
+    of_up,
+    down_count,
+    up_count,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.cdiv(down_count, BLOCK)
     if block < blocks:  # its rows are stacked: one row of all its numbers
@@ -48,7 +63,9 @@ def _factors(
 
 
 @triton.jit
-def _summed(products, offsets, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _summed(
+    products, offsets, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """The sums of the terms of rows of [n, TERMS · WIDTH], one after the other."""
     first = offsets // WIDTH * (TERMS * WIDTH) + offsets % WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
@@ -57,16 +74,20 @@ def _summed(products, offsets, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr,
     return total
 
 
-# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a
-# run. Of their product with a constant rank Triton still knows what divides it, and reads and writes several numbers at once.
-# Not fused: rounded once with the subtractions behind it, a product's parts would sum to another number.
+# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it,
+# it is 1) would be compiled in the middle of a run. Of their product with a constant rank Triton
+# still knows what divides it, and reads and writes several numbers at once. Not fused: rounded once
+# with the subtractions behind it, a product's parts would sum to another number.
 @launcher(enable_fp_fusion=False)
 @triton.jit(do_not_specialize=["rows"])
 def _products(
     products, low, left, left_of_low, scaling, rows,
     TERMS: tl.constexpr, RANK: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offsets, count = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.cast(rows, tl.int64) * RANK
+    offsets, count = (
+        tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK),
+        tl.cast(rows, tl.int64) * RANK,
+    )
     if HAS_LOW:
         half = tl.num_programs(0) // 2
         if tl.program_id(0) >= half:
@@ -92,7 +113,9 @@ def _sums(
     if block < blocks:  # its terms are below each other: one row of all its numbers
         offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < down_count
-        tl.store(down + offsets, _summed(of_down, offsets, inside, TERMS, WIDTH, BLOCK), mask=inside)
+        tl.store(
+            down + offsets, _summed(of_down, offsets, inside, TERMS, WIDTH, BLOCK), mask=inside
+        )
     else:
         offsets = (block - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < up_count
@@ -111,14 +134,22 @@ def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return of_down, of_up
 
 
-def products(summands: Tensor, low: Tensor | None, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """scaling · sum of the terms of `summands` [n, terms · rank]: its parts [n, 6 · rank], and itself in fp32, or the parts of another fp32 matrix [n, rank]."""
+def products(
+    summands: Tensor, low: Tensor | None, rank: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """scaling · sum of the terms of `summands` [n, terms · rank]: its parts [n, 6 · rank], and
+    itself in fp32, or the parts of another fp32 matrix [n, rank]."""
     summands, rows, terms = summands.contiguous(), summands.shape[0], summands.shape[1] // rank
     left = summands.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
     blocks = blocks_of(rows * rank, _BLOCK)
     if low is None:
         low = summands.new_empty(rows, rank)
-        _products((blocks, 1, 1), (summands, low, left, left), (scaling, rows), (terms, rank, False, _BLOCK))
+        _products(
+            (blocks, 1, 1),
+            (summands, low, left, left),
+            (scaling, rows),
+            (terms, rank, False, _BLOCK),
+        )
         return left, low
     of_low = torch.empty_like(left)
     tensors = summands, low.contiguous(), left, of_low
@@ -133,5 +164,7 @@ def sums(of_down: Tensor, of_up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     down, up = of_down.new_empty(rank, num_in), of_up.new_empty(num_out, rank)
     counts = rank * num_in, num_out * rank
     programs = blocks_of(counts[0], _BLOCK) + blocks_of(counts[1], _BLOCK)
-    _sums((programs, 1, 1), (of_down, of_up, down, up), counts, (terms, rank, rank * num_in, _BLOCK))
+    _sums(
+        (programs, 1, 1), (of_down, of_up, down, up), counts, (terms, rank, rank * num_in, _BLOCK)
+    )
     return down, up

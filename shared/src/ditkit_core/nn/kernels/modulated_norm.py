@@ -1,7 +1,9 @@
-"""Layer norm and its affine part in one pass, forward and backward; reference: `nn/functional.py: modulated_norm`.
+"""Layer norm and its affine part in one pass, forward and backward; reference: `nn/functional.py:
+modulated_norm`.
 
-The affine part is a modulation of the sample or of the token, 1 + scale and shift, or the weight and bias of a norm. Mean and variance
-are computed again in the backward: its pass over x is needed anyway.
+The affine part is a modulation of the sample or of the token, 1 + scale and shift, or the weight
+and bias of a norm. Mean and variance are computed again in the backward: its pass over x is needed
+anyway.
 """
 
 import torch
@@ -13,7 +15,8 @@ from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels.launch import launcher, summing_programs, tile, warps
 
 _READ_AHEAD = 8192
-"""Features of a row up to which Hopper's shared memory has room for the two rows behind it as well: 192 of 227 KiB, if all is fp32."""
+"""Features of a row up to which Hopper's shared memory has room for the two rows behind it as well:
+192 of 227 KiB, if all is fp32."""
 
 
 @triton.jit
@@ -26,7 +29,8 @@ def _normed(x, start, eps, DIM: tl.constexpr, W: tl.constexpr):
     return centred * inverse, inverse
 
 
-# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it,
+# it is 1) would be compiled in the middle of a run.
 @launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
@@ -51,8 +55,12 @@ def _backward(
 ):  # fmt: skip
     batch, features = tl.program_id(1).to(tl.int64), tl.arange(0, W)
     d_scale, d_shift = tl.zeros((W,), tl.float32), tl.zeros((W,), tl.float32)
-    factor = tl.load(scale + batch * s_batch + features, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET
-    # A row's sums wait for the row, so the rows after it are read meanwhile, as many as STAGES says: alone, a program waits for memory.
+    factor = (
+        tl.load(scale + batch * s_batch + features, mask=features < DIM, other=0.0).to(tl.float32)
+        + OFFSET
+    )
+    # A row's sums wait for the row, so the rows after it are read meanwhile, as many as STAGES
+    # says: alone, a program waits for memory.
     for index in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         normed, inverse = _normed(x, batch * x_batch + token * x_token, eps, DIM, W)
@@ -75,7 +83,9 @@ def _backward(
         tl.store(d_affine + at + DIM, d_shift, mask=features < DIM)
 
 
-def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
+def forward(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype
+) -> Tensor:
     """layer_norm(x) · (offset + scale) + shift in `dtype`, contiguous."""
     batch, tokens, dim = x.shape
     out = x.new_empty(batch, tokens, dim, dtype=dtype)
@@ -90,7 +100,8 @@ def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, 
 def backward(
     gradient: Tensor, x: Tensor, scale: Tensor, eps: float, offset: float, trained: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of scale and shift, in fp32 [batch, programs, 2, dim]: no programs unless `trained`."""
+    """Gradients of x, in its dtype, and of scale and shift, in fp32 [batch, programs, 2, dim]: no
+    programs unless `trained`."""
     batch, tokens, dim = x.shape
     d_x = x.new_empty(batch, tokens, dim)
     w, (s_batch, s_token) = tile(dim), _steps(scale)

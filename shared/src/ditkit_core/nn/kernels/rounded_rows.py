@@ -1,5 +1,6 @@
-"""Inputs of products in 8 bits and results of their sums, each in one pass and bitwise as torch computes them where they are finite;
-reference: `nn/eight_bit_products.py: rounded`, `transposed_product` and `_product_of_codes`."""
+"""Inputs of products in 8 bits and results of their sums, each in one pass and bitwise as torch
+computes them where they are finite; reference: `nn/eight_bit_products.py: rounded`,
+`transposed_product` and `_product_of_codes`."""
 
 import torch
 import triton
@@ -51,10 +52,12 @@ def _round(
             # To the nearest, of two the even one: above 2**23 fp32 has no fractions.
             wide = (wide + 12582912.0) - 12582912.0
         else:
-            # Here too, so that the conversion is exact: three bits of fraction, or steps of 2**-9 for the smallest numbers. Triton's
-            # interpreter truncates.
+            # Here too, so that the conversion is exact: three bits of fraction, or steps of 2**-9
+            # for the smallest numbers. Triton's interpreter truncates.
             bits = wide.to(tl.int32, bitcast=True)
-            nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+            nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(
+                tl.float32, bitcast=True
+            )
             wide = tl.where(tl.abs(wide) < 0.015625, (wide + 24576.0) - 24576.0, nearest)
         tl.store(codes + offsets, wide.to(codes.dtype.element_ty), mask=offsets < WIDTH)
 
@@ -66,7 +69,8 @@ def _transpose(codes, out, num_rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
     square = tl.load(codes + row * WIDTH + column, mask=inside, other=0)
-    # In shared memory rows become columns, so that the bytes of a warp are next to each other in both matrices.
+    # In shared memory rows become columns, so that the bytes of a warp are next to each other in
+    # both matrices.
     tl.store(out + tl.trans(column * num_rows + row), tl.trans(square), mask=tl.trans(inside))
 
 
@@ -96,12 +100,21 @@ def _scale(
 
 
 def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and the scales of its rows [n, 1]."""
+    """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and
+    the scales of its rows [n, 1]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    codes, scale = (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(x.shape[0], 1, dtype=torch.float32),
+    )
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    tensors, is_scaled = (x, scale if columns is None else columns, codes, scale), columns is not None
-    _round((x.shape[0], 1, 1), tensors, (x.stride(0),), (x.shape[1], is_scaled, limit, _TINY, _BLOCK))
+    tensors, is_scaled = (
+        (x, scale if columns is None else columns, codes, scale),
+        columns is not None,
+    )
+    _round(
+        (x.shape[0], 1, 1), tensors, (x.stride(0),), (x.shape[1], is_scaled, limit, _TINY, _BLOCK)
+    )
     return codes, scale
 
 
@@ -110,13 +123,28 @@ def transposed(codes: Tensor) -> Tensor:
     num_rows, width = codes.shape
     out = codes.new_empty(width, num_rows)
     grid = blocks_of(num_rows, _TILE), blocks_of(width, _TILE), 1
-    _transpose(grid, (codes.view(torch.int8), out.view(torch.int8)), (num_rows,), (width, _TILE), num_warps=8)
+    _transpose(
+        grid,
+        (codes.view(torch.int8), out.view(torch.int8)),
+        (num_rows,),
+        (width, _TILE),
+        num_warps=8,
+    )
     return out
 
 
-def scaled(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
-    """Write sums [n, m] by scales of their rows [n, 1] and columns [1, m], plus a bias [m], to a contiguous matrix of another dtype."""
+def scaled(
+    sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor
+) -> None:
+    """Write sums [n, m] by scales of their rows [n, 1] and columns [1, m], plus a bias [m], to a
+    contiguous matrix of another dtype."""
     rows, width = sums.shape
-    tensors = sums, scale, scale if columns is None else columns, scale if bias is None else bias, out
+    tensors = (
+        sums,
+        scale,
+        scale if columns is None else columns,
+        scale if bias is None else bias,
+        out,
+    )
     constants = width, columns is not None, bias is not None, _BLOCK
     _scale((rows, blocks_of(width, _BLOCK), 1), tensors, (), constants)

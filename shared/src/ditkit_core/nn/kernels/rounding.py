@@ -1,5 +1,5 @@
-"""Writes fp32 results into bf16 weights, and restores them, each in one pass and bitwise as torch does it; reference:
-`nn/stochastic_rounding.py`. Weights are passed as their bits, int16."""
+"""Writes fp32 results into bf16 weights, and restores them, each in one pass and bitwise as torch
+does it; reference: `nn/stochastic_rounding.py`. Weights are passed as their bits, int16."""
 
 import triton
 import triton.language as tl
@@ -23,10 +23,12 @@ def _mixed(bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     return (bits ^ ((bits >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * FACTOR
 
 
-# The key is another one in every step: a kernel for each of its properties (16 divides it, it is 1) would be compiled in the middle of a run.
-# And a `Launcher` would keep an entry for each.
+# The key is another one in every step: a kernel for each of its properties (16 divides it, it is 1)
+# would be compiled in the middle of a run. And a `Launcher` would keep an entry for each.
 @triton.jit(do_not_specialize=["first", "last"])
-def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _stochastic(
+    weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     indices = start + offsets
@@ -40,7 +42,11 @@ def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constex
         random = _mixed(random, 0x735A2D97, 15)
         random = _mixed(random, 1, 15)
     random = tl.where(second, random >> 16, random) & 0xFFFF
-    tl.store(weight + offsets, ((_bits(values, offsets, inside) + random) >> 16).to(tl.int16), mask=inside)
+    tl.store(
+        weight + offsets,
+        ((_bits(values, offsets, inside) + random) >> 16).to(tl.int16),
+        mask=inside,
+    )
 
 
 @launcher(enable_fp_fusion=False)
@@ -64,13 +70,25 @@ def _join(values, weight, rest, count, BLOCK: tl.constexpr):
     tl.store(values + offsets, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
-def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
-    """`first` and `last` are the lower and the upper half of the key, as signed numbers; a part of a tensor begins at `start` of its `of` numbers."""
+def stochastic(
+    weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int
+) -> None:
+    """`first` and `last` are the lower and the upper half of the key, as signed numbers; a part of
+    a tensor begins at `start` of its `of` numbers."""
     count = values.numel()
     with device_current(values):
         grid = (blocks_of(count, _BLOCK),)
         _stochastic[grid](
-            weight, values, first, last, start, of, count, CHUNK=chunk, BLOCK=_BLOCK, enable_fp_fusion=False
+            weight,
+            values,
+            first,
+            last,
+            start,
+            of,
+            count,
+            CHUNK=chunk,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
         )
 
 

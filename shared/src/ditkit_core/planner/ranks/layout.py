@@ -1,8 +1,10 @@
 """How many ranks a plan is for, and what they divide among themselves.
 
-A run file does not say how many ranks there are, since torchrun starts them. So a plan takes torchrun's own numbers: processes per machine
-(`--nproc`) and machines (`--nodes`). Without `--nproc`, a plan with `ranks.shard` or `ranks.context` has a rank for each GPU of a machine.
-A plan with none of these is of one process, and several GPUs divide its model. The time of exchanges is estimated from published rates of links.
+A run file does not say how many ranks there are, since torchrun starts them. So a plan takes
+torchrun's own numbers: processes per machine (`--nproc`) and machines (`--nodes`). Without
+`--nproc`, a plan with `ranks.shard` or `ranks.context` has a rank for each GPU of a machine. A plan
+with none of these is of one process, and several GPUs divide its model. The time of exchanges is
+estimated from published rates of links.
 """
 
 from collections.abc import Sequence
@@ -69,39 +71,45 @@ class RankLayout:
 def layout_of(
     ranks: RanksConfig, num_gpus: int, launch: PlannedLaunch, *, devices: Sequence[str] = ()
 ) -> RankLayout | None:
-    """The ranks of a plan; None for a process alone. `num_gpus` counts a machine's GPUs, 1 without any; `devices` is `train.devices`, which ranks cannot have."""
+    """The ranks of a plan; None for a process alone. `num_gpus` counts a machine's GPUs, 1 without
+    any; `devices` is `train.devices`, which ranks cannot have."""
     shard, context = ranks.shard, ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:
         if launch.link:
             raise UserError(
-                f"--link {launch.link} is between ranks, and this plan is of one process; add --nproc N, or leave it out"
+                f"--link {launch.link} is between ranks, and this plan is of one process; add "
+                f"--nproc N, or leave it out"
             )
         return None
     if launch.nproc < 0 or launch.nodes < 1:
         raise UserError(f"--nproc {launch.nproc} and --nodes {launch.nodes} must be at least 1")
     if devices:
         raise UserError(
-            f"train.devices = {list(devices)} divides the model over the GPUs of one process, and this plan has several; "
+            f"train.devices = {list(devices)} divides the model over the GPUs of one process, and "
+            f"this plan has several; "
             "leave one of them out"
         )
     nproc = launch.nproc or num_gpus
     if num_gpus not in (1, nproc):
         raise UserError(
-            f"--gpus names {num_gpus} GPUs of a machine, and --nproc starts {nproc} processes on it; name one GPU for all of them, or as "
+            f"--gpus names {num_gpus} GPUs of a machine, and --nproc starts {nproc} processes on "
+            f"it; name one GPU for all of them, or as "
             "many as processes"
         )
     layout = RankLayout(nproc=nproc, nodes=launch.nodes, shard=shard, context=context)
     if layout.size % (group := max(shard, context)):
         key = "shard" if shard == group else "context"
         raise UserError(
-            f"ranks.{key} = {group} needs a multiple of {group} ranks, and this plan has {layout.size}; set --nproc (processes on a machine) "
+            f"ranks.{key} = {group} needs a multiple of {group} ranks, and this plan has "
+            f"{layout.size}; set --nproc (processes on a machine) "
             f"and --nodes (machines), as in --nproc {group}"
         )
     return layout
 
 
 LINK_SHARE = 0.8
-"""Share of a link's published rate that exchanges between ranks are assumed to reach; not measured."""
+"""Share of a link's published rate that exchanges between ranks are assumed to reach; not
+measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +125,15 @@ class Link:
 
 
 _KNOWN = (
-    Link(name="nvlink", bandwidth=300e9, per_machine=False, source="NVIDIA A100 datasheet: 600 GB/s in both directions"),
+    Link(name="nvlink", bandwidth=300e9, per_machine=False,
+    source="NVIDIA A100 datasheet: 600 GB/s in both directions"),
     Link(name="pcie", bandwidth=31.5e9, per_machine=False, source="PCIe 4 x16"),
     Link(
         name="ib400", bandwidth=50e9, per_machine=False,
         source="NVIDIA ConnectX-7 datasheet: 400 Gb/s, an adapter for each GPU",
     ),
-    Link(name="10gbe", bandwidth=1.25e9, per_machine=True, source="IEEE 802.3ae, one for each machine"),
+    Link(name="10gbe", bandwidth=1.25e9, per_machine=True,
+    source="IEEE 802.3ae, one for each machine"),
 )  # fmt: skip
 LINKS = {link.name: link for link in _KNOWN}
 
@@ -142,10 +152,11 @@ class Route:
         return (self.between if self.layout.nodes > 1 else self.within).name
 
     def ring(self, members: int) -> float:
-        """Bytes per second that a rank sends in an all-gather, reduce-scatter or broadcast of ranks that all begin at once, of which each machine has
-        `members`.
+        """Bytes per second that a rank sends in an all-gather, reduce-scatter or broadcast of ranks
+        that all begin at once, of which each machine has `members`.
 
-        A group over several machines uses all their adapters, as NCCL's rings do; groups that each have a rank on every machine share them.
+        A group over several machines uses all their adapters, as NCCL's rings do; groups that each
+        have a rank on every machine share them.
         """
         crosses = self.between.bandwidth * (1 if self.between.per_machine else self.layout.nproc)
         rate = crosses * members / self.layout.nproc
@@ -164,29 +175,44 @@ class Route:
 
     def __str__(self) -> str:
         """The rates with their sources, in one line."""
-        links = [self.within, self.between] if self.layout.nodes > 1 and self.layout.nproc > 1 else [LINKS[self.name]]
+        links = (
+            [self.within, self.between]
+            if self.layout.nodes > 1 and self.layout.nproc > 1
+            else [LINKS[self.name]]
+        )
         return ", ".join(
-            f"{link.name} {link.bandwidth * LINK_SHARE / 1e9:g} GB/s, which is {LINK_SHARE:.0%} of {link.bandwidth / 1e9:g} ({link.source})"
+            f"{link.name} {link.bandwidth * LINK_SHARE / 1e9:g} GB/s, which is {LINK_SHARE:.0%} of "
+            f"{link.bandwidth / 1e9:g} ({link.source})"
             for link in links
         )
 
 
 def parse_links(text: str, layout: RankLayout) -> tuple[Route, ...]:
-    """The links that `--link` names: one for ranks of one machine, or between machines; two, for both; without any, two usual choices."""
+    """The links that `--link` names: one for ranks of one machine, or between machines; two, for
+    both; without any, two usual choices."""
     names = [name.strip() for name in text.lower().split(",")] if text else []
     if unknown := [name for name in names if name not in LINKS]:
         raise UserError(
-            f"--link {unknown[0]!r} is none of {', '.join(LINKS)}; write --link ib400, or --link pcie,10gbe for two"
+            f"--link {unknown[0]!r} is none of {', '.join(LINKS)}; write --link ib400, or --link "
+            f"pcie,10gbe for two"
         )
     if len(names) > 2:
         raise UserError(
-            f"--link {text!r} names {len(names)} links; give one, or one within a machine and one between machines"
+            f"--link {text!r} names {len(names)} links; give one, or one within a machine and one "
+            f"between machines"
         )
     several = layout.nodes > 1
     if not names:
-        pairs = [("nvlink", "ib400"), ("nvlink", "10gbe")] if several else [("nvlink", "ib400"), ("pcie", "ib400")]
+        pairs = (
+            [("nvlink", "ib400"), ("nvlink", "10gbe")]
+            if several
+            else [("nvlink", "ib400"), ("pcie", "ib400")]
+        )
     elif len(names) == 2:
         pairs = [(names[0], names[1])]
     else:
         pairs = [("nvlink", names[0]) if several else (names[0], "ib400")]
-    return tuple(Route(layout=layout, within=LINKS[within], between=LINKS[between]) for within, between in pairs)
+    return tuple(
+        Route(layout=layout, within=LINKS[within], between=LINKS[between])
+        for within, between in pairs
+    )

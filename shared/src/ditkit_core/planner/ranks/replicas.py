@@ -1,7 +1,7 @@
 """The gradients that replicas have and send in a step.
 
-The real sum of a training step runs here for every rank, on a small tensor in place of all gradients and with exchanges that move nothing.
-So the plan changes with the sum.
+The real sum of a training step runs here for every rank, on a small tensor in place of all
+gradients and with exchanges that move nothing. So the plan changes with the sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from ditkit_core.planner.workload import RankGradients, Round
 
 
 class Move(NamedTuple):
-    """One set of gradients that a rank sends or receives; a broadcast is a move to or from rank 0."""
+    """One set of gradients that a rank sends or receives; a broadcast is a move to or from rank
+    0."""
 
     sends: bool
     other: int
@@ -30,7 +31,8 @@ class Move(NamedTuple):
 class RecordedRanks(Ranks):
     """A rank of several that are not there.
 
-    Of gradients it records the moves, and of tokens the bytes, as rings send them: a rank keeps its own part.
+    Of gradients it records the moves, and of tokens the bytes, as rings send them: a rank keeps its
+    own part.
     """
 
     moves: list[Move] = field(default_factory=list)
@@ -54,7 +56,8 @@ class RecordedRanks(Ranks):
         return tensor
 
     def mean_in_group(self, tensor: Tensor) -> Tensor:
-        """The sum of gradients of ranks that share samples, which is counted by its number of ranks alone."""
+        """The sum of gradients of ranks that share samples, which is counted by its number of ranks
+        alone."""
         return tensor
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -69,7 +72,8 @@ class RecordedRanks(Ranks):
 
 
 _SET = 1024
-"""Bytes of the tensor that stands for one set of gradients: flags of the exchange are small next to it."""
+"""Bytes of the tensor that stands for one set of gradients: flags of the exchange are small next to
+it."""
 _HOST = torch.device("cpu")
 
 
@@ -87,11 +91,13 @@ class ReplicaSums:
         return max(sum(move.sends for move in moves) for moves in self.moves)
 
     def seconds(self, cost: Callable[[int, int], float], broadcast: float) -> float:
-        """Time from the first exchange until all ranks have the sum, if all begin at once. `cost` is of a set of gradients from one rank to another,
-        `broadcast` of the sum from rank 0 to all, in seconds."""
+        """Time from the first exchange until all ranks have the sum, if all begin at once. `cost`
+        is of a set of gradients from one rank to another, `broadcast` of the sum from rank 0 to
+        all, in seconds."""
         free = [0.0] * len(self.moves)
         left = [[move for move in moves if move.other >= 0] for moves in self.moves]
-        # Two ranks meet when both have come to the exchange between them; one of any step's first moves always can.
+        # Two ranks meet when both have come to the exchange between them; one of any step's first
+        # moves always can.
         while any(left):
             for rank, moves in enumerate(left):
                 while moves and left[moves[0].other][:1] == [Move(not moves[0].sends, rank)]:
@@ -103,14 +109,19 @@ class ReplicaSums:
 
 @cache
 def replica_sums(micro_batches: int, size: int, *, adapts: bool, context: int = 1) -> ReplicaSums:
-    """Add up the gradients of a step's micro-batches on every rank, as `train_step.accumulate_gradients` does; unless adapters are trained, each rank first
-    adds up its own. `context` ranks share each sample."""
+    """Add up the gradients of a step's micro-batches on every rank, as
+    `train_step.accumulate_gradients` does; unless adapters are trained, each rank first adds up its
+    own. `context` ranks share each sample."""
     ranks = [RecordedRanks(rank, size, context=context) for rank in range(size)]
     sums_by_rank = [_of_rank(recorded, micro_batches, adapts=adapts) for recorded in ranks]
     rounds = {entry for rounds_of_rank, _, _ in sums_by_rank for entry in rounds_of_rank}
-    chosen = [max((entry for entry in rounds if entry.again is again), default=None) for again in (False, True)]
+    chosen = [
+        max((entry for entry in rounds if entry.again is again), default=None)
+        for again in (False, True)
+    ]
     gradients = RankGradients(
-        rounds=tuple(entry for entry in chosen if entry is not None), exchanged=max(sets for _, sets, _ in sums_by_rank)
+        rounds=tuple(entry for entry in chosen if entry is not None),
+        exchanged=max(sets for _, sets, _ in sums_by_rank),
     )
     return ReplicaSums(gradients=gradients, moves=tuple(moves for _, _, moves in sums_by_rank))
 
@@ -118,7 +129,8 @@ def replica_sums(micro_batches: int, size: int, *, adapts: bool, context: int = 
 def _of_rank(
     ranks: RecordedRanks, micro_batches: int, *, adapts: bool
 ) -> tuple[Sequence[Round], int, tuple[Move, ...]]:
-    """The gradients of earlier micro-batches at the begin of each, the most sets during the exchange, and the exchange."""
+    """The gradients of earlier micro-batches at the begin of each, the most sets during the
+    exchange, and the exchange."""
     parameter = nn.Parameter(torch.empty(_SET // 4), requires_grad=True)
     total = GradientSum({"": parameter}, micro_batches if adapts else ranks.num_groups, ranks)
     rounds = []

@@ -39,9 +39,11 @@ class RanksPlan:
     host_of_machine: int
     """Bytes of page-locked host memory of all ranks of a machine."""
     loading: int
-    """Bytes on the host of a rank while it loads a model whose weights ranks divide; 0 if they do not."""
+    """Bytes on the host of a rank while it loads a model whose weights ranks divide; 0 if they do
+    not."""
     saving: int
-    """Bytes on the host of a rank for a save that is written while training goes on; 0 if it saves adapters."""
+    """Bytes on the host of a rank for a save that is written while training goes on; 0 if it saves
+    adapters."""
     sent: dict[str, int]
     """Bytes that the busiest rank sends in a step, by kind of exchange."""
     times: tuple[RouteTime, ...]
@@ -77,7 +79,9 @@ class RankStep:
 
     def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
         """Bytes, and times over these links; `host` is a rank's page-locked memory."""
-        tensors = [rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows]
+        tensors = [
+            rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows
+        ]
         return RanksPlan(
             layout=self.layout,
             micro_batches=self.work.micro_batches,
@@ -90,10 +94,13 @@ class RankStep:
 
     @property
     def _saving(self) -> int:
-        """A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas."""
+        """A copy of what a rank writes: its rows of weights, optimizer state and average, which it
+        shares with their replicas."""
         if self.layout.shard == 1 or self._adapts:
             return 0
-        trained = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
+        trained = sum(
+            stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages
+        )
         return trained * self.layout.shard // self.layout.size
 
     @property
@@ -107,7 +114,8 @@ class RankStep:
             work = self.own_work
             computing = step_seconds(self.profile, self.division, [self.gpu], work)
             step = computing + exposed
-            # Of a step's samples each rank computes a part; those that share one compute a part of it.
+            # Of a step's samples each rank computes a part; those that share one compute a part of
+            # it.
             efficiency = (
                 computing
                 / work.micro_batches
@@ -129,9 +137,13 @@ class RankStep:
         return traffic | self._of_tokens(route)
 
     def _of_replicas(self, route: Route) -> dict[str, _Traffic]:
-        """Whole gradients, after the last backward: first of the ranks that share samples, then of all."""
+        """Whole gradients, after the last backward: first of the ranks that share samples, then of
+        all."""
         context, size = self.layout.context, self.layout.size
-        num_bytes, traffic = sum(stage.gradients for stage in self.profile.stages), dict[str, _Traffic]()
+        num_bytes, traffic = (
+            sum(stage.gradients for stage in self.profile.stages),
+            dict[str, _Traffic](),
+        )
         if context > 1:
             sent = 2 * num_bytes * (context - 1) // context
             seconds = sent / route.gathered(context)
@@ -139,13 +151,15 @@ class RankStep:
         sums = replica_sums(self.work.micro_batches, size, adapts=self._adapts, context=context)
         if size > 1:
             seconds = sums.seconds(
-                lambda rank, other: num_bytes / route.between_two(rank, other), num_bytes / route.gathered(size)
+                lambda rank, other: num_bytes / route.between_two(rank, other),
+                num_bytes / route.gathered(size),
             )
             traffic["gradients, in a tree"] = _Traffic(sums.most_sent * num_bytes, seconds, seconds)
         return traffic
 
     def _of_shards(self, route: Route) -> dict[str, _Traffic]:
-        """Weights, gathered for the forward and again for the backward of each block, and gradients, added up behind each block."""
+        """Weights, gathered for the forward and again for the backward of each block, and
+        gradients, added up behind each block."""
         shard, repeated = self.layout.shard, self.layout.size // self.layout.shard
         micro_batches = self.own_work.micro_batches
         sums = 1 if self._adapts else micro_batches  # see `gradients_of_rank`
@@ -161,20 +175,26 @@ class RankStep:
         gathered_blocks = sum(block.gathered for block in blocks)
         gathers = (gathered_ends + 2 * gathered_blocks) * part * micro_batches
         reduced = sum(stage.reduced for stage in self.profile.stages)
-        # Of exchanges that arithmetic may hide: the same timeline as of streamed weights, whose copies run ahead by a block.
+        # Of exchanges that arithmetic may hide: the same timeline as of streamed weights, whose
+        # copies run ahead by a block.
         forward = self._exposed(True, [block.gathered * part / rate for block in blocks])
         gather = [block.gathered * part / rate for block in blocks]
         backward = self._exposed(False, gather)
         with_sums = self._exposed(
-            False, [gathering + summed([block]) for gathering, block in zip(gather, blocks, strict=True)]
+            False,
+            [gathering + summed([block]) for gathering, block in zip(gather, blocks, strict=True)],
         )
         tail = summed([*ends, blocks[0]])
         traffic = {
             "weights, gathered": _Traffic(
-                int(gathers), gathers / rate, micro_batches * (gathered_ends * part / rate + forward + backward)
+                int(gathers),
+                gathers / rate,
+                micro_batches * (gathered_ends * part / rate + forward + backward),
             ),
             "gradients, to the rank of their rows": _Traffic(
-                int(reduced * part * sums), reduced * part * sums / rate, sums * (with_sums - backward + tail)
+                int(reduced * part * sums),
+                reduced * part * sums / rate,
+                sums * (with_sums - backward + tail),
             ),
         }
         if repeated > 1:
@@ -184,7 +204,8 @@ class RankStep:
         return traffic
 
     def _of_tokens(self, route: Route) -> dict[str, _Traffic]:
-        """Tokens of ranks that share samples: for attention, and all of them before the head. Nothing hides them."""
+        """Tokens of ranks that share samples: for attention, and all of them before the head.
+        Nothing hides them."""
         if self.layout.context == 1:
             return {}
         sent = self.own_work.micro_batches * sum(
@@ -194,10 +215,17 @@ class RankStep:
         return {"tokens of shared samples": _Traffic(sent, seconds, seconds)}
 
     def _exposed(self, is_forward: bool, exchanges: Sequence[float]) -> float:
-        """Seconds for which a pass over the blocks waits for exchanges; without a known rate all of them."""
+        """Seconds for which a pass over the blocks waits for exchanges; without a known rate all of
+        them."""
         if self.gpu is None:
             return sum(exchanges)
-        computed = [compute_time(block, self.gpu, self.work, backward=not is_forward) for block in self.profile.blocks]
-        stages = [(compute, int(exchange * 1e9)) for compute, exchange in zip(computed, exchanges, strict=True)]
+        computed = [
+            compute_time(block, self.gpu, self.work, backward=not is_forward)
+            for block in self.profile.blocks
+        ]
+        stages = [
+            (compute, int(exchange * 1e9))
+            for compute, exchange in zip(computed, exchanges, strict=True)
+        ]
         taken = streaming_time(stages if is_forward else stages[::-1], ahead=False)
         return (taken - sum(computed)) / 1e9

@@ -1,14 +1,16 @@
 """The settings that let a step fit its GPUs and slow it down least: the search of `--fit`.
 
-`candidates` are the choices of checkpointing policy, format of the frozen weights, GPUs, split points, streamed blocks, and overlapping or
-replayed micro-batches, each with its plan. `fit` picks one of those that fit. `fit_ranks` also chooses how ranks divide the step. `fitted` is
-the same search for a step that needs no run:
+`candidates` are the choices of checkpointing policy, format of the frozen weights, GPUs, split
+points, streamed blocks, and overlapping or replayed micro-batches, each with its plan. `fit` picks
+one of those that fit. `fit_ranks` also chooses how ranks divide the step. `fitted` is the same
+search for a step that needs no run:
 
     step = plan(spec, arch, Execution(), batch, "2x16GiB")
     execution = step.job.execution if step.fits else fitted(step)
 
-Only quantization changes the training result, so it has a price: 8-bit weights are chosen only if the fastest exact setting takes more than
-`PRICE` times as long, and 4 bits by the same rule against 8 bits.
+Only quantization changes the training result, so it has a price: 8-bit weights are chosen only if
+the fastest exact setting takes more than `PRICE` times as long, and 4 bits by the same rule against
+8 bits.
 
 If no settings fit, `run/plans/changes.py` lists changes of the run itself, or of the GPUs.
 """
@@ -38,12 +40,15 @@ POLICIES = ("full", "attn_only", "none")
 SMALLEST = "full+offload"
 """Tried only if none of them fits, because it uses host memory and may wait for copies."""
 SELF_ONLY = "attn_only(self)"
-"""Between the first two, for blocks with more than one attention: tried where blocks may have different policies."""
+"""Between the first two, for blocks with more than one attention: tried where blocks may have
+different policies."""
 HARDLY_LONGER = 0.03
-"""Share of the fastest step's time that may be given up for GPUs with room to spare, less host memory for streamed weights, fewer GPUs, and
-emptier GPUs. The estimate of time is no more accurate than that."""
+"""Share of the fastest step's time that may be given up for GPUs with room to spare, less host
+memory for streamed weights, fewer GPUs, and emptier GPUs. The estimate of time is no more accurate
+than that."""
 ROOM = 0.05
-"""Share of a GPU's available memory that stays free if that costs no time: the error that a plan may have."""
+"""Share of a GPU's available memory that stays free if that costs no time: the error that a plan
+may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,13 @@ def fit(task: FitTask) -> Fit:
     """Find the settings that fit and slow the run down least, prices of quantization included."""
     fitting: list[Candidate] = []
     for quantize in task.quantizations:
-        # No quantized setting is faster than its arithmetic alone. If that loses with its price, skip its profiles, which take seconds each.
-        if fitting and min(candidate.score for candidate in fitting) <= shortest_seconds(task) * PRICE[quantize]:
+        # No quantized setting is faster than its arithmetic alone. If that loses with its price,
+        # skip its profiles, which take seconds each.
+        if (
+            fitting
+            and min(candidate.score for candidate in fitting)
+            <= shortest_seconds(task) * PRICE[quantize]
+        ):
             continue
         for policy in _policies(task, quantize):
             # Sorted by memory, so if this policy does not fit, no later one does.
@@ -95,8 +105,8 @@ def fit(task: FitTask) -> Fit:
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
-    """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits; and without replays, where those
-    are what does not fit one GPU."""
+    """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that
+    fits; and without replays, where those are what does not fit one GPU."""
     for pipelined in (False, True) if task.work.micro_batches > 1 and task.overlaps else (False,):
         search = Search(task, task.varied(policy, quantize, pipelined=pipelined))
         for chosen in _choices(task.gpus):
@@ -109,35 +119,56 @@ def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]
                 and task.work.has_cuda_graphs
                 and (candidate is None or candidate.execution.swap_blocks)
             ):
-                without = Search(task, task.varied(policy, quantize, cuda_graphs="off")).fastest(chosen)
+                without = Search(task, task.varied(policy, quantize, cuda_graphs="off")).fastest(
+                    chosen
+                )
                 if without is not None and not without.execution.swap_blocks:
                     yield without
 
 
 def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
-    """The best schedule for each division of these candidates, where blocks of different policies recompute less than blocks with the same policy."""
+    """The best schedule for each division of these candidates, where blocks of different policies
+    recompute less than blocks with the same policy."""
     tried: dict[Any, Candidate] = {}
     for candidate in uniform:
         execution = candidate.execution
-        key = (candidate.gpus, candidate.division, execution.pipelined, execution.quantize, execution.cuda_graphs)
+        key = (
+            candidate.gpus,
+            candidate.division,
+            execution.pipelined,
+            execution.quantize,
+            execution.cuda_graphs,
+        )
         if key not in tried or candidate.seconds < tried[key].seconds:
             tried[key] = candidate
     schedules = [(candidate, fastest_schedule(task, candidate)) for candidate in tried.values()]
-    return [candidate for like, candidate in schedules if candidate is not None and candidate.seconds < like.seconds]
+    return [
+        candidate
+        for like, candidate in schedules
+        if candidate is not None and candidate.seconds < like.seconds
+    ]
 
 
 def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
-    """Give each block the policy that recomputes least within the memory that a division leaves free, or a share of it; None if none fits. The division and
-    the formats are the ones that `like` has, settings with one policy."""
+    """Give each block the policy that recomputes least within the memory that a division leaves
+    free, or a share of it; None if none fits. The division and the formats are the ones that `like`
+    has, settings with one policy."""
     execution, gpus = like.execution, tuple(task.gpus[i] for i in like.gpus)
     budgets = [gpu.budget for gpu in gpus]
     work = task.work_of(execution)
     profile_of = cache(lambda policy: task.profile_of(str(policy), execution.quantize))
-    limits = tuple(replace(budget, total=int(budget.available * share), reserve=0) for budget in budgets)
+    limits = tuple(
+        replace(budget, total=int(budget.available * share), reserve=0) for budget in budgets
+    )
     try:
         choice = choose(
             BudgetTask(
-                profile_of=profile_of, division=like.division, budgets=limits, work=work, can_offload=False, gpus=gpus
+                profile_of=profile_of,
+                division=like.division,
+                budgets=limits,
+                work=work,
+                can_offload=False,
+                gpus=gpus,
             )
         )
     except UserError:
@@ -154,7 +185,8 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
 
 
 def least_missing(task: FitTask) -> int:
-    """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
+    """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if
+    they fit."""
     search = Search(task, task.varied(SMALLEST, task.quantizations[-1]))
     missing = min(map(search.least_missing, _choices(task.gpus)))
     if missing or task.host is None:
@@ -165,15 +197,20 @@ def least_missing(task: FitTask) -> int:
 
 
 def least_host(task: FitTask) -> int | None:
-    """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
+    """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if
+    they do not."""
     # Of the two policies the first has less on the host where it fits.
-    searches = [Search(task, task.varied(policy, task.quantizations[-1])) for policy in (POLICIES[0], SMALLEST)]
+    searches = [
+        Search(task, task.varied(policy, task.quantizations[-1]))
+        for policy in (POLICIES[0], SMALLEST)
+    ]
     needs = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
     return min((needed for needed in needs if needed is not None), default=None)
 
 
 def shortest_seconds(task: FitTask) -> float:
-    """A lower bound of a step's seconds: the fastest GPU without recompute, streaming or conversion, divided by the GPUs that can overlap."""
+    """A lower bound of a step's seconds: the fastest GPU without recompute, streaming or
+    conversion, divided by the GPUs that can overlap."""
     profile = task.profile_of(POLICIES[0], "none")
 
     def without_recompute(stage: StageCost) -> StageCost:
@@ -208,16 +245,22 @@ class RankFit:
         return self.seconds * PRICE[self.chosen.execution.quantize]
 
 
-def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout, link: str) -> RankFit | int | None:
-    """The fastest way to divide a step over ranks that fits; or the bytes that a GPU lacks, if none does; None if it cannot be divided at all.
+def fit_ranks(
+    task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout, link: str
+) -> RankFit | int | None:
+    """The fastest way to divide a step over ranks that fits; or the bytes that a GPU lacks, if none
+    does; None if it cannot be divided at all.
 
-    For each way `fit` chooses the settings of a rank, and the time of its exchanges is added. Ranks share samples only where nothing fits without that: the
-    exchanges of tokens cost time, and fewer samples are trained at once. `task_of` is the search problem of a rank, with the work of the whole step; None
-    if the run cannot be divided so.
+    For each way `fit` chooses the settings of a rank, and the time of its exchanges is added. Ranks
+    share samples only where nothing fits without that: the exchanges of tokens cost time, and fewer
+    samples are trained at once. `task_of` is the search problem of a rank, with the work of the
+    whole step; None if the run cannot be divided so.
     """
     missing: list[int] = []
     for context in _divisors(ranks.nproc):
-        shards = [shard for shard in _divisors(ranks.size) if shard % context == 0 or context % shard == 0]
+        shards = [
+            shard for shard in _divisors(ranks.size) if shard % context == 0 or context % shard == 0
+        ]
         fits: list[RankFit] = []
         for layout in (replace(ranks, shard=shard, context=context) for shard in shards):
             if (task := task_of(layout)) is None:
@@ -238,25 +281,34 @@ def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout
             plan = step.plan(parse_links(link, layout), chosen.host)
             fits.append(RankFit(layout=layout, chosen=chosen, plan=plan))
         if fits:
-            # Of about equally fast ways the one that divides least: replicas change no bit, and need no gathers.
+            # Of about equally fast ways the one that divides least: replicas change no bit, and
+            # need no gathers.
             limit = min(way.score for way in fits) * (1 + HARDLY_LONGER)
-            return min((way for way in fits if way.score <= limit), key=lambda way: (way.layout.shard, way.score))
+            return min(
+                (way for way in fits if way.score <= limit),
+                key=lambda way: (way.layout.shard, way.score),
+            )
     return min(missing, default=None)
 
 
 def fitted(step: StepPlan) -> Execution:
-    """Choose the policy, the format of the frozen weights, the GPUs to use, split points, streamed blocks and replays, for a step planned on GPUs.
+    """Choose the policy, the format of the frozen weights, the GPUs to use, split points, streamed
+    blocks and replays, for a step planned on GPUs.
 
-    Only the format of the weights changes results: a coarser one is chosen if the finer one makes a step slower by more than `PRICE` says, or does not fit.
+    Only the format of the weights changes results: a coarser one is chosen if the finer one makes a
+    step slower by more than `PRICE` says, or does not fit.
     """
     job, targets = step.job, step.targets
     if not targets.gpus:
-        raise UserError("a step is fitted to GPUs, and this plan is for a CPU; name GPUs, such as gpus='24GiB'")
+        raise UserError(
+            "a step is fitted to GPUs, and this plan is for a CPU; name GPUs, such as gpus='24GiB'"
+        )
     task = replace(task_of(job, targets.gpus, formats_of(job)), host=targets.host)
     chosen = fit(task).chosen
     if chosen is None:
         raise UserError(
-            f"nothing fits: the fullest GPU, or the host, still lacks {gib(least_missing(task))} GiB; use a smaller batch, or larger GPUs"
+            f"nothing fits: the fullest GPU, or the host, still lacks {gib(least_missing(task))} "
+            f"GiB; use a smaller batch, or larger GPUs"
         )
     names = tuple(str(targets.devices[index]) for index in chosen.gpus)
     return replace(chosen.execution, device="auto", devices=names)
@@ -278,15 +330,18 @@ def _choices(gpus: Sequence[GPU]) -> list[tuple[int, ...]]:
 
 
 def _pick(fitting: Sequence[Candidate], limit: float) -> Candidate:
-    """Of settings that score at most `limit` those of least effort, the fullest GPU as empty as possible."""
+    """Of settings that score at most `limit` those of least effort, the fullest GPU as empty as
+    possible."""
     about_as_fast = [candidate for candidate in fitting if candidate.score <= limit]
-    # A plan may be off by a few percent, so settings with room to spare win over equally fast full ones.
+    # A plan may be off by a few percent, so settings with room to spare win over equally fast full
+    # ones.
     with_room = [
         candidate
         for full in about_as_fast
         if (candidate := full.within(1 - ROOM)) is not None and candidate.score <= limit
     ]
-    # Fewest GPUs first, then least host memory. More GPUs are used if that saves a quarter of the host memory.
+    # Fewest GPUs first, then least host memory. More GPUs are used if that saves a quarter of the
+    # host memory.
     first, *others = sorted(
         with_room or about_as_fast, key=lambda candidate: (len(candidate.gpus), *_effort(candidate))
     )
@@ -295,22 +350,29 @@ def _pick(fitting: Sequence[Candidate], limit: float) -> Candidate:
         if candidate.host <= 0.75 * best.host and candidate.host < best.host:
             best = candidate
     most_on_host = best.host
-    return _emptiest(best, lambda candidate: candidate.score <= limit and candidate.host <= most_on_host)
+    return _emptiest(
+        best, lambda candidate: candidate.score <= limit and candidate.host <= most_on_host
+    )
 
 
 def _smallest(fitting: Sequence[Candidate]) -> Candidate:
-    """Settings with the fullest GPU as empty as possible, however slow, and with the most exact weights that fit."""
+    """Settings with the fullest GPU as empty as possible, however slow, and with the most exact
+    weights that fit."""
     small = [
         candidate
         for candidate in fitting
-        if candidate.execution.checkpointing in (POLICIES[0], SMALLEST) and not candidate.execution.pipelined
+        if candidate.execution.checkpointing in (POLICIES[0], SMALLEST)
+        and not candidate.execution.pipelined
     ]
-    best = min(small, key=lambda candidate: (PRICE[candidate.execution.quantize], -len(candidate.gpus)))
+    best = min(
+        small, key=lambda candidate: (PRICE[candidate.execution.quantize], -len(candidate.gpus))
+    )
     return _emptiest(best, lambda candidate: True)
 
 
 def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candidate:
-    # By bisection: how full the fullest GPU is depends on which blocks are streamed, and there are too many choices to try all.
+    # By bisection: how full the fullest GPU is depends on which blocks are streamed, and there are
+    # too many choices to try all.
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
@@ -328,7 +390,8 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _effort(candidate: Candidate) -> tuple[Any, ...]:
-    """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the emptiest."""
+    """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the
+    emptiest."""
     return candidate.host, candidate.execution.pipelined, len(candidate.gpus), candidate.fullness
 
 

@@ -13,12 +13,23 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.loading.on_meta import loaded_dtype
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import build_on_meta
-from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling
+from ditkit_core.planner.auxiliary import (
+    AuxiliaryPlanner,
+    AuxiliaryRow,
+    Room,
+    denoising_bytes,
+    held_while_sampling,
+)
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.plans.planned_step import Generated, PlannedStep, has_data, missing_class_images
+from ditkit_core.run.plans.planned_step import (
+    Generated,
+    PlannedStep,
+    has_data,
+    missing_class_images,
+)
 from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
@@ -35,12 +46,14 @@ def plan_auxiliary(
     per_machine: int = 1,
     host: int | None = None,
 ) -> tuple[AuxiliaryRow, ...]:
-    """Rows for encoding and sampling as configured, then for previews if they have a separate device.
+    """Rows for encoding and sampling as configured, then for previews if they have a separate
+    device.
 
     Args:
         devices: Memory of the steps on each device, which has these blocks.
         gpus: Whether the plan is for GPUs that need not be in this machine.
-        samples: The training samples, if known already; None reads the dataset. Without one, captions are sampled in each shape of the bucket.
+        samples: The training samples, if known already; None reads the dataset. Without one,
+            captions are sampled in each shape of the bucket.
         streamed: Bytes of streamed weights on the host.
         per_machine: Ranks on a machine; all of them encode.
         host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
@@ -71,7 +84,11 @@ def plan_auxiliary(
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
     encoded = (*shapes, *step.bucket.class_shapes)
-    sizes = [size for clip, references in encoded for size in (clip, *((1, *reference) for reference in references))]
+    sizes = [
+        size
+        for clip, references in encoded
+        for size in (clip, *((1, *reference) for reference in references))
+    ]
     rows = planner.encode_rows(sizes, encoders)
     added = _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks)
 
@@ -83,11 +100,16 @@ def plan_auxiliary(
         if not generated.shapes:
             return []
         more = added if len(on) == len(added) else [sum(added)]  # previews have one device
-        denoising = denoising_bytes(replace(step.job, kind=on[0].kind), *max(generated.shapes, key=pixels))
+        denoising = denoising_bytes(
+            replace(step.job, kind=on[0].kind), *max(generated.shapes, key=pixels)
+        )
         sizes = [size for size, _ in generated.shapes]
-        return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
+        return planner.sample_rows(
+            sizes, on, denoising=denoising, num_samples=generated.num, added=more
+        )
 
-    # Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
+    # Class images are generated before the optimizer has state. The plan ignores this, since with
+    # adapters the difference is small.
     asked, images = _samples(run.data, shapes, samples), missing_class_images(run.data)
     rows += sampled(Generated((*asked.shapes, *images.shapes), asked.num + images.num), rooms)
     if config.sample.device and config.sample.every_steps:
@@ -97,11 +119,17 @@ def plan_auxiliary(
             room = room._replace(device=f"sample.device {config.sample.device}")
         rows += [replace(row, stage="preview") for row in sampled(asked, [room])]
     if exchanges and kind == "cuda":
-        # While the other of two experts takes its steps of a preview, the weights of the one that trains wait on the host, and the other
-        # streams as many.
+        # While the other of two experts takes its steps of a preview, the weights of the one that
+        # trains wait on the host, and the other streams as many.
         held = streamed + sum(device.host for device in devices)
         moved = streamed + sum(weights_on(device) - device.gathered for device in devices)
-        about = {"stage": "preview", "name": "exchange of the experts", "size": None, "mode": "whole", "weights": moved}
+        about = {
+            "stage": "preview",
+            "name": "exchange of the experts",
+            "size": None,
+            "mode": "whole",
+            "weights": moved,
+        }
         rows.append(Room("host", host, in_use=held).row(moved, lambda: _NO_EXCHANGE, **about))
     return tuple(rows)
 
@@ -114,8 +142,11 @@ def weights_on(device: DevicePlan) -> int:
     return device.purposes["weights"] + device.purposes["adapters"]
 
 
-def _added_on(sample_adapters: SampleAdapters, precision: Precision, blocks: Sequence[range]) -> list[int]:
-    """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one after the other, the most."""
+def _added_on(
+    sample_adapters: SampleAdapters, precision: Precision, blocks: Sequence[range]
+) -> list[int]:
+    """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one
+    after the other, the most."""
     spec, arch, adapters = sample_adapters.spec, sample_adapters.arch, sample_adapters.opened()
     model = build_on_meta(spec, arch, precision)
     if not any(adapters):
@@ -125,7 +156,9 @@ def _added_on(sample_adapters: SampleAdapters, precision: Precision, blocks: Seq
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
     shapes, dtype_of = layers_of(spec.architecture.build, arch), loaded_dtype(spec, precision)
     on = [{name for name in shapes if device_of(name) == device} for device in devices]
-    return [max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on]
+    return [
+        max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on
+    ]
 
 
 def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
@@ -137,7 +170,8 @@ def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] |
     if config.prompts or samples is not None:
         prompts = sample_prompts(data, [] if config.prompts or samples is None else samples)
         shapes_of_prompts = [
-            shape_of(prompt, data.auxiliary.columns, data.spec.data.reference_size) for prompt in prompts
+            shape_of(prompt, data.auxiliary.columns, data.spec.data.reference_size)
+            for prompt in prompts
         ]
         return Generated(tuple(shapes_of_prompts), len(prompts) * config.images)
     sizes = {
@@ -147,11 +181,15 @@ def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] |
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(name: str, key: str, training_device: torch.device | None, training_room: Room) -> Room:
-    """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device.
+def _room_of(
+    name: str, key: str, training_device: torch.device | None, training_room: Room
+) -> Room:
+    """The device of a setting, with nothing else on it: encoders run before the model is loaded,
+    and previews have their own device.
 
     Args:
-        training_device: The first that trains; None if the plan is for GPUs that need not be in this machine.
+        training_device: The first that trains; None if the plan is for GPUs that need not be in
+            this machine.
     """
     training_room = training_room._replace(in_use=0)
     if (

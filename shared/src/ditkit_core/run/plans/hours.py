@@ -1,4 +1,5 @@
-"""Hours of a whole run on any GPU, and the recipes as runs: a step and the forwards of validation and samples, measured on fake tensors."""
+"""Hours of a whole run on any GPU, and the recipes as runs: a step and the forwards of validation
+and samples, measured on fake tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +29,11 @@ from ditkit_core.run.recipes import Recipe
 
 
 @contextmanager
-def run_of_recipe(spec: ModelSpec, recipe: Recipe, flags: Mapping[str, Any] | None = None) -> Iterator[RunContext]:
-    """A recipe as a run, with flags over it. Where it trains edits and its pairs are not there, it gets some of its size for the plan:
-    references take memory and time."""
+def run_of_recipe(
+    spec: ModelSpec, recipe: Recipe, flags: Mapping[str, Any] | None = None
+) -> Iterator[RunContext]:
+    """A recipe as a run, with flags over it. Where it trains edits and its pairs are not there, it
+    gets some of its size for the plan: references take memory and time."""
     config = resolve(RunConfig, file=recipe.path, flags=flags)
     if not config.data.references or local_path(config.data.references).exists():
         yield create_run(spec, config)
@@ -49,7 +52,8 @@ def run_of_recipe(spec: ModelSpec, recipe: Recipe, flags: Mapping[str, Any] | No
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run's step and forwards, measured on fake tensors: what memory and hours on any GPU follow from."""
+    """A run's step and forwards, measured on fake tensors: what memory and hours on any GPU follow
+    from."""
 
     jobs: Jobs
     step: PlannedStep
@@ -62,17 +66,27 @@ class PlannedRun:
 
     @classmethod
     def of(cls, jobs: Jobs) -> "PlannedRun":
-        """Profile a run. It has one policy for all blocks, and names the split points if it has several devices."""
+        """Profile a run. It has one policy for all blocks, and names the split points if it has
+        several devices."""
         step, spec = PlannedStep.of(jobs.largest), jobs.run.spec
         costs = profile(step.job)
         size = step.bucket.size
         alone = costs if len(step.job.batch) == 1 else _profile_of_one(step, size)
         sample, configured = (size, step.run.config.sample)
         if spec.data.frame_step or configured.height:
-            sample = (configured.frames or size[0], configured.height or size[1], configured.width or size[2])
+            sample = (
+                configured.frames or size[0],
+                configured.height or size[1],
+                configured.width or size[2],
+            )
         generated = alone if sample == size else _profile_of_one(step, sample)
         return cls(
-            jobs=jobs, step=step, profile=costs, division=_division(step.run.config, costs), one=alone, sample=generated
+            jobs=jobs,
+            step=step,
+            profile=costs,
+            division=_division(step.run.config, costs),
+            one=alone,
+            sample=generated,
         )
 
     def devices(self, gpus: tuple[GPU, ...]) -> tuple[DevicePlan, ...]:
@@ -89,7 +103,8 @@ class PlannedRun:
         return step_seconds(self.profile, self.division, gpus, self.step.job.work)
 
     def hours(self, gpus: tuple[GPU, ...]) -> float:
-        """Of all steps, validation, previews and samples of all experts. Loading, encoding, decoding and saving come on top: minutes."""
+        """Of all steps, validation, previews and samples of all experts. Loading, encoding,
+        decoding and saving come on top: minutes."""
         step, validated = self.seconds(gpus), self._forward(self.one, gpus)
         sampled, every_steps = (
             self._calls_of_samples() * self._forward(self.sample, gpus),
@@ -109,14 +124,22 @@ class PlannedRun:
         sample, spec = self.jobs.run.config.sample, self.jobs.run.spec
         authors = spec.auxiliary.sample_defaults(self.step.job.arch)
         twice = authors.guided_by == "negative" and (sample.guidance or authors.guidance) > 1
-        return (len(sample.prompts) or sample.captions) * sample.images * (sample.steps or authors.steps) * (1 + twice)
+        return (
+            (len(sample.prompts) or sample.captions)
+            * sample.images
+            * (sample.steps or authors.steps)
+            * (1 + twice)
+        )
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
         """Seconds of one forward."""
-        work = replace(self.step.job.work, cuda_graphs="off")  # samples and validation are never replayed
+        work = replace(
+            self.step.job.work, cuda_graphs="off"
+        )  # samples and validation are never replayed
         spans = zip(gpus, pairwise(self.division.bounds), strict=True)
         return sum(
-            span_time(costs, gpu, start, end, self.division.streamed, work).forward / 1e9 for gpu, (start, end) in spans
+            span_time(costs, gpu, start, end, self.division.streamed, work).forward / 1e9
+            for gpu, (start, end) in spans
         )
 
 

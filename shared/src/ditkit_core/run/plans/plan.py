@@ -25,12 +25,15 @@ ALONE = PlannedLaunch()
 """No flags about ranks."""
 
 
-def make_report(run: RunContext, gpus: str = "", host: str = "", launch: PlannedLaunch = ALONE) -> PlanReport:
+def make_report(
+    run: RunContext, gpus: str = "", host: str = "", launch: PlannedLaunch = ALONE
+) -> PlanReport:
     """Plan a run.
 
     Args:
         gpus: The GPUs to plan for, of one machine; empty for the run's devices on this machine.
-        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
+        host: Memory for streamed weights on the host; empty for its free memory, or no limit with
+            `gpus`.
         launch: The ranks to plan for.
     """
     check_plannable(run, here=not gpus)
@@ -45,11 +48,14 @@ def report_of(
     class_images: Sequence[Sample] | None = None,
     launch: PlannedLaunch = ALONE,
 ) -> PlanReport:
-    """Plan a run that was checked already, as `make_report`; its training samples and class images may be known already, else the dataset is read."""
+    """Plan a run that was checked already, as `make_report`; its training samples and class images
+    may be known already, else the dataset is read."""
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
     execution = run.execution
-    layout = layout_of(run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices)
+    layout = layout_of(
+        run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices
+    )
     if layout is not None:
         check_ranks(run, layout.size)
     routes = () if layout is None else parse_links(launch.link, layout)
@@ -57,7 +63,12 @@ def report_of(
     # Notes are about the run as configured.
     notes = (
         *jobs.notes(),
-        *_notes(configured.config, configured.stored_formats.values(), configured.component, targets.gpus),
+        *_notes(
+            configured.config,
+            configured.stored_formats.values(),
+            configured.component,
+            targets.gpus,
+        ),
     )
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
     plan = plan_step(step.job, targets, layout)
@@ -76,7 +87,13 @@ def report_of(
     ranks = None
     if layout is not None:
         gpu = gpus_planned[0] if gpus_planned else None
-        of_rank = RankStep(layout=layout, profile=plan.profile, division=plan.partition, work=plan.job.work, gpu=gpu)
+        of_rank = RankStep(
+            layout=layout,
+            profile=plan.profile,
+            division=plan.partition,
+            work=plan.job.work,
+            gpu=gpu,
+        )
         ranks = of_rank.plan(routes, plan.host)
     adapter_bytes = sum(stage.adapters for stage in plan.profile.stages)
     return PlanReport(
@@ -94,7 +111,8 @@ def report_of(
 
 
 def _verifying(spec: ModelSpec, config: RunConfig, arch: Any, adapter_bytes: int) -> int:
-    """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing does."""
+    """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing
+    does."""
     adapters, trains_all = spec.adapters, config.adapter.method == "full"
     verify = adapters.verify_whole if trains_all or config.export.merged else adapters.verify
     if verify is None:
@@ -111,7 +129,8 @@ def num_gpus(run: RunContext, gpus: str) -> int:
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:
-    """Raise the errors that the run itself would, before anything is planned; `here` for the devices of this machine."""
+    """Raise the errors that the run itself would, before anything is planned; `here` for the
+    devices of this machine."""
     if here:
         check_run(run)
     else:
@@ -120,11 +139,14 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
 
 
 def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[GPU] = ()) -> PlannedStep:
-    """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
+    """A run's largest micro-batch on a kind of device; with several experts, of the one that needs
+    most memory."""
     return PlannedStep.of(jobs_of(run).largest, kind, gpus=gpus)
 
 
-def _notes(config: RunConfig, stored: Iterable[str], component: str, gpus: Sequence[GPU]) -> Iterator[str]:
+def _notes(
+    config: RunConfig, stored: Iterable[str], component: str, gpus: Sequence[GPU]
+) -> Iterator[str]:
     old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
     if config.model.dtype == "bf16" and old:
         yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'

@@ -1,6 +1,8 @@
-"""The training step of a run: the largest micro-batch, with the run's adapter and the format of its weights.
+"""The training step of a run: the largest micro-batch, with the run's adapter and the format of its
+weights.
 
-A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
+A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the
+configuration.
 """
 
 from collections.abc import Sequence
@@ -57,7 +59,11 @@ class Bucket:
     def described(self) -> str:
         """The bucket in a few words."""
         frames, height, width = self.size
-        edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
+        edited = (
+            f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}"
+            if self.references
+            else ""
+        )
         size = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
         masked = " with loss masks" if LOSS_WEIGHTS in self.items[0] else ""
         return f"{len(self.items)} x {size}{edited}{masked} ({self.source})"
@@ -81,27 +87,38 @@ class PlannedStep:
         class_images: Sequence[Sample] | None = None,
         gpus: Sequence[GPU] = (),
     ) -> "PlannedStep":
-        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); known GPUs say what `train.kernels = auto` would be there.
-        Samples and class images as for `largest_bucket`."""
+        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); known
+        GPUs say what `train.kernels = auto` would be there. Samples and class images as for
+        `largest_bucket`."""
         # Where it is unknown, this raises the reason.
         arch = arch_here(run.spec, run.config.model)[1] if run.arch is None else run.arch
-        adapter = _adapter(run.spec, arch, run.config.adapter, run.config.base.merge_key(run.component))
+        adapter = _adapter(
+            run.spec, arch, run.config.adapter, run.config.base.merge_key(run.component)
+        )
         bucket = largest_bucket(run.data, arch, samples, class_images)
         job = job_of(run, arch, adapter, bucket, kind)
-        return cls(run=run, bucket=bucket, job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)))
+        return cls(
+            run=run,
+            bucket=bucket,
+            job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)),
+        )
 
 
 def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Placement:
-    """The placement of a run's model, which has its adapters; every command that loads a model calls it. In training it is as the run's plan says, with the
-    policies of `train.checkpointing`."""
+    """The placement of a run's model, which has its adapters; every command that loads a model
+    calls it. In training it is as the run's plan says, with the policies of `train.checkpointing`.
+    """
     arch, planned = unloaded.origin.arch, training and needs_profile(run.execution)
     bucket = largest_bucket(run.data, arch) if planned else None
     job = job_of(run, arch, unloaded.origin.adapter, bucket, run.devices[0].type)
     return placement_of(unloaded.module, job, training=training)
 
 
-def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:
-    """The step of a run of one transformer, whose adapter has the settings that an `adapter.init` file decides. Without a bucket nothing is profiled."""
+def job_of(
+    run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str
+) -> StepJob:
+    """The step of a run of one transformer, whose adapter has the settings that an `adapter.init`
+    file decides. Without a bucket nothing is profiled."""
     config = run.config
     matched = config.prior.match_base
     others = 3.0 if config.flow.slider_positive else float(config.flow.target_guidance != 1)
@@ -116,7 +133,8 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         adapter=adapter,
         optim=config.optim,
         ema=config.ema,
-        # Forwards with other captions keep nothing: they take time alone, and the batches of plans lack those captions.
+        # Forwards with other captions keep nothing: they take time alone, and the batches of plans
+        # lack those captions.
         flow=replace(
             config.flow,
             target_guidance=1.0,
@@ -127,7 +145,9 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         ),
         clip_norm=config.train.clip_norm,
         clip_by=config.train.clip_by,
-        assistant=_assistant(run.spec, arch, adapter, config.base.assistants[run.component == "transformer_2"])
+        assistant=_assistant(
+            run.spec, arch, adapter, config.base.assistants[run.component == "transformer_2"]
+        )
         if bucket is not None and adapter.use_dora
         else {},
         micro_batches=config.micro_batches,
@@ -139,12 +159,15 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
 
 
 def num_kinds(data: DataConfig, bucket: Bucket) -> int:
-    """Kinds of micro-batches that may be replayed, by the shapes of the data; of data that are not here, one kind is assumed."""
+    """Kinds of micro-batches that may be replayed, by the shapes of the data; of data that are not
+    here, one kind is assumed."""
     shapes = {*bucket.shapes, *bucket.class_shapes} if has_data(data) else set()
     return max(1, min(MOST, len(shapes)))
 
 
-def _assistant(spec: ModelSpec, arch: Any, adapter: AdapterConfig, assistant: tuple[str, str]) -> dict[str, int]:
+def _assistant(
+    spec: ModelSpec, arch: Any, adapter: AdapterConfig, assistant: tuple[str, str]
+) -> dict[str, int]:
     key, entry = assistant
     if not entry:
         return {}
@@ -158,17 +181,23 @@ def _adapter(spec: ModelSpec, arch: Any, adapter: AdapterConfig, merge_key: str)
     if not adapter.init or adapter.method == "full":
         return adapter
     architecture = spec.architecture
-    file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
+    file = open_adapter(
+        local_path(adapter.init), architecture.names, layers_of(architecture.build, arch)
+    )
     return config_from_file(adapter, file, merge_key)[0]
 
 
 def largest_bucket(
-    data: RunData, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+    data: RunData,
+    arch: Any,
+    samples: Sequence[Sample] | None = None,
+    class_images: Sequence[Sample] | None = None,
 ) -> Bucket:
-    """The micro-batch with the most tokens: from the dataset if it is available, or known already, else with the configured size.
+    """The micro-batch with the most tokens: from the dataset if it is available, or known already,
+    else with the configured size.
 
-    Each micro-batch of the data is followed by as many class images, and class images of one shape go through the model together. The largest of all is
-    planned.
+    Each micro-batch of the data is followed by as many class images, and class images of one shape
+    go through the model together. The largest of all is planned.
     """
     config, spec = data.config, data.spec
     if samples is None and has_data(config.data):
@@ -180,11 +209,14 @@ def largest_bucket(
     # Those that exist, and those that are still to be generated.
     of_class = {*_shapes(data, class_images), *missing_class_images(data).shapes}
     masked = bool(config.data.masks) or any(sample.mask is not None for sample in samples or ())
-    batches = {shape: _batch(spec, config.train, arch, shape, masked=masked) for shape in sorted(shapes)}
+    batches = {
+        shape: _batch(spec, config.train, arch, shape, masked=masked) for shape in sorted(shapes)
+    }
     # A micro-batch of class images has at most as many as the data's micro-batch before it.
     most = max(map(len, batches.values()))
     batches |= {
-        shape: _batch(spec, config.train, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)
+        shape: _batch(spec, config.train, arch, shape, masked=masked)[:most]
+        for shape in sorted(of_class - shapes)
     }
     largest = max(batches, key=lambda shape: sum(map(spec.training.num_tokens, batches[shape])))
     if largest not in shapes:
@@ -199,14 +231,18 @@ def largest_bucket(
     )
 
 
-def _batch(spec: ModelSpec, train: TrainConfig, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
+def _batch(
+    spec: ModelSpec, train: TrainConfig, arch: Any, shape: Shape, *, masked: bool
+) -> list[dict[str, Tensor]]:
     with torch.device("meta"):
         item = spec.training.empty_item(arch, *shape)
         if masked:
             item[LOSS_WEIGHTS] = torch.empty(1, *item["latents"].shape[1:])
     # The same item repeated: a plan only needs its shapes.
     return [item] * (
-        max(1, train.batch_tokens // spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
+        max(1, train.batch_tokens // spec.training.num_tokens(item))
+        if train.batch_tokens
+        else train.batch_size
     )
 
 
@@ -214,24 +250,35 @@ def _data_shapes(data: RunData, samples: Sequence[Sample] | None) -> tuple[set[S
     """The shapes of the data, and where they come from."""
     section = data.config.data
     if samples is not None:
-        return _shapes(data, samples), f"the largest in {', '.join(section.folders or (section.folder,))}"
+        return _shapes(
+            data, samples
+        ), f"the largest in {', '.join(section.folders or (section.folder,))}"
     largest, *smaller = resolutions_of(section, data.spec.data.size_step)
-    named = "data.frames and resolutions" if section.resolutions else "data.frames, height and width"
+    named = (
+        "data.frames and resolutions" if section.resolutions else "data.frames, height and width"
+    )
     # Edits are assumed to have one reference of the sample's size.
     reference_size = data.spec.data.reference_size if section.references else None
     assumed = ", one reference each" if reference_size else ""
 
     def shape(height: int, width: int) -> Shape:
-        return (section.frames, height, width), (reference_size(height, width, 1),) if reference_size else ()
+        return (section.frames, height, width), (
+            reference_size(height, width, 1),
+        ) if reference_size else ()
 
     if largest.kept is not None:  # the others have no more pixels
         return {shape(*largest.kept)}, named + assumed
     source = "the largest bucket of data.height and data.width" if section.buckets else named
-    return {shape(*size) for resolution in (largest, *smaller) for size in resolution.sizes}, source + assumed
+    return {
+        shape(*size) for resolution in (largest, *smaller) for size in resolution.sizes
+    }, source + assumed
 
 
 def _shapes(data: RunData, samples: Sequence[Sample]) -> set[Shape]:
-    return {shape_of(sample, data.auxiliary.columns, data.spec.data.reference_size) for sample in samples}
+    return {
+        shape_of(sample, data.auxiliary.columns, data.spec.data.reference_size)
+        for sample in samples
+    }
 
 
 class Generated(NamedTuple):
@@ -245,7 +292,11 @@ def missing_class_images(data: RunData) -> Generated:
     """The class images that are missing, as they will be generated."""
     prior, section = data.config.prior, data.config.data
     missing = prior.images - count_media(data.prior_folder) if prior.class_prompt else 0
-    return Generated((((1, section.height, section.width), ()),), missing) if missing > 0 else Generated((), 0)
+    return (
+        Generated((((1, section.height, section.width), ()),), missing)
+        if missing > 0
+        else Generated((), 0)
+    )
 
 
 def has_data(config: DataConfig) -> bool:

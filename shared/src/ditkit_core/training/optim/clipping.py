@@ -1,4 +1,5 @@
-"""Which norm limits the gradients of a step: the norm of all of them, the norm of the step before, or each block's own."""
+"""Which norm limits the gradients of a step: the norm of all of them, the norm of the step before,
+or each block's own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +23,15 @@ class Clipping:
     """`train.clip_norm`; 0 clips nothing."""
     by: ClipBy = "step"
     last_norm: float | None = None
-    """Norm of all gradients of the step before, as it was before they were clipped; None before the first step, which `last_step` does not
-    clip."""
+    """Norm of all gradients of the step before, as it was before they were clipped; None before the
+    first step, which `last_step` does not clip."""
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """The block of each trained parameter, or the embedding or head, by number; for `block`."""
 
     @property
     def known_factor(self) -> float | None:
-        """The factor that is known before the backward; None if gradients stay as they are, or if only their own norm decides it."""
+        """The factor that is known before the backward; None if gradients stay as they are, or if
+        only their own norm decides it."""
         if not self.max_norm or self.by != "last_step" or self.last_norm is None:
             return None
         factor = self.max_norm / (self.last_norm + _EPSILON)
@@ -70,22 +72,29 @@ class Clipping:
 
 
 def stages_of(model: StagedModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The stage of each trained parameter: 0 for the embedding, then the blocks in order, then the head."""
+    """The stage of each trained parameter: 0 for the embedding, then the blocks in order, then the
+    head."""
     stages = [model.embed, *model.blocks(), model.head]
-    stage_by_id = {id(parameter): number for number, stage in enumerate(stages) for parameter in stage.parameters()}
+    stage_by_id = {
+        id(parameter): number
+        for number, stage in enumerate(stages)
+        for parameter in stage.parameters()
+    }
     return {name: stage_by_id[id(parameter)] for name, parameter in parameters.items()}
 
 
 def norm_of(gradient: Tensor) -> Tensor:
     """The norm of one gradient, in fp32 or wider, as `total_norm` computes it."""
-    return torch._foreach_norm([gradient], dtype=torch.promote_types(gradient.dtype, torch.float32))[0]
+    return torch._foreach_norm(
+        [gradient], dtype=torch.promote_types(gradient.dtype, torch.float32)
+    )[0]
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients together, on the device of the first.
 
-    It sums in the given order, whatever devices the gradients are on. torch's own function groups them by device, which would change
-    the last bits for a split model.
+    It sums in the given order, whatever devices the gradients are on. torch's own function groups
+    them by device, which would change the last bits for a split model.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
     # Otherwise the norm of a bf16 gradient (precision.accumulation) is rounded to bf16.
@@ -98,9 +107,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of several tensors from their norms, scalars on any devices; on the device of the first.
+    """The norm of several tensors from their norms, scalars on any devices; on the device of the
+    first.
 
-    Nothing is sent from the host if all are on one device: a GPU would be waited for, with `train.clip_by = block` once for each block.
+    Nothing is sent from the host if all are on one device: a GPU would be waited for, with
+    `train.clip_by = block` once for each block.
     """
     first, indices = norms[0], _by_device(norms)
     dtype = torch.promote_types(first.dtype, torch.float32)

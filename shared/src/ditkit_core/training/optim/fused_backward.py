@@ -1,4 +1,5 @@
-"""The optimizer's step in the backward, `optim.fused_backward`: each gradient is applied as soon as it is complete."""
+"""The optimizer's step in the backward, `optim.fused_backward`: each gradient is applied as soon as
+it is complete."""
 
 import itertools
 from collections.abc import Callable
@@ -15,23 +16,30 @@ from ditkit_core.training.optim.optimizer import NamedOptimizer
 
 
 class OptimizerInBackward:
-    """Updates each parameter of a step as soon as its gradient is complete, and frees the gradient at once.
+    """Updates each parameter of a step as soon as its gradient is complete, and frees the gradient
+    at once.
 
-    The backwards run inside its `with` block. No full set of gradients exists, except for the sums of several micro-batches, which the
-    optimizer keeps (`NamedOptimizer.sum_of`); the last backward applies them. The price is that nothing can look at all gradients before
-    the first update. So they are clipped by the norm of the last step, or each block's by its own norm, for which a block's gradients
-    wait for each other. And a non-finite gradient is found after others were applied. It is not applied itself, nor is any that its device
-    completes after it. The device decides that: AdamW has a switch for it, and updates of others are undone. The host reads the norms when
-    the backward is over. Only with Adafactor it waits for each gradient, because torch's implementation reads norms of each parameter.
+    The backwards run inside its `with` block. No full set of gradients exists, except for the sums
+    of several micro-batches, which the optimizer keeps (`NamedOptimizer.sum_of`); the last backward
+    applies them. The price is that nothing can look at all gradients before the first update. So
+    they are clipped by the norm of the last step, or each block's by its own norm, for which a
+    block's gradients wait for each other. And a non-finite gradient is found after others were
+    applied. It is not applied itself, nor is any that its device completes after it. The device
+    decides that: AdamW has a switch for it, and updates of others are undone. The host reads the
+    norms when the backward is over. Only with Adafactor it waits for each gradient, because torch's
+    implementation reads norms of each parameter.
 
-    The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents for this purpose. The engine's hooks
-    cannot replace it: they are called block by block, in the order of the carry, while a gradient is complete when the parameter's last
-    use is done, in whichever blocks, embed or head that is. The hook changes no gradient, and exists only while a step runs. Recomputation
-    does not call it again: gradients arrive through the graph of the forward. If the model is on several devices, torch calls the hooks
-    from one thread per device, at the same time.
+    The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents
+    for this purpose. The engine's hooks cannot replace it: they are called block by block, in the
+    order of the carry, while a gradient is complete when the parameter's last use is done, in
+    whichever blocks, embed or head that is. The hook changes no gradient, and exists only while a
+    step runs. Recomputation does not call it again: gradients arrive through the graph of the
+    forward. If the model is on several devices, torch calls the hooks from one thread per device,
+    at the same time.
 
     Attributes:
-        updated: Names of the parameters that were updated, in that order; if a gradient was not finite, `applied` says which of them.
+        updated: Names of the parameters that were updated, in that order; if a gradient was not
+            finite, `applied` says which of them.
     """
 
     def __init__(
@@ -50,7 +58,8 @@ class OptimizerInBackward:
             readable: Whether the gradients have values; fake tensors have none.
             watch: Called with each parameter's name and gradient, before it is clipped and applied.
             clipping: How gradients are clipped; None clips nothing.
-            micro_batches: Backwards of the step; with several, `begin_backward` is called before each.
+            micro_batches: Backwards of the step; with several, `begin_backward` is called before
+                each.
         """
         self._optimizer, self._lr, self._readable = optimizer, lr, readable
         self._watch, self._clipping = watch, clipping or Clipping()
@@ -92,23 +101,33 @@ class OptimizerInBackward:
         self._optimizer.backwards = (self._begun, self._count - self._begun)
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
-        """A gradient is complete: add it to the gradients of other micro-batches, or apply it, unless it or one before it is not finite."""
+        """A gradient is complete: add it to the gradients of other micro-batches, or apply it,
+        unless it or one before it is not finite."""
         gradient = parameter.grad
         assert gradient is not None and name not in self._norms, name
         if self._count > 1:
             parameter.grad = None
-            gradient = self._sums[name] = self._optimizer.add_gradient(name, gradient, first=name not in self._sums)
+            gradient = self._sums[name] = self._optimizer.add_gradient(
+                name, gradient, first=name not in self._sums
+            )
         if self._count == max(1, self._begun):
             self._complete(name, gradient)
 
     def _apply_late(self) -> None:
-        """Apply what the last backward did not complete: it used no weight of a stage, or fewer than those before it."""
+        """Apply what the last backward did not complete: it used no weight of a stage, or fewer
+        than those before it."""
         late = {name: gradient for name, gradient in self._sums.items() if name not in self._norms}
-        away = [name for name in (*late, *itertools.chain(*self._waiting.values())) if name in self._optimizer.streamed]
+        away = [
+            name
+            for name in (*late, *itertools.chain(*self._waiting.values()))
+            if name in self._optimizer.streamed
+        ]
         if away:
             raise UserError(
-                f"{away[0]} is streamed ({argument('train.swap_blocks')}), and the last micro-batch of this step used only some weights of its block; leave "
-                f"{argument('train.swap_blocks')} out, or set {argument('train.accumulation')} = 1 and {argument('train.clip_by')} = last_step"
+                f"{away[0]} is streamed ({argument('train.swap_blocks')}), and the last "
+                f"micro-batch of this step used only some weights of its block; leave "
+                f"{argument('train.swap_blocks')} out, or set {argument('train.accumulation')} = 1 "
+                f"and {argument('train.clip_by')} = last_step"
             )
         for name, gradient in late.items():
             self._complete(name, gradient)
@@ -116,11 +135,14 @@ class OptimizerInBackward:
             self._apply_stage(stage)
 
     def _complete(self, name: str, gradient: Tensor) -> None:
-        # The norm that `total_norm` computes. Before the update, because some optimizers write into the gradient.
+        # The norm that `total_norm` computes. Before the update, because some optimizers write into
+        # the gradient.
         norm = self._norms[name] = norm_of(gradient)
         device = gradient.device
         if device not in self._found_inf:
-            self._found_inf.setdefault(device, (torch.zeros((), device=device), torch.ones((), device=device)))
+            self._found_inf.setdefault(
+                device, (torch.zeros((), device=device), torch.ones((), device=device))
+            )
         found_inf, one = self._found_inf[device]
         # Sets `found_inf` in one launch, if the norm is not finite; the norm times 1 is the norm.
         torch._amp_foreach_non_finite_check_and_unscale_([norm], found_inf, one)
@@ -153,7 +175,11 @@ class OptimizerInBackward:
         if self._sound:
             gradient_argument = None if gradient is parameter.grad else gradient
             self._optimizer.step_one(
-                name, self._lr, None if waits else found_inf, gradient=gradient_argument, factor=factor
+                name,
+                self._lr,
+                None if waits else found_inf,
+                gradient=gradient_argument,
+                factor=factor,
             )
             self.updated.append(name)
             self._events.append((name, True))
@@ -164,11 +190,17 @@ class OptimizerInBackward:
         return [self._norms[name] for name in self._optimizer.parameters if name in self._norms]
 
     def broken(self) -> list[str]:
-        """Names of the parameters whose gradients have no finite norm, in the parameters' order. Waits for the devices."""
-        return [name for name in self._optimizer.parameters if name in self._norms and not self._norms[name].isfinite()]
+        """Names of the parameters whose gradients have no finite norm, in the parameters' order.
+        Waits for the devices."""
+        return [
+            name
+            for name in self._optimizer.parameters
+            if name in self._norms and not self._norms[name].isfinite()
+        ]
 
     def applied(self) -> list[str]:
-        """Names of the parameters that were updated although a gradient was not finite: those before it on its device."""
+        """Names of the parameters that were updated although a gradient was not finite: those
+        before it on its device."""
         broken, stopped, names = set(self.broken()), set[torch.device](), []
         for name, is_update in self._events:
             device = self._norms[name].device

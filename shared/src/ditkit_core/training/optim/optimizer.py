@@ -1,4 +1,5 @@
-"""The optimizer of a run over named parameters, its step in the backward, and the learning-rate schedule."""
+"""The optimizer of a run over named parameters, its step in the backward, and the learning-rate
+schedule."""
 
 import math
 import threading
@@ -27,13 +28,18 @@ _SUM = "gradient_sum"
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: a function of the step, with no state to save."""
+    """Learning rate of optimizer step `step`, counted from 0: a function of the step, with no state
+    to save."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
-    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    progress = min(
+        1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    )
+    remaining = (
+        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    )
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * remaining)
 
 
@@ -59,14 +65,17 @@ def check_rates(config: OptimConfig, layers: Collection[str]) -> None:
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         rate = lr * group["lr_factor"]
-        if isinstance(group["lr"], Tensor):  # torchao compiles its step and takes the rate as a tensor
+        if isinstance(
+            group["lr"], Tensor
+        ):  # torchao compiles its step and takes the rate as a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 class NamedOptimizer:
-    """The optimizer of a run: one torch optimizer, or Muon together with AdamW, over named parameters."""
+    """The optimizer of a run: one torch optimizer, or Muon together with AdamW, over named
+    parameters."""
 
     def __init__(
         self,
@@ -83,9 +92,10 @@ class NamedOptimizer:
         Args:
             parameters: The trained parameters by name; the saved state uses these names.
             matrices: Names of the weight matrices in the blocks, for Muon.
-            accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32
-                if wider.
-            elements: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
+            accumulation: Dtype in which gradients are summed over micro-batches; None: the
+                parameters' dtype, or fp32 if wider.
+            elements: Of parameters that are parts of others: the place of their first element, and
+                the number of elements of the whole.
             kernels: Implementation of the rounding of bf16 weights, as `train.kernels` has it.
         """
         self.parameters = dict(parameters)
@@ -94,17 +104,24 @@ class NamedOptimizer:
         self._rounding = config.rounding
         self._rounding_at: tuple[int, int] = (0, 0)
         self._elements = elements or {}
-        self._proxies = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
-        # With `fused_backward` torch sums nothing: each gradient is applied, or added to `sum_of`, as soon as it is complete.
+        self._proxies = {
+            name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()
+        }
+        # With `fused_backward` torch sums nothing: each gradient is applied, or added to `sum_of`,
+        # as soon as it is complete.
         self._accumulation = None if config.fused_backward else accumulation
         self._sum_dtype = accumulation
         self.streamed: Collection[str] = ()
-        """Names of the parameters whose state and sums of gradients are streamed with their weights, which keeps them between steps."""
+        """Names of the parameters whose state and sums of gradients are streamed with their
+        weights, which keeps them between steps."""
         self.backwards: tuple[int, int] = (0, 1)
-        """With `fused_backward`: backwards of the step that have begun, and that have not; the last one updates."""
+        """With `fused_backward`: backwards of the step that have begun, and that have not; the last
+        one updates."""
         self._sums: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         self._expect_gradients()
-        self._rounds = any(self._proxies[name] is not parameter for name, parameter in self.parameters.items())
+        self._rounds = any(
+            self._proxies[name] is not parameter for name, parameter in self.parameters.items()
+        )
         self._kinds: list[OptimizerKind] = []
         self.parts: list[torch.optim.Optimizer] = []
         self._singles: dict[str, _Single] = {}
@@ -114,16 +131,22 @@ class NamedOptimizer:
         if config.kind.rest:
             if not matrices:
                 raise UserError(
-                    f"{argument('optim.name')} = {config.name} is for a full fine-tune; with an adapter use adamw or adamw8bit"
+                    f"{argument('optim.name')} = {config.name} is for a full fine-tune; with an "
+                    f"adapter use adamw or adamw8bit"
                 )
             self._add(config.name, {name: self.parameters[name] for name in matrices}, config)
-            rest = {name: parameter for name, parameter in self.parameters.items() if name not in set(matrices)}
+            rest = {
+                name: parameter
+                for name, parameter in self.parameters.items()
+                if name not in set(matrices)
+            }
         if rest:
             self._add(config.kind.rest or config.name, rest, config)
 
     @staticmethod
     def _stand_in(parameter: nn.Parameter, config: OptimConfig) -> nn.Parameter:
-        """The parameter that torch's optimizers see: the parameter itself, or for bf16 a stand-in with its values in fp32 during its update.
+        """The parameter that torch's optimizers see: the parameter itself, or for bf16 a stand-in
+        with its values in fp32 during its update.
 
         Gradients of bf16 parameters are also summed over micro-batches, and clipped, in fp32.
         """
@@ -131,20 +154,27 @@ class NamedOptimizer:
             return parameter
         if not config.fused_backward:
             parameter.grad_dtype = torch.float32
-        return nn.Parameter(torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device))
+        return nn.Parameter(
+            torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)
+        )
 
     def _add(self, name: str, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
         parameters = {one: self._proxies[one] for one in parameters}
         chosen: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for one, parameter in parameters.items():
-            # As peft's `create_loraplus_optimizer`: B, and vectors, which in an adapter are DoRA's magnitudes.
+            # As peft's `create_loraplus_optimizer`: B, and vectors, which in an adapter are DoRA's
+            # magnitudes.
             is_up = is_adapter_name(one) and (".lora_B." in one or parameter.ndim == 1)
             label, factor = config.rate_of(module_of(one), is_up=is_up)
             chosen.setdefault((parameter.ndim <= 1, factor), []).append(parameter)
             if label:
                 self._factors[label] = factor
         groups = [
-            {"params": params, "weight_decay": 0.0 if is_flat else config.weight_decay, "lr_factor": factor}
+            {
+                "params": params,
+                "weight_decay": 0.0 if is_flat else config.weight_decay,
+                "lr_factor": factor,
+            }
             for (is_flat, factor), params in sorted(chosen.items(), key=lambda item: item[0][0])
         ]
         kind = OPTIMIZERS[name]
@@ -154,25 +184,34 @@ class NamedOptimizer:
             self.parts[-1].train()  # type: ignore[attr-defined]
         names = {parameter: one for one, parameter in parameters.items()}
         for group in self.parts[-1].param_groups:
-            if not (group.get("fused") or group.get("capturable")):  # torch's rule, when it loads a state too
+            if not (
+                group.get("fused") or group.get("capturable")
+            ):  # torch's rule, when it loads a state too
                 self._counted_on_host |= {names[parameter] for parameter in group["params"]}
         if config.fused_backward or self._rounds:
-            guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
+            guard: AbstractContextManager[Any] = (
+                threading.Lock() if kind.compiles else nullcontext()
+            )
             for group_index, group in enumerate(self.parts[-1].param_groups):
                 for parameter in group["params"]:
                     settings = {key: group[key] for key in ("weight_decay", "lr_factor")}
                     alone = kind.build([{"params": [parameter], **settings}], config)
                     if kind.averages:
                         alone.train()  # type: ignore[attr-defined]
-                    self._singles[names[parameter]] = _Single(alone, self.parts[-1], group_index, kind, guard)
+                    self._singles[names[parameter]] = _Single(
+                        alone, self.parts[-1], group_index, kind, guard
+                    )
             self._share_state()
 
     def _share_state(self) -> None:
-        """Share the state of each part with its single-parameter optimizers, so that a save is the same however parameters are updated."""
+        """Share the state of each part with its single-parameter optimizers, so that a save is the
+        same however parameters are updated."""
         for single in self._singles.values():
             single.optimizer.state = single.part.state
             group = single.part.param_groups[single.group]
-            single.optimizer.param_groups[0].update({key: group[key] for key in single.kind.progress if key in group})
+            single.optimizer.param_groups[0].update(
+                {key: group[key] for key in single.kind.progress if key in group}
+            )
 
     def rates(self, lr: float) -> dict[str, float]:
         """The learning rates other than `lr`, by the names that metrics have for them."""
@@ -184,7 +223,8 @@ class NamedOptimizer:
         return any(kind.averages for kind in self._kinds)
 
     def begin(self, seed: int, step: int) -> None:
-        """Set seed and step: the random numbers of stochastic rounding are a function of them and the parameter's name."""
+        """Set seed and step: the random numbers of stochastic rounding are a function of them and
+        the parameter's name."""
         self._rounding_at = seed, step
 
     @property
@@ -197,12 +237,16 @@ class NamedOptimizer:
 
         Args:
             lr: The learning rate.
-            found_inf: A float32 scalar on the parameters' device: where it is 1, parameters and state stay as they are. For optimizers that skip on
-                the device.
+            found_inf: A float32 scalar on the parameters' device: where it is 1, parameters and
+                state stay as they are. For optimizers that skip on the device.
         """
         for name, parameter in self.parameters.items():
             is_direct = self._proxies[name] is parameter  # a stand-in takes its gradient in fp32
-            if is_direct and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
+            if (
+                is_direct
+                and (gradient := parameter.grad) is not None
+                and gradient.dtype != parameter.dtype
+            ):
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of another dtype
                 parameter.grad = gradient.to(parameter.dtype)
@@ -218,7 +262,8 @@ class NamedOptimizer:
             part.step()
 
     def add_gradient(self, name: str, gradient: Tensor, *, first: bool) -> Tensor:
-        """Add a micro-batch's gradient to the sum of the step's, in the dtype and order in which torch accumulates them. Returns the sum.
+        """Add a micro-batch's gradient to the sum of the step's, in the dtype and order in which
+        torch accumulates them. Returns the sum.
 
         Args:
             name: The parameter's.
@@ -233,8 +278,8 @@ class NamedOptimizer:
         return sums[_SUM].copy_(gradient) if first else sums[_SUM].add_(gradient)
 
     def sum_of(self, name: str) -> MutableMapping[str, Any]:
-        """The sum of a parameter's gradients over micro-batches, as an entry that can be streamed as the entries of `state_of`; not saved, because
-        a step begins with a new one."""
+        """The sum of a parameter's gradients over micro-batches, as an entry that can be streamed
+        as the entries of `state_of`; not saved, because a step begins with a new one."""
         return self._sums[name]
 
     def step_one(
@@ -248,16 +293,18 @@ class NamedOptimizer:
     ) -> None:
         """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
 
-        Several threads may call it at once, each with parameters of its own: their torch optimizers share only the
-        state dictionary, in which each has an entry of its own.
+        Several threads may call it at once, each with parameters of its own: their torch optimizers
+        share only the state dictionary, in which each has an entry of its own.
 
         Args:
             name: The parameter's.
             lr: The learning rate.
-            found_inf: A float32 scalar on the parameter's device: the parameter stays as it is where it is 1. Of the optimizer's state that is
-                only true if `OptimizerKind.skips_on_device` says so.
+            found_inf: A float32 scalar on the parameter's device: the parameter stays as it is
+                where it is 1. Of the optimizer's state that is only true if
+                `OptimizerKind.skips_on_device` says so.
             gradient: The gradient to apply; None: the parameter's own.
-            factor: What the gradient is multiplied by, in fp32 if the update is computed in fp32; None: 1.
+            factor: What the gradient is multiplied by, in fp32 if the update is computed in fp32;
+                None: 1.
         """
         single, parameter = self._singles[name], self.parameters[name]
         if self._proxies[name] is parameter and gradient is not None:
@@ -265,7 +312,11 @@ class NamedOptimizer:
         if self._proxies[name] is parameter and factor is not None and parameter.grad is not None:
             parameter.grad.mul_(factor)
         skips = single.kind.skips_on_device
-        with single.guard, self._in_fp32(name, gradient, factor), self._undone(name, None if skips else found_inf):
+        with (
+            single.guard,
+            self._in_fp32(name, gradient, factor),
+            self._undone(name, None if skips else found_inf),
+        ):
             _set_rate(single.optimizer, lr)
             single.optimizer.found_inf = found_inf if skips else None  # type: ignore[attr-defined]
             single.optimizer.step()
@@ -276,7 +327,8 @@ class NamedOptimizer:
 
     @contextmanager
     def _undone(self, name: str, found_inf: Tensor | None) -> Iterator[None]:
-        """Give the parameter its old values back after the block where `found_inf` is 1. The host waits for nothing."""
+        """Give the parameter its old values back after the block where `found_inf` is 1. The host
+        waits for nothing."""
         parameter, wide = self.parameters[name], self._proxies[name]
         old = parameter.detach().clone() if found_inf is not None and wide is parameter else None
         yield
@@ -291,7 +343,8 @@ class NamedOptimizer:
     def _in_fp32(
         self, name: str, gradient: Tensor | None = None, factor: Tensor | float | None = None
     ) -> Iterator[None]:
-        """Inside the block the stand-in of a bf16 parameter has its values and gradient in fp32; afterwards they are rounded back."""
+        """Inside the block the stand-in of a bf16 parameter has its values and gradient in fp32;
+        afterwards they are rounded back."""
         parameter, wide = self.parameters[name], self._proxies[name]
         gradient = parameter.grad if gradient is None else gradient
         if wide is parameter or gradient is None:
@@ -299,9 +352,13 @@ class NamedOptimizer:
             return
         with torch.no_grad():
             fused = kernels_on(self._kernels, parameter)
-            wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused)
+            wide.data = joined(
+                parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused
+            )
             wide.grad = gradient.float()
-            if factor is not None:  # in place: of a sum of micro-batches nothing is needed after this
+            if (
+                factor is not None
+            ):  # in place: of a sum of micro-batches nothing is needed after this
                 wide.grad.mul_(factor)
             yield
             wide.grad = None
@@ -312,27 +369,41 @@ class NamedOptimizer:
                 write_stochastic(parameter, wide.data, key, start=start, of=count, fused=fused)
             elif self._rounding == "split":
                 state = self.state_of(name)
-                if rest is None:  # only now: an optimizer treats a state that is not empty as initialised
-                    rest = state[_REST] = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device)
+                if (
+                    rest is None
+                ):  # only now: an optimizer treats a state that is not empty as initialised
+                    rest = state[_REST] = torch.empty(
+                        parameter.shape, dtype=torch.int16, device=parameter.device
+                    )
                 write_split(parameter, wide.data, rest, fused=fused)
             else:
                 parameter.copy_(wide)
-            wide.data = torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)
+            wide.data = torch.empty(
+                (0,) * parameter.ndim, dtype=torch.float32, device=parameter.device
+            )
 
     def end_step(self, lr: float, updated: Collection[str]) -> None:
-        """Finish a step after `step_one` of these parameters: update the groups' progress, also for parameters without a gradient."""
+        """Finish a step after `step_one` of these parameters: update the groups' progress, also for
+        parameters without a gradient."""
         for name in self._singles.keys() - set(updated):
             assert self.parameters[name].grad is None, name
-            self.step_one(name, lr)  # updates nothing, but counts the step in optimizers that count per group
+            self.step_one(
+                name, lr
+            )  # updates nothing, but counts the step in optimizers that count per group
         for single in self._singles.values():
-            group, single_group = single.part.param_groups[single.group], single.optimizer.param_groups[0]
-            group.update({key: single_group[key] for key in single.kind.progress if key in single_group})
+            group, single_group = (
+                single.part.param_groups[single.group],
+                single.optimizer.param_groups[0],
+            )
+            group.update(
+                {key: single_group[key] for key in single.kind.progress if key in single_group}
+            )
 
     def state_of(self, name: str) -> MutableMapping[str, Any]:
         """The optimizer's state of one parameter, by entry: empty before its first update.
 
-        It may be changed between two updates of the parameter: a tensor may be replaced, also by one on another device, as long as
-        it is back on the parameter's device for the update.
+        It may be changed between two updates of the parameter: a tensor may be replaced, also by
+        one on another device, as long as it is back on the parameter's device for the update.
         """
         for part in self.parts:
             if (state := part.state.get(self._proxies[name])) is not None:
@@ -341,7 +412,8 @@ class NamedOptimizer:
         return {}
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
-        """Whether an entry of a parameter's state is always on the host: torch's optimizers count steps there."""
+        """Whether an entry of a parameter's state is always on the host: torch's optimizers count
+        steps there."""
         return entry == "step" and name in self._counted_on_host
 
     def gradients(self) -> dict[str, Tensor]:
@@ -364,11 +436,15 @@ class NamedOptimizer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the block the parameters have the values to use; for most optimizers, those are the trained ones.
+        """Inside the block the parameters have the values to use; for most optimizers, those are
+        the trained ones.
 
-        Switching with the optimizer's own `eval()` and `train()` rounds, so the trained values are copied back.
+        Switching with the optimizer's own `eval()` and `train()` rounds, so the trained values are
+        copied back.
         """
-        averaging = [part for part, kind in zip(self.parts, self._kinds, strict=True) if kind.averages]
+        averaging = [
+            part for part, kind in zip(self.parts, self._kinds, strict=True) if kind.averages
+        ]
         with swapped(self.parameters, self.parameters if averaging else {}):
             try:
                 for part in averaging:
@@ -379,14 +455,22 @@ class NamedOptimizer:
                     part.train()  # type: ignore[attr-defined]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that `load_state` needs to resume bitwise identically: tensors by name, and values for JSON."""
+        """Everything that `load_state` needs to resume bitwise identically: tensors by name, and
+        values for JSON."""
         return export_state(self.parts, self._progress(), self._proxies)
 
     def load_state(
-        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        *,
+        on_host: Collection[str] = (),
     ) -> None:
-        """Load what `state` returned. The state of the parameters named in `on_host` stays on the host for now."""
-        import_state(self.parts, self._progress(), self._proxies, tensors, values, untouched=on_host)
+        """Load what `state` returned. The state of the parameters named in `on_host` stays on the
+        host for now."""
+        import_state(
+            self.parts, self._progress(), self._proxies, tensors, values, untouched=on_host
+        )
         for name, parameter in self.parameters.items():
             state = self.state_of(name)
             if _REST in state:  # torch casts state to the dtype of its parameter

@@ -1,7 +1,8 @@
 """Optimizer state to and from named tensors and JSON values, bitwise exact and without pickle.
 
-Tensors are keyed `parameter|entry`. A quantized entry is a tensor subclass: its inner tensors are stored one by one as
-`parameter|entry|inner`, and its class and attributes among the values. Only known classes are rebuilt, so a file cannot name code to run.
+Tensors are keyed `parameter|entry`. A quantized entry is a tensor subclass: its inner tensors are
+stored one by one as `parameter|entry|inner`, and its class and attributes among the values. Only
+known classes are rebuilt, so a file cannot name code to run.
 """
 
 import importlib
@@ -16,11 +17,15 @@ from ditkit_core.errors import UserError
 _SUBCLASSES = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 """Tensor subclasses that may be rebuilt from a file, and where they are defined."""
 
-_FOREIGN = "the saved optimizer state does not fit this run ({}); start a new run from it with --init-from"
+_FOREIGN = (
+    "the saved optimizer state does not fit this run ({}); start a new run from it with --init-from"
+)
 
 
 def export_state(
-    parts: Sequence[torch.optim.Optimizer], progress: Sequence[tuple[str, ...]], parameters: Mapping[str, nn.Parameter]
+    parts: Sequence[torch.optim.Optimizer],
+    progress: Sequence[tuple[str, ...]],
+    parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of several optimizers.
 
@@ -62,13 +67,18 @@ def import_state(
     *,
     untouched: Collection[str] = (),
 ) -> None:
-    """Load an exported state into newly built optimizers; settings (decay, betas) stay as the optimizers have them.
+    """Load an exported state into newly built optimizers; settings (decay, betas) stay as the
+    optimizers have them.
 
     The state of the parameters named in `untouched` stays on its device.
     """
     entries: dict[str, dict[str, Any]] = {}
     plain = {key: tensor for key, tensor in tensors.items() if key.count("|") == 1}
-    for key, value in {**plain, **values["scalars"], **_rebuild(tensors, values["subclasses"])}.items():
+    for key, value in {
+        **plain,
+        **values["scalars"],
+        **_rebuild(tensors, values["subclasses"]),
+    }.items():
         name, entry = key.split("|")
         entries.setdefault(name, {})[entry] = value
     if foreign := entries.keys() - parameters.keys():
@@ -79,15 +89,24 @@ def import_state(
     for part, keys, saved in zip(parts, progress, values["groups"], strict=True):
         order = [parameter for group in part.param_groups for parameter in group["params"]]
         entries_by_index = {
-            i: entries[names[parameter]] for i, parameter in enumerate(order) if names[parameter] in entries
+            i: entries[names[parameter]]
+            for i, parameter in enumerate(order)
+            if names[parameter] in entries
         }
-        state = {i: entry for i, entry in entries_by_index.items() if names[order[i]] not in untouched}
+        state = {
+            i: entry for i, entry in entries_by_index.items() if names[order[i]] not in untouched
+        }
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
-        part.load_state_dict({"state": state, "param_groups": groups})  # moves each entry to its device
-        # State that stays on the host bypasses torch's loading, which would move it to the parameter's device.
-        part.state.update({order[i]: entry for i, entry in entries_by_index.items() if i not in state})
+        part.load_state_dict(
+            {"state": state, "param_groups": groups}
+        )  # moves each entry to its device
+        # State that stays on the host bypasses torch's loading, which would move it to the
+        # parameter's device.
+        part.state.update(
+            {order[i]: entry for i, entry in entries_by_index.items() if i not in state}
+        )
 
 
 def _rebuild(tensors: Mapping[str, Tensor], subclasses: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -96,8 +115,14 @@ def _rebuild(tensors: Mapping[str, Tensor], subclasses: Mapping[str, Any]) -> di
         if cls_name not in _SUBCLASSES:
             raise UserError(_FOREIGN.format(f"unknown tensor class {cls_name!r}"))
         cls = getattr(importlib.import_module(_SUBCLASSES[cls_name]), cls_name)
-        inner = {name.rsplit("|", 1)[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{key}|")}
-        rebuilt[key] = cls.__tensor_unflatten__(inner, [_from_json(one) for one in attributes], None, None)
+        inner = {
+            name.rsplit("|", 1)[1]: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{key}|")
+        }
+        rebuilt[key] = cls.__tensor_unflatten__(
+            inner, [_from_json(one) for one in attributes], None, None
+        )
     return rebuilt
 
 

@@ -1,6 +1,7 @@
 """WanToDance's blocks: those that end with a music layer, and the one that guidance skips.
 
-Source: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py.
+Source: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and
+diffsynth/pipelines/wan_video_new.py.
 """
 
 import torch
@@ -17,7 +18,8 @@ from ditkit_wan.presets import WanArch
 
 
 class _Unused(nn.Module):
-    """A linear layer that files contain and no result depends on; not an nn.Linear, so that adapters do not target it."""
+    """A linear layer that files contain and no result depends on; not an nn.Linear, so that
+    adapters do not target it."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -27,9 +29,10 @@ class _Unused(nn.Module):
 class MusicInjector(nn.Module):
     """The term that each row of music adds to its group of tokens.
 
-    The authors have cross-attention here, from each group of tokens to its single row of music. A softmax over one key is 1 for any query,
-    so the result of attention is bitwise identical to the value, and queries, keys and their norms have zero gradients. They are not
-    computed, and they are parameters only because the files contain them.
+    The authors have cross-attention here, from each group of tokens to its single row of music. A
+    softmax over one key is 1 for any query, so the result of attention is bitwise identical to the
+    value, and queries, keys and their norms have zero gradients. They are not computed, and they
+    are parameters only because the files contain them.
     """
 
     def __init__(self, arch: WanArch, precision: Precision):
@@ -56,12 +59,15 @@ class MusicBlock(WanBlock):
         music_rows = self.music(carry.music.rows)
         carry = super().forward(carry)
         return carry._replace(
-            tokens=plain_sum(at_positions(_by_token(music_rows, carry.grids), carry.positions), carry.tokens)
+            tokens=plain_sum(
+                at_positions(_by_token(music_rows, carry.grids), carry.positions), carry.tokens
+            )
         )
 
 
 class SkippedBlock(WanBlock):
-    """A block that the negative side of guidance skips: guidance steers away from the velocity without it."""
+    """A block that the negative side of guidance skips: guidance steers away from the velocity
+    without it."""
 
     def forward(self, carry: WanCarry) -> WanCarry:
         return carry if carry.music is not None and carry.music.skips else super().forward(carry)

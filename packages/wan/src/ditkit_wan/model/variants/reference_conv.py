@@ -1,7 +1,8 @@
-"""An image of a clip's subject as an additional frame in front of it. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_transformer3d.py.
+"""An image of a clip's subject as an additional frame in front of it. Source: aigc-apps/VideoX-Fun,
+videox_fun/models/wan_transformer3d.py.
 
-All blocks treat it as a frame. It has position 0 in time, the clip's frames start at 1, and the head removes it. Its tokens have the
-timestep of the clip, although it has no noise.
+All blocks treat it as a frame. It has position 0 in time, the clip's frames start at 1, and the
+head removes it. Its tokens have the timestep of the clip, although it has no noise.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,18 @@ class ReferenceConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(arch.dim))
         nn.init.xavier_uniform_(self.weight.data.flatten(1))
 
-    def forward(self, reference: Float[Tensor, "channels 1 height width"]) -> Float[Tensor, "tokens dim"]:
+    def forward(
+        self, reference: Float[Tensor, "channels 1 height width"]
+    ) -> Float[Tensor, "tokens dim"]:
         """Tokens of one image, in the dtype of its latents."""
         ph, pw = self.weight.shape[2:]
         patches = rearrange(reference, "c 1 (h ph) (w pw) -> (h w) (c ph pw)", ph=ph, pw=pw)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
-def check_references(arch: WanArch, references: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
+def check_references(
+    arch: WanArch, references: Sequence[Tensor | None], latents: Sequence[Tensor]
+) -> None:
     """Refuse references whose shape differs from a latent frame of their clip.
 
     Raises:
@@ -43,12 +48,15 @@ def check_references(arch: WanArch, references: Sequence[Tensor | None], latents
         wanted = (arch.reference_channels, 1, *clip.shape[2:])
         if reference is not None and reference.shape != wanted:
             raise UserError(
-                f"'reference' has the shape {list(reference.shape)} where its clip has {list(clip.shape)}: encode it at the size of the clip"
+                f"'reference' has the shape {list(reference.shape)} where its clip has "
+                f"{list(clip.shape)}: encode it at the size of the clip"
             )
 
 
 def in_front(
-    references: Sequence[Tensor | None], tokens: Float[Tensor, "batch padded dim"], lengths: Sequence[int]
+    references: Sequence[Tensor | None],
+    tokens: Float[Tensor, "batch padded dim"],
+    lengths: Sequence[int],
 ) -> Float[Tensor, "batch tokens dim"]:
     """The tokens of every sample, after the tokens of its reference if it has one.
 
@@ -59,13 +67,17 @@ def in_front(
     """
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     pairs = zip(references, rows, strict=True)
-    return pad_sequence([row if front is None else torch.cat([front, row]) for front, row in pairs], batch_first=True)
+    return pad_sequence(
+        [row if front is None else torch.cat([front, row]) for front, row in pairs],
+        batch_first=True,
+    )
 
 
 def times_in_front(
     timestep: Shaped[Tensor, "batch times"], fronts: Sequence[int], lengths: Sequence[int]
 ) -> Shaped[Tensor, "batch tokens"]:
-    """A timestep per token, with the references' in front; these equal the timestep of their clip's last token.
+    """A timestep per token, with the references' in front; these equal the timestep of their clip's
+    last token.
 
     Args:
         timestep: Timestep of each token of the clips, or which of two timesteps it has.
@@ -73,5 +85,8 @@ def times_in_front(
         lengths: Number of clip tokens of each sample.
     """
     triples = zip(timestep, fronts, lengths, strict=True)
-    rows = [torch.cat([row[length - 1 : length].expand(front), row[:length]]) for row, front, length in triples]
+    rows = [
+        torch.cat([row[length - 1 : length].expand(front), row[:length]])
+        for row, front, length in triples
+    ]
     return pad_sequence(rows, batch_first=True)

@@ -1,4 +1,5 @@
-"""VACE: additional blocks whose results are hints for the main blocks. Source: Wan-Video/Wan2.1, wan/modules/vace_model.py."""
+"""VACE: additional blocks whose results are hints for the main blocks. Source: Wan-Video/Wan2.1,
+wan/modules/vace_model.py."""
 
 from torch import nn
 
@@ -13,10 +14,11 @@ from ditkit_wan.presets import WanArch
 class VaceBlock(WanBlock):
     """One step of VACE's stream, and the hint that it adds to the main stream.
 
-    The official code runs all VACE blocks first and keeps their hints for the main blocks. Their stream depends on the main stream only by
-    its tokens before the first block, which `embed` adds. So each VACE block can run right after the main block that its hint is added to:
-    the numbers are the same, and no hint is carried. The last block hands its stream on as well, although no block reads it: under
-    `attn_only` it is kept in any case, in place of the matmul that made it.
+    The official code runs all VACE blocks first and keeps their hints for the main blocks. Their
+    stream depends on the main stream only by its tokens before the first block, which `embed` adds.
+    So each VACE block can run right after the main block that its hint is added to: the numbers are
+    the same, and no hint is carried. The last block hands its stream on as well, although no block
+    reads it: under `attn_only` it is kept in any case, in place of the matmul that made it.
     """
 
     def __init__(self, arch: WanArch, precision: Precision):
