@@ -171,7 +171,7 @@ class TrainOptions:
         excludes="plan fit audit_precision check report demo init_from: and {other}: --tell only tells a run that trains",
     )
     """Tell the run of --run, which trains in another process, what to do after its present step:
-    `sample`, `save`, or `stop` with a save. The weights are those of a run without requests."""
+    `sample`, `save`, or `stop` with a save. It trains the weights of a run without requests."""
 
     def __post_init__(self) -> None:
         if self.tell:
