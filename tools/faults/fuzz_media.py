@@ -5,8 +5,7 @@ import math
 import random
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -57,12 +56,10 @@ def damaged_header(draw: random.Random, data: bytes) -> bytes:
     return bytes(changed) if draw.random() < 0.8 else damaged_bytes(draw, bytes(changed))
 
 
-@contextmanager
-def _written(path: Path, sound: str = "", video: str = "", rate: int = 16_000) -> Iterator[None]:
+def write_file(path: Path, sound: str = "", video: str = "", rate: int = 16_000) -> Path:
     """Write half a second of noise and eight frames."""
     noise = np.random.default_rng(0)
-    with ExitStack() as stack:
-        container = stack.enter_context(av.open(str(path), "w"))
+    with av.open(str(path), "w") as container:
         streams = []
         if video:
             moving = container.add_stream(video, rate=Fraction(16))
@@ -84,17 +81,15 @@ def _written(path: Path, sound: str = "", video: str = "", rate: int = 16_000) -
         for stream, frames in streams:
             for frame in [*frames, None]:
                 container.mux(stream.encode(frame))
-    yield
+    return path
 
 
 def write_media(folder: Path, codecs: Mapping[str, tuple[str, str]]) -> list[Path]:
     """Small files, one for each suffix with its (sound, video) codecs."""
-    paths = []
-    for suffix, (sound, video) in codecs.items():
-        paths.append(folder / f"good{suffix}")
-        with _written(paths[-1], sound, video, 48_000 if sound == "libopus" else 16_000):
-            pass
-    return paths
+    return [
+        write_file(folder / f"good{suffix}", *kinds, 48_000 if kinds[0] == "libopus" else 16_000)
+        for suffix, kinds in codecs.items()
+    ]
 
 
 class Sounds:
