@@ -303,7 +303,9 @@ def test_a_held_out_loss_that_is_not_finite_on_one_rank_ends_both(folder):
     )
 
 
-@pytest.mark.parametrize("name", ["killed", "killed divided", "killed elsewhere"])
+@pytest.mark.parametrize(
+    "name", ["killed", "killed divided", "killed elsewhere", "killed slowly elsewhere"]
+)
 def test_a_killed_rank_is_named_by_the_other_one_and_in_the_summary(folder, name):
     """torchrun sends SIGTERM to the rank that is left, which is no wish to save, and does not
     replace its line. Exchanges may be FSDP2's own."""

@@ -153,6 +153,20 @@ def is_killed_on_another_machine() -> None:
         is_killed()
 
 
+def is_killed_and_the_other_ends_slowly() -> None:
+    """torchrun's SIGTERM comes while the broken exchange is on its way out of the other rank."""
+    is_killed_on_another_machine()
+    fit = trainer.Trainer.fit
+
+    def slowly(self: Any) -> Any:
+        try:
+            return fit(self)
+        finally:
+            time.sleep(20)
+
+    trainer.Trainer.fit = slowly  # type: ignore[method-assign]
+
+
 def is_stopped_for_ever() -> None:
     at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -268,6 +282,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "killed": (is_killed, 1),
     "killed divided": (is_killed, 1),
     "killed elsewhere": (is_killed_on_another_machine, BOTH),
+    "killed slowly elsewhere": (is_killed_and_the_other_ends_slowly, BOTH),
     "stopped for ever": (is_stopped_for_ever, 1),
     "bug": (has_a_bug, 1),
     **{f"other {name}": (partial(has_another, name), 1) for name in OTHERS},
@@ -339,7 +354,9 @@ MORE = {
     "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
     "killed divided": (*SAVED, "--ranks.shard", "2"),
-    "killed elsewhere": (*SAVED, "--ranks.timeout", "6"),
+    **dict.fromkeys(
+        ("killed elsewhere", "killed slowly elsewhere"), (*SAVED, "--ranks.timeout", "6")
+    ),
     "stopped for ever": (*SAVED, "--ranks.timeout", "4"),
     "full alone": FULL,
     **dict.fromkeys(("full divided", "full divided later"), (*FULL, "--ranks.shard", "2")),

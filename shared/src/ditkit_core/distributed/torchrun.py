@@ -112,16 +112,31 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         if failure is error:
             raise
         raise failure from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         with Interrupts():
-            # torchrun's SIGTERM comes wherever a rank is, also where it exchanges nothing.
-            if (lost := watch.ended_sibling()) is not None and watch.report(_LOST, of=lost):
+            # torchrun's SIGTERM comes wherever a rank is, also where it exchanges nothing, and
+            # while an exchange that broke is on its way out.
+            if (broken := _broken_exchange_before(stopped)) is not None:
+                watch.explain(broken)
+                mute()
+            elif (lost := watch.ended_sibling()) is not None and watch.report(_LOST, of=lost):
                 mute()
         raise
     finally:
         _present = Ranks()
         watch.end(finished=finished)
     dist.destroy_process_group()
+
+
+def _broken_exchange_before(error: BaseException) -> Exception | None:
+    """The failure of an exchange during whose handling an error came."""
+    while (before := error.__context__) is not None:
+        if isinstance(before, RankLost) or (
+            isinstance(before, Exception) and is_broken_exchange(before)
+        ):
+            return before
+        error = before
+    return None
 
 
 def _connect(launch: Launch, store: "Store", *, on_gpus: bool) -> str:
