@@ -241,6 +241,7 @@ OF_THE_DEMO = (
 FEW = {
     "model.preset": "",  # the checkpoint's own
     "data.references": "",  # the demo's images have some already
+    "base.assistant": "",  # a file of the hub, for the real model
     "train.steps": 2,
     "train.threads": 1,
     "save.every_steps": 1,

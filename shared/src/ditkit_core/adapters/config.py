@@ -31,7 +31,7 @@ class BaseConfig(BaseExecution):
     merge_low: tuple[str, ...] = setting((), resume="refused", holds="path", part_of="merge")
     """The same for the low-noise expert. Name a file for both experts in both keys."""
     assistant: str = setting("", resume="refused", holds="path")
-    """A LoRA file, as `FILE` or `FILE@strength`, that undoes the distillation of a distilled base
+    """A LoRA file, as `FILE` or `FILE@strength`, or its hub id (`owner/name/file.safetensors`), that undoes the distillation of a distilled base
     while an adapter is trained, so that the adapter does not. It is merged into the base for
     training and taken out again for samples. For a model of two experts: the file of the high-noise
     expert."""

@@ -373,9 +373,30 @@ def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: boo
     )  # only the files at the root
 
 
+def is_hub_file(value: str) -> bool:
+    """Whether a path is the hub id of one file of weights: `owner/name/file.safetensors`, and no
+    local file."""
+    match = _HUB_ID.fullmatch(value)
+    return bool(match and match["inner"]) and value.endswith(".safetensors") and is_hub_id(value)
+
+
+def hub_file(hub_id: str, key: str) -> Path:
+    """The file that a hub id names, from the local cache or downloaded; under `nothing_fetched`
+    from the cache alone. `key` is its setting, for messages."""
+    repository, where = repository_of(hub_id), f"{argument(key)} = {hub_id!r}"
+    inner = hub_id.removeprefix(f"{repository}/")
+    with suppress(UserError), nothing_fetched():
+        if (path := _snapshot(repository, key, [inner], [], where) / inner).exists():
+            return path
+    path = _snapshot(repository, key, [inner], [], where) / inner
+    if not path.exists():
+        raise UserError(f"{where}: {repository} contains no {inner}; correct the name")
+    return path
+
+
 def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -> None:
     """Print what a download brings, how large it is, and what would do instead; nothing if the
-    cache has all of it."""
+    cache has all of it. `part` is a component of a model, or the key of another file."""
     # Imported here: a mistake in a path must not wait for the library.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -397,8 +418,11 @@ def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -
     else:
         amount = f"{size / 1e9:.2f} GB" if size >= 1e7 else "less than 0.01 GB"
     file_or_folder = "folder" if part == "tokenizer" else "file or folder"
-    instead = f"a {file_or_folder} that is here, set as {argument(f'model.{part}')}"
-    if part not in _WITH_PATHS:
+    key = part if "." in part else f"model.{part}"
+    instead = f"a {file_or_folder} that is here, set as {argument(key)}"
+    if part == key:
+        instead = f"a file that is here, set as {argument(key)}"
+    elif part not in _WITH_PATHS:
         instead = f"a folder with all parts of the model, set as {argument('model.base')}"
     warn(
         f"fetching {part}, {amount}, from {repository} on the hub into {constants.HF_HUB_CACHE}; "

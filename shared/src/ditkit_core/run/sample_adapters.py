@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter
-from ditkit_core.adapters.files.entry import parse_merge
+from ditkit_core.adapters.files.entry import is_to_be_fetched, parse_merge
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
 from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import open_adapter
@@ -68,7 +68,9 @@ class SampleAdapters:
                 check_named(expert, key, str(path))
         self._check_assistants()
         if self.arch is not None:
-            self.opened()
+            self.opened(
+                fetch=False
+            )  # loading the base fetches assistants, and compares their names
 
     def _check_assistants(self) -> None:
         """Refuse `base.assistant` where what is trained or written would contain it."""
@@ -83,7 +85,7 @@ class SampleAdapters:
             )
         for expert, (key, entry) in zip(self._experts, config.base.assistants, strict=False):
             if entry:
-                check_named(expert, key, str(parse_merge(entry, key)[0]))
+                check_named(expert, key, entry)  # a plan downloads no file to read its name
         key, entry = assistants[0]
         if config.adapter.method == "full":
             opposite, low = f"{-parse_merge(entry, key)[1]:g}", "_low" * key.endswith("_low")
@@ -100,9 +102,13 @@ class SampleAdapters:
                 "adapter's file with the export command: --adapter FILE --merge"
             )
 
-    def opened(self) -> list[list[AddedAdapter]]:
-        """The open adapters of each transformer of the model, the noisiest expert's first."""
-        assistants = self.config.base.assistants
+    def opened(self, *, fetch: bool = True) -> list[list[AddedAdapter]]:
+        """The open adapters of each transformer of the model, the noisiest expert's first; without
+        `fetch`, without the assistants that would have to be downloaded."""
+        assistants = [
+            (key, "" if entry and not fetch and is_to_be_fetched(entry) else entry)
+            for key, entry in self.config.base.assistants
+        ]
         if not any(entry for _, entry in assistants) and not any(
             entries for _, entries in self._keys
         ):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
+from ditkit_core.models.paths import hub_file, is_hub_file, nothing_fetched
 
 MAX_STRENGTH = 100
 """Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing
@@ -12,11 +13,12 @@ error."""
 
 
 def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
-    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting."""
+    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting. The hub id of an
+    assistant is downloaded, if it is not in the local cache."""
     # A file whose own name has an @ counts as a file.
     file, at, strength = entry.rpartition("@")
     if not at or local_path(entry).is_file():
-        return local_path(entry), 1.0
+        return _file(entry, key), 1.0
     try:
         value = float(strength)
     except ValueError as error:
@@ -27,4 +29,20 @@ def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
         raise UserError(
             f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}"
         )
-    return local_path(file), value
+    return _file(file, key), value
+
+
+def _file(name: str, key: str) -> Path:
+    # Elsewhere owner/name/file is a path with a mistake in it, which must not wait for the hub.
+    is_hub = key.startswith("base.assistant") and is_hub_file(name)
+    return hub_file(name, key) if is_hub else local_path(name)
+
+
+def is_to_be_fetched(entry: str) -> bool:
+    """Whether an assistant has to be downloaded: a hub id, and not in the local cache."""
+    try:
+        with nothing_fetched():
+            parse_merge(entry, "base.assistant")
+    except UserError:
+        return is_hub_file(entry) or is_hub_file(entry.rpartition("@")[0])
+    return False

@@ -147,7 +147,8 @@ def _added_on(
 ) -> list[int]:
     """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one
     after the other, the most."""
-    spec, arch, adapters = sample_adapters.spec, sample_adapters.arch, sample_adapters.opened()
+    spec, arch = sample_adapters.spec, sample_adapters.arch
+    adapters = sample_adapters.opened(fetch=False)
     model = build_on_meta(spec, arch, precision)
     if not any(adapters):
         return [0] * len(blocks)

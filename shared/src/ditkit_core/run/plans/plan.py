@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ditkit_core.adapters.files.entry import is_to_be_fetched
 from ditkit_core.data.dataset import Sample
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
@@ -150,6 +151,9 @@ def _notes(
     old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
     if config.model.dtype == "bf16" and old:
         yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
+    for key, entry in config.base.assistants:
+        if entry and is_to_be_fetched(entry):
+            yield f"{key} is not here yet: this plan leaves out its matrices, which samples need"
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.base.quantize == "none" and (formats := sorted(set(stored))):
