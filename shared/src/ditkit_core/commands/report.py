@@ -30,6 +30,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.architecture import distilled_by_name
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import describe_expert
@@ -64,6 +65,12 @@ def warn_of_base(spec: ModelSpec, arch: Any, config: RunConfig) -> None:
         entry for _, entry in config.base.assistants
     ):
         warn(advice)
+    named = config.model.transformer or config.model.base
+    if preset := distilled_by_name(spec, arch, named):
+        warn(
+            f"{named} is named as the distilled {preset}, and is trained and sampled as a model that "
+            f"is not distilled; if it is {preset}, set model.preset = {preset}"
+        )
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(arch).guided_by != "embedding":
         warn(
             f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance "

@@ -1,5 +1,6 @@
 """Which architecture a model's files have."""
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,21 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     # A config.json decides by itself, so the headers of the weights need not be read.
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
     return choose_arch(spec, components, source)
+
+
+def distilled_by_name(spec: ModelSpec, arch: Any, named: str) -> str:
+    """The preset of a distilled model that the name of a base's files has, where another
+    architecture was chosen; empty if there is none. Both may have the same shapes, and no file of
+    some models says which it is."""
+
+    def parts(name: str) -> set[str]:
+        return set(re.split(r"[^a-z0-9]+", name.lower()))
+
+    presets, advice = spec.architecture.presets, spec.training.advice
+    named_presets = {name: arch for name, arch in presets.items() if parts(name) <= parts(named)}
+    if advice(arch) or arch in named_presets.values():
+        return ""
+    return next((name for name, other in named_presets.items() if advice(other)), "")
 
 
 def _pipeline_index(transformer: Path) -> dict[str, Any]:
