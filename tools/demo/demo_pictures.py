@@ -33,8 +33,16 @@ DEMO = ROOT / "packages/wan/src/ditkit_wan/demo/demo.toml"
 SOURCES = {
     "report.png": (DEMO, ROOT / "shared/src/ditkit_core/diagnostics/page.css"),
     "before_after.png": (DEMO,),
+    # tools/docs/precision_pictures.py
+    "precision.png": tuple(sorted(ROOT.glob("packages/*/src/*/demo/demo.toml"))),
 }
 """The files that decide what a picture shows, by its name."""
+PAGES = {
+    "report.png": ("README.md", "docs/watching.md"),
+    "before_after.png": ("README.md", "docs/watching.md"),
+    "precision.png": ("docs/precision.md",),
+}
+"""The pages that show a picture."""
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
 _WINDOW, _SHOWN_WIDTH = (1280, 800), 960
 _TILE, _GAP, _LINE = 96, 6, 20

@@ -12,6 +12,13 @@ from ditkit_core.diagnostics.audit.audit import (
     with_adapters_at_work,
 )
 from ditkit_core.diagnostics.audit.findings import AuditFindings, audit_json
+from ditkit_core.diagnostics.audit.pictures import (
+    Picture,
+    choices_of,
+    picture_table,
+    pictures,
+    write_pictures,
+)
 from ditkit_core.diagnostics.audit.render import print_audit, write_audit
 from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.encoding.loader import files_of, split_held_out
@@ -21,16 +28,22 @@ from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
+from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.previews.decoding import FittingDecoder
+from ditkit_core.previews.generate import guided_by
 from ditkit_core.run.checks import check_components, check_items, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.encoding import encode_all
+from ditkit_core.run.data import RunData
+from ditkit_core.run.encoding import encode_all, prompt_encoder, sample_prompts
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained, start_from
 from ditkit_core.run.training import training_data
+from ditkit_core.sampling.denoise import single_stage
+from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2
@@ -48,9 +61,12 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         if run.expert is not None:
             say(f"auditing the {run.expert.name} expert")
         expert_folder = run.config.run_folder  # the expert's own folder, which has its saves
-        findings = _find(spec, run.request.config, expert_folder, options)
+        findings, results = _find(spec, run.request.config, expert_folder, options)
         files = write_audit(findings, config.run_folder.audit)
         print_audit(findings)
+        if results:
+            files += write_pictures(results, config.run_folder.audit / "pictures")
+            picture_table(results).show()
         for file in files:
             say(f"written:  {file}")
     if options.json:
@@ -59,7 +75,7 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
 
 def _find(
     spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions
-) -> AuditFindings:
+) -> tuple[AuditFindings, list[Picture]]:
     run = create_run(spec, config)
     check_run(run)
     check_training(run)
@@ -75,6 +91,13 @@ def _find(
     run = run.with_arch(unloaded.origin.arch)
     placement = place_run(run, unloaded, training=True)
     check_components(run, run.data.dataset.samples)
+    prompts = sample_prompts(run.data, run.data.dataset.samples)[:1] if options.pictures else []
+    if options.pictures and (run.expert is not None or not prompts):
+        raise UserError(
+            "--pictures needs a model of one transformer, and this one samples with two; leave it out"
+            if prompts
+            else "--pictures has nothing to sample; set sample.prompts or sample.captions"
+        )
     encoded, _ = encode_all(run.data)
     check_items(run.spec, unloaded.module, encoded)
     prepared = load_model(unloaded, placement, run.config.train.seed)
@@ -97,7 +120,8 @@ def _find(
         seed=run.config.train.seed,
     )
     try:
-        return _audit(subject, weights, prepared, run.config.train.seed)
+        findings = _audit(subject, weights, prepared, run.config.train.seed)
+        return findings, [] if not prompts else _sampled(run.data, subject, prompts[0])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -107,6 +131,17 @@ def _find(
             "--data.height, --data.width, --train.batch_size 1), or stream more blocks with "
             "--train.swap_blocks"
         ) from error
+
+
+def _sampled(data: RunData, subject: Subject, prompt: SamplePrompt) -> list[Picture]:
+    """One sample in the dtypes that are compared."""
+    stages = single_stage(subject.model, subject.run)
+    config, negative = guided_by(data, stages)
+    job = prompt_encoder(data).requests(prompt, config, negative)[0]
+    decoder = FittingDecoder(data.auxiliary, [(prompt.frames, prompt.height, prompt.width)])
+    sampler = DecodedBy(data.auxiliary.sampler.denoise, decoder)
+    with progress("pictures", config.steps * len(choices_of(subject))) as bar:
+        return list(pictures(subject, sampler, job, bar.advance))
 
 
 def _weights(prepared: Model, folder: RunFolder, init_from: str) -> str:

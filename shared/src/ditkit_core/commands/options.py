@@ -148,6 +148,12 @@ class TrainOptions:
     """Measure which operation's precision matters in this run: compare one batch with fp64,
     lowering one place of [precision] at a time, and report the error of each. Writes into the run
     folder's audit; does not train."""
+    pictures: bool = option(
+        False,
+        needs="audit_precision: samples with the precisions that an audit compares; add --audit-precision",
+    )
+    """With --audit-precision: also generate the first sample of [sample] in fp32, as trained, with
+    the other presets of [precision] and with every place lowered, from the same noise."""
     check: bool = option(
         False, excludes="plan fit audit_precision report: and {other}: each does its work and stops"
     )

@@ -133,7 +133,7 @@ def audit(
     cases |= {f"alone {group}": {**_IN_FP64, group: low} for group in _op_groups(subject)}
     cases |= {f"all but {group}": {**lowered, group: _TRUTH} for group in _op_groups(subject)}
     squares_by_case: dict[str, list[_Squares]] = {name: [] for name in cases}
-    with _eval_mode(subject.model, subject.precision):
+    with eval_mode(subject.model, subject.precision):
         for index in range(len(EDGES) - 1):
             batch = _Batch.sampled(subject, index)
             truth = _measure(subject, batch, _IN_FP64, None)
@@ -170,7 +170,7 @@ def audit(
 
 
 @contextmanager
-def _eval_mode(model: StagedModel, precision: Precision) -> Iterator[None]:
+def eval_mode(model: StagedModel, precision: Precision) -> Iterator[None]:
     """Switch dropout off inside the context, which would add differences of its own; restore mode
     and precision afterwards."""
     training = {module: module.training for module in model.modules()}
@@ -313,7 +313,7 @@ def _measure(
         as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
     )
     # Full checkpointing: only one block's fp64 casts are in memory at a time.
-    engine = replace(subject.run, policy="full", backend=_backend(subject, precision))
+    engine = replace(subject.run, policy="full", backend=backend_of(subject, precision))
     with products_in_dtype(subject.model) if wide else nullcontext():
         velocities, loss = _forward(subject, batch, precision, dtype_of, engine, measured.take)
         loss.backward()
@@ -347,7 +347,7 @@ def _forward(
     ).mean()
 
 
-def _backend(subject: Subject, precision: Precision) -> str:
+def backend_of(subject: Subject, precision: Precision) -> str:
     """The run's attention backend if it supports the dtype; else one that supports any and does not
     keep all scores in memory."""
     on_gpu = any(parameter.device.type != "cpu" for parameter in subject.model.parameters())
@@ -425,7 +425,7 @@ def _priced(subject: Subject) -> list[str]:
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
     """One forward and backward with the run's engine."""
-    engine = replace(subject.run, backend=_backend(subject, precision))
+    engine = replace(subject.run, backend=backend_of(subject, precision))
     # The velocities stay alive in the backward, as a run's do: the peak counts them.
     _velocities, loss = _forward(
         subject, batch, precision, as_stored, engine, lambda name, gradient: None
@@ -474,7 +474,7 @@ def estimated_seconds(subject: Subject) -> float:
         {parameter.device for parameter in subject.model.parameters()},
         time.perf_counter(),
     )
-    with _eval_mode(subject.model, subject.precision):
+    with eval_mode(subject.model, subject.precision):
         _measure(subject, _Batch.sampled(subject, 0), _IN_FP64, None)
     _wait(devices)
     return num_passes(subject) * (time.perf_counter() - began)
