@@ -53,7 +53,7 @@ class Flux2Arch:
 _DEV = Flux2Arch(
     dim=6144, heads=48, double_layers=8, single_layers=48, text_dim=15360, guidance=True
 )
-_KLEIN_9B = {
+_KLEIN_9B: Mapping[str, Any] = {
     "dim": 4096,
     "heads": 32,
     "double_layers": 8,
@@ -61,7 +61,7 @@ _KLEIN_9B = {
     "text_dim": 12288,
     "guidance": False,
 }
-_KLEIN_4B = {
+_KLEIN_4B: Mapping[str, Any] = {
     "dim": 3072,
     "heads": 24,
     "double_layers": 5,

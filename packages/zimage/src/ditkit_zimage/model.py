@@ -8,7 +8,7 @@ image, then caption.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +169,7 @@ class ZImageEmbed(nn.Module):
             for rows, (height, width) in zip(patches, grids, strict=True)
         ]
         image = self.x_embedder(pad_sequence(patches, batch_first=True)).to(precision.entry)
-        norm, linear = self.cap_embedder
+        norm, linear = cast(nn.RMSNorm, self.cap_embedder[0]), self.cap_embedder[1]
         text = pad_sequence(list(inputs.text), batch_first=True).to(precision.norms)
         text = F.rms_norm(text, norm.normalized_shape, norm.weight.to(text.dtype), norm.eps)
         caption = linear(text.to(precision.matmul)).to(precision.entry)

@@ -62,12 +62,16 @@ class Encoder(Protocol):
     """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and
     `unload`."""
 
-    identity: str
-    """Digest of weights and settings, known without loading them: part of the cache key."""
+    @property
+    def identity(self) -> str:
+        """Digest of weights and settings, known without loading them: part of the cache key."""
+        ...
 
-    items_at_once: int
-    """Number of items that one call takes: 1, or more if every call streams all weights through
-    memory."""
+    @property
+    def items_at_once(self) -> int:
+        """Number of items that one call takes: 1, or more if every call streams all weights through
+        memory."""
+        ...
 
     def load(self) -> None:
         """Read the weights onto the device."""

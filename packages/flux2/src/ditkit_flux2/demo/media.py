@@ -5,6 +5,7 @@ The demo's checkpoint was trained on such images and edits (tools/demo/train_dem
 """
 
 from dataclasses import replace
+from typing import Any
 
 from ditkit_core.families.demo_places import IMAGES, SIDE, DemoImage, Example, demo_image
 
@@ -12,7 +13,8 @@ from ditkit_core.families.demo_places import IMAGES, SIDE, DemoImage, Example, d
 def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
     """The image with another colour or shape, and the instruction for it."""
     instruction = "make the {} {} {}" if part == "colour" else "turn the {} {} into a {}"
-    return replace(image, **{part: value}), instruction.format(image.colour, image.shape, value)
+    change: dict[str, Any] = {part: value}
+    return replace(image, **change), instruction.format(image.colour, image.shape, value)
 
 
 def _pair(index: int, look: tuple[str, str], position: str, part: str, value: str) -> Example:

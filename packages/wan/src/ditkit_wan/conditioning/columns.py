@@ -197,10 +197,9 @@ def conditioners(
 
     if not _names(arch):
         return ()
-    vae: VaeEncoder | image.Outlined = image.Outlined(
-        arch.out_channels, (4, 16 if arch.token_times else 8)
-    )
-    clip: ImageEncoder | image.Outlined | None = vae if arch.image_dim else None
+    outlined = image.Outlined(arch.out_channels, (4, 16 if arch.token_times else 8))
+    vae: VaeEncoder | image.Outlined = outlined
+    clip: ImageEncoder | image.Outlined | None = outlined if arch.image_dim else None
     if components is not None:
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None

@@ -79,7 +79,7 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
         num_train_timesteps=1000,
         flow_shift=3.0,
     ).save_pretrained(folder / "scheduler")
-    index = {
+    index: dict[str, Any] = {
         "boundary_ratio": None,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,9 @@ class WanImageEmbedding(nn.Module):
         super().__init__()
         self.precision = precision
         width, dim = arch.image_dim, arch.dim
+        self.emb_pos: nn.Parameter | None = None
         if arch.image_positions:
             self.emb_pos = nn.Parameter(torch.zeros(1, arch.image_positions, width))
-        else:
-            self.emb_pos = None
         self.proj = nn.Sequential(
             nn.LayerNorm(width),
             nn.Linear(width, width),
@@ -69,7 +69,8 @@ class WanImageEmbedding(nn.Module):
                     "then those of the last"
                 )
             x = x + self.emb_pos.to(norms)
-        first, up, gelu, down, last = self.proj
+        first, last = (cast(nn.LayerNorm, self.proj[index]) for index in (0, 4))
+        up, gelu, down = self.proj[1], self.proj[2], self.proj[3]
         return affine_norm(
             last, down(gelu(up(affine_norm(first, x, norms, matmul)))), norms, matmul
         )
@@ -158,7 +159,7 @@ class WanEmbed(nn.Module):
         features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
         time = self.time_embedding(features.to(precision.time_mlp))
         text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
-        image = None if inputs.image is None else self.img_emb(inputs.image)
+        image: Any = None if inputs.image is None else self.img_emb(inputs.image)
         if (
             inputs.refimage is not None
         ):  # its tokens replace the first frame's, which are appended to the text
