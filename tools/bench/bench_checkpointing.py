@@ -42,7 +42,8 @@ from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_wan.model.transformer import WanInputs, WanTransformer
+from ditkit_wan.model.inputs import WanInputs
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 

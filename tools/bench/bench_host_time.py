@@ -152,7 +152,8 @@ class Block:
 
 def wan() -> Pair:
     """Wan, 2 tokens and 2 rows of text."""
-    from ditkit_wan.model.transformer import WanInputs, WanTransformer
+    from ditkit_wan.model.inputs import WanInputs
+    from ditkit_wan.model.transformer import WanTransformer
     from ditkit_wan.presets import WanArch
     from ditkit_wan.spec import WAN
 

@@ -14,7 +14,7 @@ the same through an engine with its marks, above without.
 import argparse
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,11 @@ class Empty(nn.Module):
 def carry() -> Carry:
     """A carry of tiny tensors."""
     return Carry(
-        torch.ones(1, 2, 1, 4).requires_grad_(), *(torch.ones(1, 2, 4) for _ in range(3)), (2,)
+        torch.ones(1, 2, 1, 4).requires_grad_(),
+        torch.ones(1, 2, 4),
+        torch.ones(1, 2, 4),
+        torch.ones(1, 2, 4),
+        (2,),
     )
 
 
@@ -105,7 +109,7 @@ def _bare_block(block: Empty, x: Tensor) -> Tensor:
 class Ends(nn.Module):
     """What comes before the blocks, or behind them."""
 
-    def __init__(self, run: Callable[[object], object]):
+    def __init__(self, run: Callable[[Any], Any]):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))  # says where it is
         self._run = run
@@ -134,7 +138,7 @@ def accounted(blocks: list[Empty], policy: str, clock: StepClock) -> Callable[[]
     def work() -> Tensor:
         clock.begin()
         tokens = engine(model, None)
-        clock.enter(tokens.device, "backward")
+        clock.mark(tokens.device, "backward")
         tokens.sum().backward()
         clock.mark_all("optimizer")
         clock.end()

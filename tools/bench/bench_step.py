@@ -88,7 +88,8 @@ def wan_arch(args: argparse.Namespace) -> Any:
 
 def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     """Wan blocks; the model's text is attended to across."""
-    from ditkit_wan.model.transformer import WanInputs, WanTransformer
+    from ditkit_wan.model.inputs import WanInputs
+    from ditkit_wan.model.transformer import WanTransformer
     from ditkit_wan.spec import WAN
 
     size, device, arch = WAN_SIZES[args.tokens], args.device, wan_arch(args)

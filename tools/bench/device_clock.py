@@ -194,7 +194,7 @@ def kind_of(name: str, *, on_gpu: bool) -> str:
 
 def _is_kernel(event: Any) -> bool:
     # Compiled code names its spans, which the profiler shows on the GPU, too: they are no kernels.
-    is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    is_on_gpu = event.device_type.name == "CUDA" and not event.is_user_annotation
     return is_on_gpu and not event.name.startswith("aten::")
 
 

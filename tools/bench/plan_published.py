@@ -29,7 +29,7 @@ from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.specs import altered
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
-from ditkit_wan.model.transformer import WanInputs
+from ditkit_wan.model.inputs import WanInputs
 from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

@@ -106,7 +106,7 @@ def judge(frames: Frames) -> Look:
 def prompts() -> tuple[list[Look], list[Look]]:
     """The new motion, and known ones, with colours and shapes that no clip has in that motion."""
     shown = {clip.caption for clip in CLIPS}
-    new = [Look(*name.split(), NEW) for name in UNSEEN]
+    new = [Look(colour, shape, NEW) for colour, shape in map(str.split, UNSEEN)]
     known = [
         Look(colour, shape, way)
         for number, way in enumerate(DIRECTIONS)

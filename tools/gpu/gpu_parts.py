@@ -522,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if part is plan:
         part = partial(plan, is_shared=args.shared)
     if args.part in PEERS:
-        part = partial(part, checkout=args.checkout)
+        part = partial(peers, args.part, checkout=args.checkout)
     for row in part(device, args.tiny):
         append(args.out, {"part": args.part, **row})
     return 0

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from device_clock import attempted, of_published, seconds
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, trainable_parameters
+from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import prepare
 from ditkit_core.training.optim.optimizer import NamedOptimizer
@@ -79,7 +80,7 @@ def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
             backward=10 * number
         ),
         "modulated norm, trained": Pass(
-            run=lambda: modulated_norm(x, *trained, 1e-6, WIDE, NARROW), forward=6 * number,
+            run=lambda: modulated_norm(x, trained[0], trained[1], 1e-6, WIDE, NARROW), forward=6 * number,
             backward=10 * number
         ),
         "norm and rotation": Pass(

@@ -75,9 +75,9 @@ def seeds(device: torch.device, tiny: bool) -> Rows:
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:
