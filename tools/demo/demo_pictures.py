@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 DEMO = ROOT / "packages/wan/src/ditkit_wan/demo/demo.toml"
 SOURCES = {
-    "report.png": (DEMO, ROOT / "shared/src/ditkit_core/diagnostics/page.css"),
+    "report.png": (DEMO, ROOT / "shared/src/ditkit_core/documents/page.css"),
     "before_after.png": (DEMO,),
     # tools/docs/precision_pictures.py
     "precision.png": tuple(sorted(ROOT.glob("packages/*/src/*/demo/demo.toml"))),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ditkit_core.documents.tables import Table
 from ditkit_core.io import console
-from ditkit_core.io.tables import Table
 from ditkit_core.training.trainer import ProgressBar
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\rforged \x9b31m \u202egpj"
@@ -109,7 +109,7 @@ def test_colons_in_a_path_stay_as_they_are() -> None:
     """By default rich replaces `:cat:` by an image of a cat."""
     program = """
 from ditkit_core.io.console import say
-from ditkit_core.io.tables import Table
+from ditkit_core.documents.tables import Table
 say("runs/:cat:/a")
 Table(head=["name"], rows=[["b:cat:"]]).show()
 """

@@ -11,7 +11,7 @@ from ditkit_core.diagnostics.audit.audit import (
     num_passes,
     with_adapters_at_work,
 )
-from ditkit_core.diagnostics.audit.findings import AuditFindings, audit_json
+from ditkit_core.diagnostics.audit.findings import AuditFindings
 from ditkit_core.diagnostics.audit.pictures import (
     Picture,
     choices_of,
@@ -19,8 +19,7 @@ from ditkit_core.diagnostics.audit.pictures import (
     pictures,
     write_pictures,
 )
-from ditkit_core.diagnostics.audit.render import print_audit, write_audit
-from ditkit_core.diagnostics.rendering import json_text
+from ditkit_core.diagnostics.audit.render import audit_document
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
@@ -62,15 +61,16 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
             say(f"auditing the {run.expert.name} expert")
         expert_folder = run.config.run_folder  # the expert's own folder, which has its saves
         findings, results = _find(spec, run.request.config, expert_folder, options)
-        files = write_audit(findings, config.run_folder.audit)
-        print_audit(findings)
+        document = audit_document(findings)
+        files = document.write(config.run_folder.audit / "precision.json")
+        document.show()
         if results:
             files += write_pictures(results, config.run_folder.audit / "pictures")
             picture_table(results).show()
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        say(json_text(audit_json(findings)))
+        say(document.json())
 
 
 def _find(

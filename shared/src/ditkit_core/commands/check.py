@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
-from ditkit_core.diagnostics.doctor.findings import CheckReport, check_json
+from ditkit_core.diagnostics.doctor.findings import CheckReport
 from ditkit_core.diagnostics.doctor.memory import plan_memory
-from ditkit_core.diagnostics.doctor.render import print_check, write_check
+from ditkit_core.diagnostics.doctor.render import check_document
 from ditkit_core.diagnostics.doctor.trial import try_step
-from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.memory import release_memory
+from ditkit_core.io.run_dir import CHECKS
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_preview_device, check_ranks, check_run, check_training
@@ -55,8 +55,9 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
             with suppress(UserError):  # the trial of the model reports it as a finding
                 run = create_run(spec, config, fetch=True)
             checkup = examine_run(jobs_of(run))
-        files = write_check(checkup, folder.path)
-        print_check(checkup)
+        document = check_document(checkup, folder.path)
+        files = document.write(folder.path / CHECKS[0])
+        document.show()
         if lacks_processes:
             say(
                 f"start it with torchrun: ranks.shard and ranks.context need a multiple of "
@@ -65,7 +66,7 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        say(json_text(check_json(checkup)))
+        say(document.json())
     return 0 if checkup.trainable else 1
 
 

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from ditkit_core.documents.tables import Table
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_write
-from ditkit_core.io.tables import Table
 from ditkit_core.training.trainer import Callback
 
 _FIRST_STEPS = 3

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ditkit_core.config.sizes import gib
+from ditkit_core.documents.tables import Table
 from ditkit_core.io.console import say
-from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.plan import StepPlan

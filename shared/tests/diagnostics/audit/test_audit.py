@@ -26,7 +26,7 @@ from ditkit_core.diagnostics.audit.audit import (
 )
 from ditkit_core.diagnostics.audit.dtype_view import DtypeView, by_op_group
 from ditkit_core.diagnostics.audit.findings import audit_from_json, audit_json
-from ditkit_core.diagnostics.audit.render import audit_page, write_audit
+from ditkit_core.diagnostics.audit.render import audit_document
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
@@ -152,7 +152,8 @@ def test_findings_survive_json(few, tmp_path):
     assert (
         audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
     )
-    files = write_audit(findings, tmp_path / "audit")
+    document = audit_document(findings)
+    files = document.write(tmp_path / "audit" / "precision.json")
     assert [file.name for file in files] == ["precision.json", "precision.html"]
     assert sorted(tmp_path.glob("audit/*")) == sorted(files)
     page = files[1].read_text()
@@ -161,7 +162,7 @@ def test_findings_survive_json(few, tmp_path):
     assert (
         page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.op_groups)
     )
-    assert page == audit_page(findings) and all(place in page for place in NOT_IN_A_BATCH)
+    assert page == document.page() and all(place in page for place in NOT_IN_A_BATCH)
     assert {each.op_group for each in findings.op_groups}.isdisjoint(findings.not_measured)
 
 

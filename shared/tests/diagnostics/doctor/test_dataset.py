@@ -32,12 +32,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     check_json,
 )
 from ditkit_core.diagnostics.doctor.media import WindowLook
-from ditkit_core.diagnostics.doctor.render import (
-    check_page,
-    check_verdict,
-    print_check,
-    write_check,
-)
+from ditkit_core.diagnostics.doctor.render import check_document, check_verdict
 from ditkit_core.diagnostics.doctor.rules import (
     MOSTLY_KEPT,
     check_buckets,
@@ -51,6 +46,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     same_content,
 )
 from ditkit_core.io import console
+from ditkit_core.io.run_dir import CHECKS
 from ditkit_core.run.config import RunConfig
 
 DOCS = Path(__file__).parents[4] / "docs" / "doctor.md"
@@ -131,6 +127,14 @@ def a_checkup() -> CheckReport:
     )  # fmt: skip
 
 
+def show(checkup: CheckReport) -> None:
+    check_document(checkup, Path()).show()
+
+
+def page_of(checkup: CheckReport) -> str:
+    return check_document(checkup, Path()).page()
+
+
 def test_the_tables_show_every_word_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
@@ -140,7 +144,7 @@ def test_the_tables_show_every_word_in_80_columns(monkeypatch: pytest.MonkeyPatc
     prior = replace(edited, dataset="prior", frames=81, height=480, width=832)
     for buckets in ((plain,), (plain, edited), (plain, prior)):
         shown.truncate(0)
-        print_check(replace(a_checkup(), buckets=buckets))
+        show(replace(a_checkup(), buckets=buckets))
         text = shown.getvalue()
         assert "…" not in text.split("not trained on")[0]
         assert all(
@@ -203,25 +207,31 @@ class Page(HTMLParser):
 
 
 def test_the_page_holds_any_name_and_needs_nothing_else(tmp_path: Path) -> None:
-    files = write_check(a_checkup(), tmp_path)
+    document = check_document(a_checkup(), tmp_path)
+    files = document.write(tmp_path / CHECKS[0])
     assert [file.name for file in files] == ["check.json", "check.html"]
     made = files[1].read_text(encoding="utf-8")
-    assert made == check_page(a_checkup())
+    assert made == document.page()
     found = Page()
     found.feed(made)
-    assert not found.open and "script" not in found.tags and not found.links and "http:" not in made
+    assert (
+        not found.open
+        and "script" not in found.tags
+        and set(found.links) == {"#row-0"}
+        and "http:" not in made
+    )
     assert found.text.count(HOSTILE) >= 4
     assert check_verdict(a_checkup()) in "".join(found.text)
 
 
 def test_a_page_of_nothing_is_a_page() -> None:
     found = Page()
-    found.feed(check_page(CheckReport(model="toy", samples=0, fps=8.0)))
+    found.feed(page_of(CheckReport(model="toy", samples=0, fps=8.0)))
     assert not found.open and "toy: can be trained; checked in 0 s" in "".join(found.text)
 
 
 def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    print_check(a_checkup())
+    show(a_checkup())
     said = capsys.readouterr().out
     assert (
         "toy: 3 samples of 1 file, 1 micro-batch in an epoch; 9 frames are used, 23 are not" in said
@@ -250,7 +260,7 @@ def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFix
         for i in range(50)
     ]
     last = Finding(code="D14", severity="warning", where="z", observation="too long", remedy="")
-    print_check(CheckReport(model="toy", samples=50, fps=8.0, findings=(*found, last)))
+    show(CheckReport(model="toy", samples=50, fps=8.0, findings=(*found, last)))
     said = capsys.readouterr().out
     assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
     assert "warning: D14 z: too long" in said, "one thing of every file does not hide another"
@@ -271,9 +281,7 @@ def test_findings_that_repeat_are_one_line_with_the_smallest_numbers(
         Finding("D08", f"clip {i}", "nothing moves in its 9 frames", "remove it") for i in range(9)
     ]
     findings = (*check_excluded(short), *blank, Finding("D08", "z", "another text", "remove it"))
-    print_check(
-        CheckReport(model="toy", samples=1, fps=8.0, excluded=tuple(short), findings=findings)
-    )
+    show(CheckReport(model="toy", samples=1, fps=8.0, excluded=tuple(short), findings=findings))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "toy: 1 sample of 0 files" and "not trained on: 3" in said
     asked = "but data.frames asks for 81; set data.frames = 1"
@@ -290,7 +298,7 @@ def test_findings_that_repeat_are_one_line_with_the_smallest_numbers(
 
 def test_the_page_does_not_break_words_in_tables() -> None:
     rules = re.findall(
-        r"(?m)^([^{}@]+) \{([^}]*)\}", check_page(CheckReport(model="toy", samples=0, fps=8.0))
+        r"(?m)^([^{}@]+) \{([^}]*)\}", page_of(CheckReport(model="toy", samples=0, fps=8.0))
     )
     of_cells = [style for names, style in rules if "td" in re.split(r"[ ,]+", names)]
     assert any("overflow-wrap: normal" in style for style in of_cells)

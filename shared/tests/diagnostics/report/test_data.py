@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from made_runs import SIGMAS, write_run, write_samples
 
-from ditkit_core.diagnostics.rendering import macros
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart
 from ditkit_core.diagnostics.report.data import (
     MOST_POINTS,
@@ -17,6 +16,7 @@ from ditkit_core.diagnostics.report.data import (
     read_metrics,
     read_sections,
 )
+from ditkit_core.documents.html import macros
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import (
     is_changed_list,
@@ -164,7 +164,7 @@ def test_a_series_is_flat_if_a_curve_would_show_nothing() -> None:
 
 
 def chart_figure(chart: Chart, section: int) -> str:
-    return str(macros("report/macros.html").chart_figure(chart, section))
+    return str(macros("diagnostics/report/macros.html").chart_figure(chart, section))
 
 
 def coordinates(svg: str) -> list[tuple[float, float]]:

@@ -1,12 +1,12 @@
 """The verdict on top of the page of a run."""
 
-from ditkit_core.diagnostics.rendering import macros
 from ditkit_core.diagnostics.report.data import Section, Series
 from ditkit_core.diagnostics.report.overview import LOOK, RANDOM_SAMPLES, overview, section_verdict
+from ditkit_core.documents.html import macros
 
 
 def shown(section: Section) -> str:
-    return str(macros("report/macros.html").overview_part(overview(section)))
+    return str(macros("diagnostics/report/macros.html").overview_part(overview(section)))
 
 
 def test_the_verdict_says_what_the_interval_says() -> None:

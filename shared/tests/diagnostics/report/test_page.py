@@ -353,13 +353,13 @@ def test_environments_that_are_none_are_left_out(tmp_path: Path, damaged: object
 def test_a_chart_of_the_smallest_numbers_is_shown(
     values: tuple[float, ...], logarithmic: bool
 ) -> None:
-    from ditkit_core.diagnostics.rendering import macros
     from ditkit_core.diagnostics.report.charts import Chart
     from ditkit_core.diagnostics.report.data import Series
+    from ditkit_core.documents.html import macros
 
     shown = Series(steps=(1, 2), values=values)
     figure = str(
-        macros("report/macros.html").chart_figure(
+        macros("diagnostics/report/macros.html").chart_figure(
             Chart(name="loss", title="Loss", series=shown, logarithmic=logarithmic), 0
         )
     )

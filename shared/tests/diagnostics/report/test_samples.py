@@ -9,8 +9,10 @@ import pytest
 from made_runs import write_run, write_samples
 from report_pages import read
 
-from ditkit_core.diagnostics.report import samples as samples_part
-from ditkit_core.diagnostics.report.samples import MEDIA_BYTES, small_jpeg
+from ditkit_core.diagnostics import embedded as embedded_part
+from ditkit_core.diagnostics.embedded import small_jpeg
+from ditkit_core.diagnostics.report import page as page_part
+from ditkit_core.diagnostics.report.page import MEDIA_BYTES
 
 
 def test_images_are_made_to_take_little() -> None:
@@ -59,7 +61,7 @@ def test_large_videos_are_a_link_and_the_page_stays_small(
     for step in range(1, 8):
         write_samples(run / "samples", step, ("a cat", "a dog"))
     size = max(path.stat().st_size for path in (run / "samples").glob("*.mp4"))
-    monkeypatch.setattr(samples_part, "MEDIA_BYTES", 6 * size)
+    monkeypatch.setattr(page_part, "MEDIA_BYTES", 6 * size)
     page = read(run)
     embedded = {video["src"]: video["aria-label"] for video in page.all("video")}
     assert 1 <= len(embedded) and 4 <= len(page.all("video")) <= 6
@@ -71,7 +73,7 @@ def test_large_videos_are_a_link_and_the_page_stays_small(
         False,
     ]
     assert (
-        all('href="samples/step-' in tile for tile in tiles) and "in the run's folder" in tiles[1]
+        all('href="samples/step-' in tile for tile in tiles) and "in the run&#39;s folder" in tiles[1]
     )
     spent = sum(
         len(base64.b64decode(each["src"].split(",")[1]))
@@ -81,7 +83,7 @@ def test_large_videos_are_a_link_and_the_page_stays_small(
     )
     assert spent <= 6 * size < MEDIA_BYTES
     monkeypatch.undo()
-    monkeypatch.setattr(samples_part, "VIDEO_BYTES", 10)
+    monkeypatch.setattr(embedded_part, "VIDEO_BYTES", 10)
     page = read(run)
     assert not page.all("video") and len(page.all("img")) == 18, (
         "the first frame of each, which leads to the file"
@@ -100,7 +102,7 @@ def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> 
     page = read(run)
     assert (
         "step-000000-0.mp4 is missing" in page.shown
-        and "step-000000-1.mp4 is missing" in page.shown
+        and "step-000000-1.mp4 is a link, which the page leaves out" in page.shown
     )
     assert (
         "cannot be read as an image" in page.shown
@@ -130,7 +132,7 @@ def test_samples_of_one_step_fill_the_page_once(
         path.unlink()
     write_samples(run / "samples", 40, ("a cat", "a dog"))
     monkeypatch.setattr(
-        samples_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4"))
+        page_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4"))
     )
     assert len(read(run).all("video")) == 2
 

@@ -22,9 +22,9 @@ from ditkit_core.adapters.files.identify import (
 from ditkit_core.adapters.files.keys import has_adapter_keys
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.products import product_norm
+from ditkit_core.documents.tables import Table
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.io.tables import Table
 from ditkit_core.models.adapter_formats import DIFFERENCES, AdapterLayout
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import attach_scales, num_scaled

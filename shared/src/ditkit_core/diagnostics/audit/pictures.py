@@ -15,10 +15,10 @@ from torch import Tensor
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.diagnostics.audit.audit import Subject, backend_of, eval_mode
 from ditkit_core.diagnostics.audit.dtype_view import DtypeView, as_stored, by_op_group
-from ditkit_core.diagnostics.rendering import json_text
+from ditkit_core.documents.html import json_text
+from ditkit_core.documents.tables import Table
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.files import write_text
-from ditkit_core.io.tables import Table
 from ditkit_core.models.encoders import GenerationRequest, Sampler
 from ditkit_core.models.precision import PLACES, Precision, PrecisionConfig, set_precision
 from ditkit_core.models.protocol import Stages

@@ -1,55 +1,24 @@
-"""A precision audit as a table in the terminal, as a page with a chart, and as JSON."""
+"""A precision audit as a document: a table and a chart."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 from ditkit_core.diagnostics.audit.audit import BASE
 from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, audit_json
-from ditkit_core.diagnostics.rendering import Part, html_page, json_text, print_parts
-from ditkit_core.io.files import write_text
-from ditkit_core.io.tables import Table
+from ditkit_core.documents.document import Bars, Document, Text
+from ditkit_core.documents.tables import Table
 
 _LEFT, _WIDTH = 110, 560
 """Left edge of the bars of the chart, and the largest width of a bar, in SVG units."""
 
 
-def print_audit(findings: AuditFindings) -> None:
-    """Print the table and its explanation."""
-    print_parts(_parts(findings))
-
-
-def write_audit(findings: AuditFindings, folder: Path) -> list[Path]:
-    """Write the findings into a folder, each file atomically.
-
-    Returns:
-        The files: JSON, and an HTML page.
-    """
-    files = [folder / f"precision.{ending}" for ending in ("json", "html")]
-    write_text(files[0], json_text(audit_json(findings)) + "\n")
-    write_text(files[1], audit_page(findings))
-    return files
-
-
-def audit_page(findings: AuditFindings) -> str:
-    """The findings as an HTML page."""
-    title, parts = "Precision audit", _parts(findings)
-    return html_page(
-        "audit/page.html",
-        title=title,
-        heading=title,
-        parts=parts,
-        findings=findings,
-        chart=_chart(findings),
+def audit_document(findings: AuditFindings) -> Document:
+    """The findings with their explanation."""
+    notes, meaning = Text(lines=findings.notes), Text(lines=_meaning(findings))
+    return Document(
+        title="Precision audit",
+        sections=[notes, _table(findings), meaning, _chart(findings)],
+        values=audit_json(findings),
     )
-
-
-def _parts(findings: AuditFindings) -> list[Part]:
-    return [
-        Part(title="", lines=findings.notes),
-        Part(title="", table=_table(findings)),
-        Part(title="", lines=_meaning(findings)),
-    ]
 
 
 def _table(findings: AuditFindings) -> Table:
@@ -130,9 +99,9 @@ def _meaning(findings: AuditFindings) -> list[str]:
     return lines
 
 
-def _chart(findings: AuditFindings) -> dict[str, Any]:
-    """The errors of the gradient as positions in a chart with a logarithmic axis."""
-    cases = [findings.as_run, findings.all_lowered]
+def _chart(findings: AuditFindings) -> Bars:
+    """The errors of the gradient on a logarithmic axis."""
+    low_dtype, cases = findings.lowered, [findings.as_run, findings.all_lowered]
     cases += [case for entry in findings.op_groups for case in (entry.alone, entry.all_but)]
     errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]
     exponents = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
@@ -143,11 +112,17 @@ def _chart(findings: AuditFindings) -> dict[str, Any]:
         share = (math.log10(error) - low) / (high - low) if error else 0.0
         return round(min(max(share, 0.0), 1.0) * _WIDTH, 1)
 
-    return {
-        "left": _LEFT,
-        "right": _LEFT + _WIDTH,
-        "ticks": [(_LEFT + width(10.0**power), f"1e{power}") for power in range(low, high + 1)],
-        "bars": [
+    return Bars(
+        title="Relative error of the gradient against fp64",
+        description="Errors by place, as in the table",
+        legend=(
+            f"this place alone in {low_dtype} (dots: by noise level)",
+            f"all but this place in {low_dtype}; dashed: this run; dotted: all places in {low_dtype}",
+        ),
+        left=_LEFT,
+        right=_LEFT + _WIDTH,
+        ticks=[(_LEFT + width(10.0**power), f"1e{power}") for power in range(low, high + 1)],
+        rows=[
             (
                 entry.op_group,
                 width(entry.alone.overall.gradient),
@@ -156,9 +131,9 @@ def _chart(findings: AuditFindings) -> dict[str, Any]:
             )
             for entry in findings.op_groups
         ],
-        "lines": [
+        marks=[
             (dashes, _LEFT + width(case.overall.gradient))
             for dashes, case in ((6, findings.as_run), (2, findings.all_lowered))
             if case.overall.gradient
         ],
-    }
+    )

@@ -187,6 +187,8 @@ class FileRow:
     width: int
     enlarged: float
     """Largest factor by which a side of its images is upscaled; 1 if none is."""
+    ids: tuple[str, ...] = ()
+    """Names of its samples, by which findings call them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""The doctor's report as text for a terminal and as one self-contained HTML page."""
+"""The doctor's report as a document."""
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ditkit_core.config.sizes import GIB
@@ -10,37 +11,52 @@ from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
     CheckReport,
     FileRow,
+    Finding,
     MemoryPlan,
     StepRow,
     check_json,
     grouped,
     one_line,
 )
-from ditkit_core.diagnostics.rendering import Part, json_text, parts_page, print_parts
+from ditkit_core.diagnostics.embedded import embedded_media
 from ditkit_core.diagnostics.report.words import plural
-from ditkit_core.io.console import say
-from ditkit_core.io.files import write_text
-from ditkit_core.io.run_dir import CHECKS
-from ditkit_core.io.tables import Table
+from ditkit_core.documents.document import Document, Media, Section, Strip, Text
+from ditkit_core.documents.tables import Table
 
 _MOST_OF_CODE = 8
 """Largest number of findings of one code and severity to print."""
 _ORDER = ("error", "warning", "note")
+_MOST_PICTURES = 60
+"""Largest number of files that the page shows."""
+_PICTURE_BYTES = 2_400_000
+"""Largest total size of their thumbnails: 3.2 MB in base64, as 60 of the largest take."""
 
 
-def print_check(checkup: CheckReport) -> None:
-    """Print the report."""
-    print_parts(_parts(checkup))
+def check_document(checkup: CheckReport, folder: Path) -> Document:
+    """The report; `folder` is the one that its page is written into, which links begin at.
+
+    A terminal lists findings in groups at the end. The page lists each of them first, and has the
+    pictures and the tables that may be long.
+    """
+    verdict = check_verdict(checkup)
+    return Document(
+        title=f"{checkup.model}: check",
+        heading=f"{checkup.model}: {verdict}",
+        sections=list(_sections(checkup, folder)),
+        closing=[*_finding_lines(checkup.findings), verdict],
+        values=check_json(checkup),
+    )
+
+
+def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     for severity in _ORDER:
-        groups = grouped([finding for finding in checkup.findings if finding.severity == severity])
+        groups = grouped([finding for finding in findings if finding.severity == severity])
         # Limited per code: a finding about every file must not hide the others.
         for code in dict.fromkeys(group[0].code for group in groups):
             its = [group for group in groups if group[0].code == code]
-            for group in its[:_MOST_OF_CODE]:
-                say(f"{severity}: {one_line(group)}")
+            yield from (f"{severity}: {one_line(group)}" for group in its[:_MOST_OF_CODE])
             if more := sum(map(len, its[_MOST_OF_CODE:])):
-                say(f"{severity}: {code} and {more} more, which are in the files")
-    say(check_verdict(checkup))
+                yield f"{severity}: {code} and {more} more, which are in the files"
 
 
 def check_verdict(checkup: CheckReport) -> str:
@@ -54,84 +70,83 @@ def check_verdict(checkup: CheckReport) -> str:
     return f"{'can be trained' if checkup.trainable else 'cannot be trained as it is'}{numbers}; checked in {checkup.seconds:.0f} s"
 
 
-def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
-    """Write `check.json` and `check.html` into a folder, each atomically."""
-    # Fixed names: a second check replaces the first, so that the files always describe the folder
-    # as it is.
-    files = [folder / name for name in CHECKS]
-    write_text(files[0], json_text(check_json(checkup)) + "\n")
-    write_text(files[1], check_page(checkup))
-    return files
-
-
-def check_page(checkup: CheckReport) -> str:
-    """The report as an HTML page."""
+def _sections(checkup: CheckReport, folder: Path) -> Iterator[Section]:
     findings = sorted(
         checkup.findings, key=lambda finding: (_ORDER.index(finding.severity), finding.code)
     )
-    rows = [
-        [finding.code, finding.severity, finding.where, finding.observation, finding.remedy]
-        for finding in findings
-    ]
-    table = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
-    first = Part(title="", table=table, row_classes=[finding.severity for finding in findings])
-    used_codes = {finding.code for finding in findings}
-    codes = Table(
-        head=["code", "about"],
-        rows=[[code, about] for code, about in CODES.items() if code in used_codes],
+    yield Table(
+        head=["code", "", "where", "what", "how to fix it"],
+        rows=[
+            [finding.code, finding.severity, finding.where, finding.observation, finding.remedy]
+            for finding in findings
+        ],
+        row_classes=[finding.severity for finding in findings],
+        linked=2,
+        only="page",
     )
-    parts = [first, *_parts(checkup, files=True), Part(title="codes", table=codes)]
-    return parts_page(
-        f"{checkup.model}: check", f"{checkup.model}: {check_verdict(checkup)}", parts
-    )
-
-
-def _parts(checkup: CheckReport, *, files: bool = False) -> list[Part]:
-    """All tables with their titles; `files` adds those that may be long."""
-    parts = [_buckets(checkup)]
-    if files and checkup.files:
-        parts.append(Part(title="files", table=_of_rows(checkup.files)))
-    if excluded := checkup.excluded:
+    yield _buckets(checkup)
+    if files := checkup.files:
+        yield _pictures(files, findings, folder)
+        names = [(row.file, Path(row.file).name, *row.ids) for row in files]
+        yield replace(_of_rows(files), title="files", names=names, only="page")
+    if checkup.excluded:
+        title = f"not trained on: {len(checkup.excluded)}"
         rows = [
             [entry.name, entry.reason, "stops the run" if entry.stops else "left out"]
-            for entry in excluded
+            for entry in checkup.excluded
         ]
-        # The terminal has them among the findings.
-        table = Table(head=["file", "reason", ""], rows=rows) if files else None
-        parts.append(Part(title=f"not trained on: {len(rows)}", table=table))
+        yield Text(title=title, only="terminal")  # which has them among the findings
+        yield Table(title=title, head=["file", "reason", ""], rows=rows, only="page")
     if (captions := checkup.captions) is not None:
         cut = (
             "length not checked"
             if captions.cut is None
             else f"{len(captions.cut)} too long for the text encoder"
         )
-        counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
-        parts.append(Part(title=counted))
-        if files and captions.cut:
+        counted = f"captions: {captions.count}, {captions.distinct} different"
+        yield Text(title=f"{counted}, {captions.empty} empty, {cut}")
+        if captions.cut:
+            head = ["sample", "tokens cut", "text that is read"]
             rows = [[cut.sample, str(cut.tokens), cut.kept] for cut in captions.cut]
-            table = Table(head=["sample", "tokens cut", "text that is read"], rows=rows)
-            parts.append(Part(title="truncated captions", table=table))
+            yield Table(title="truncated captions", head=head, rows=rows, linked=0, only="page")
     if masks := checkup.masks:
-        whites = " to ".join(
-            dict.fromkeys(f"{100 * share:.0f} %" for share in (min(masks), max(masks)))
-        )
-        parts.append(
-            Part(
-                title=f"loss masks: {plural(len(masks), 'sample')}, {whites} of their pixels learnt in full"
-            )
-        )
-    for title, groups in (
-        (("same content", checkup.same), ("nearly alike", checkup.alike)) if files else ()
-    ):
+        ends = dict.fromkeys(f"{100 * share:.0f} %" for share in (min(masks), max(masks)))
+        learnt = f"{' to '.join(ends)} of their pixels learnt in full"
+        yield Text(title=f"loss masks: {plural(len(masks), 'sample')}, {learnt}")
+    for title, groups in {"same content": checkup.same, "nearly alike": checkup.alike}.items():
         if groups:
-            table = Table(head=["samples"], rows=[[", ".join(group)] for group in groups])
-            parts.append(Part(title=title, table=table))
+            rows = [[", ".join(group)] for group in groups]
+            yield Table(title=title, head=["samples"], rows=rows, linked=0, only="page")
     if checkup.memory is not None:
-        parts.append(_memory(checkup.memory))
-    return [*parts, *map(_step, checkup.steps)]
+        yield _memory(checkup.memory)
+    yield from map(_step, checkup.steps)
+    codes = {finding.code for finding in findings}
+    rows = [[code, about] for code, about in CODES.items() if code in codes]
+    yield Table(title="codes", head=["code", "about"], rows=rows, only="page")
 
 
-def _buckets(checkup: CheckReport) -> Part:
+def _pictures(files: Sequence[FileRow], findings: Sequence[Finding], folder: Path) -> Media:
+    """The files with the codes of their findings, those with findings first."""
+    codes = defaultdict[str, list[str]](list)
+    for finding in findings:
+        for name in {finding.where, *finding.where.split(", ")}:
+            codes[name].append(finding.code)
+    notes = {
+        row.file: list(dict.fromkeys(code for name in (row.file, *row.ids) for code in codes[name]))
+        for row in files
+    }
+    shown = sorted(notes, key=lambda file: not notes[file])[:_MOST_PICTURES]
+    media = embedded_media(map(Path, shown), folder, at_most=_PICTURE_BYTES, thumbnails=True)
+    tiles = [
+        replace(media[Path(file)], label=Path(file).name, prompt=file, notes=notes[file])
+        for file in shown
+    ]
+    more = [f"and {len(notes) - len(shown)} more, in the table of files"]
+    lines = more if len(notes) > len(shown) else []
+    return Media(title="pictures", strips=[Strip(tiles=tiles)], lines=lines)
+
+
+def _buckets(checkup: CheckReport) -> Table:
     total = sum(row.micro_batches or 0 for row in checkup.buckets)
     epoch = f", {plural(total, 'micro-batch')} in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
@@ -139,13 +154,13 @@ def _buckets(checkup: CheckReport) -> Part:
     classes = f" and {plural(checkup.class_images, 'class image')}" if checkup.class_images else ""
     of = f"{plural(checkup.samples, 'sample')}{classes} of {plural(len(checkup.files), 'file')}"
     title = f"{checkup.model}: {of}{epoch}{frames}"
-    return Part(title=title, table=_of_rows(checkup.buckets))
+    return replace(_of_rows(checkup.buckets), title=title)
 
 
 def _of_rows(rows: Sequence[BucketRow | FileRow]) -> Table:
     """A table with a column for each field, except fields that say nothing about any row: ten
     columns do not fit a terminal."""
-    names = [field.name for field in fields(rows[0])] if rows else []
+    names = [field.name for field in fields(rows[0]) if field.name != "ids"] if rows else []
     names = [
         name
         for name in names
@@ -183,21 +198,22 @@ def _cell(row: BucketRow | FileRow, name: str) -> str:
     return "?" if value is None else _SHOWN.get(name, "{}").format(value)
 
 
-def _memory(plan: MemoryPlan) -> Part:
+def _memory(plan: MemoryPlan) -> Table | Text:
     if plan.fits is None:
-        return Part(title=f"fits: not planned: {plan.why_not}")
+        return Text(title=f"fits: not planned: {plan.why_not}")
     rows = []
     for row in plan.devices:
         free = row.total - row.reserve - row.peak
         sizes = [f"{size / GIB:.2f}" for size in (row.peak, row.reserve, row.total, max(0, free))]
         rows.append([row.device, *sizes, "fits" if row.fits else f"lacks {-free / GIB:.2f}"])
-    table = Table(head=["GiB", "planned peak", "reserve", "total", "free", ""], rows=rows)
-    return Part(
-        title=f"fits: {'yes' if plan.fits else 'no'}, as planned for {plan.batch}", table=table
+    return Table(
+        title=f"fits: {'yes' if plan.fits else 'no'}, as planned for {plan.batch}",
+        head=["GiB", "planned peak", "reserve", "total", "free", ""],
+        rows=rows,
     )
 
 
-def _step(row: StepRow) -> Part:
+def _step(row: StepRow) -> Table:
     size = (
         f"{row.frames} frames of {row.height}x{row.width}"
         if row.frames > 1
@@ -216,4 +232,4 @@ def _step(row: StepRow) -> Part:
         }[row.reloaded],
         "highest memory": f"{row.peak_bytes / GIB:.2f} GiB",
     }
-    return Part(title=title, table=Table(rows=[[name, text] for name, text in measured.items()]))
+    return Table(title=title, rows=[[name, text] for name, text in measured.items()])

@@ -100,6 +100,7 @@ def file_row(
             1.0,
             *(max(sample.height / info.height, sample.width / info.width) for sample in samples),
         ),
+        ids=tuple(sample.id for sample in samples),
     )
 
 

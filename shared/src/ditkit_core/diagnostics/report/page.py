@@ -4,14 +4,18 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ditkit_core.diagnostics.rendering import html_page, json_script
+from ditkit_core.diagnostics.embedded import embedded_media
 from ditkit_core.diagnostics.report.data import Section, read_sections
 from ditkit_core.diagnostics.report.overview import overview
-from ditkit_core.diagnostics.report.samples import embedded_media, samples_parts
+from ditkit_core.diagnostics.report.samples import files_by_importance, samples_parts
 from ditkit_core.diagnostics.report.sections import constants, groups, tables
+from ditkit_core.documents.html import html_page, json_script
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
+MEDIA_BYTES = 12_000_000
+"""Largest total size of embedded samples: 16 MB in base64. A page that can still be sent by
+mail."""
 RELOAD_SECONDS = 20
 """Time after which a page is loaded again while its run trains; reading one of 20 MB from a disk
 takes much less."""
@@ -37,8 +41,10 @@ def report_page(
     """
     name, now = folder.resolve().name, datetime.now(UTC)
     by_name = sorted(sections, key=lambda section: bool(section.name))
+    files = files_by_importance(by_name)
+    media = embedded_media(files, folder, at_most=MEDIA_BYTES, embeds=logs is None)
     return html_page(
-        "report/page.html",
+        "diagnostics/report/page.html",
         title=f"{name}: report",
         script=(Path(__file__).parent / "report.js").read_text(encoding="utf-8"),
         is_served=logs is not None,
@@ -51,8 +57,7 @@ def report_page(
             for section in sections
         ],
         logs=logs or {},
-        samples=samples_parts(by_name),
-        media=embedded_media(by_name, folder, embeds=logs is None),
+        samples=samples_parts(by_name, media),
         numbers=json_script(
             {"sections": [section.to_json() for section in sections]}, id="numbers"
         ),

@@ -9,12 +9,12 @@ from typing import Any
 from markupsafe import Markup
 
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.rendering import markup
 from ditkit_core.diagnostics.report.charts import Chart
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
 from ditkit_core.diagnostics.report.words import format_number
+from ditkit_core.documents.html import markup
+from ditkit_core.documents.tables import Table
 from ditkit_core.io.files import dicts_of
-from ditkit_core.io.tables import Table
 from ditkit_core.io.trackers import TIMES
 
 _TRAINING = {

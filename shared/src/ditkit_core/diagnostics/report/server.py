@@ -19,10 +19,10 @@ from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotF
 from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
-from ditkit_core.diagnostics.rendering import html_page
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.page import RELOAD_SECONDS, report_page
 from ditkit_core.diagnostics.report.words import format_number
+from ditkit_core.documents.html import html_page
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
@@ -147,7 +147,7 @@ class ReportServer(ThreadingMixIn, WSGIServer):
         except UserError:
             name = self.folder.resolve().name
             return html_page(
-                "report/later.html",
+                "diagnostics/report/later.html",
                 title=f"{name}: report",
                 name=name,
                 reload=RELOAD_SECONDS,

@@ -4,7 +4,7 @@ not wait for torch."""
 from dataclasses import dataclass
 from typing import Any
 
-from ditkit_core.io.tables import Table
+from ditkit_core.documents.tables import Table
 
 
 def capability_text(capability: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from templates, their tables, and JSON.
+"""Self-contained HTML pages from templates, and JSON.
 
 All text that is not markup of a template is escaped, so that no caption or file name can become
 markup. The content security policy of a page forbids it to load anything, and names its style sheet
@@ -9,8 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,44 +17,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ditkit_core.io.console import say
-from ditkit_core.io.tables import Table
-
 _FOLDER = Path(__file__).parent
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 """Control characters, lone surrogates, and marks behind which a line reads backwards: a name could
 then look like another one."""
 _TURNING_IN_JSON = re.compile(r"\\u(202[a-e]|206[6-9])")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a report: a line, and a table below it."""
-
-    title: str
-    """A whole line in the terminal, and a heading on the page; empty for none."""
-    table: Table | None = None
-    row_classes: Sequence[str] = ()
-    """CSS class of each row; empty if no row has one."""
-    lines: Sequence[str] = ()
-    """Shown below the table."""
-
-
-def print_parts(parts: Sequence[Part]) -> None:
-    """Print the parts of a report, with an empty line after each."""
-    for part in parts:
-        if part.title:
-            say(part.title)
-        if part.table is not None and part.table.rows:
-            part.table.show()
-        for line in part.lines:
-            say(line)
-        say("")
-
-
-def parts_page(title: str, heading: str, parts: Sequence[Part]) -> str:
-    """A report of parts as an HTML page."""
-    return html_page("parts.html", title=title, heading=heading, parts=parts)
 
 
 def escape_html(text: object) -> Markup:
@@ -72,7 +38,7 @@ def markup(text: str, *values: object) -> Markup:
 @cache
 def _templates() -> Environment:
     return Environment(
-        loader=FileSystemLoader(_FOLDER),
+        loader=FileSystemLoader(_FOLDER.parent),
         autoescape=True,
         finalize=escape_html,
         undefined=StrictUndefined,

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from ditkit_core.documents.tables import Table
 from ditkit_core.io import console
-from ditkit_core.io.tables import Table
 
 FILES = Table(head=["file", "frames"], rows=[["[bold]a[/bold]", "9"], ["b", "?"]])
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, Literal
 
 from rich import table as rich_table
 from rich.markup import escape
@@ -16,12 +17,23 @@ from ditkit_core.io import console
 class Table:
     """A table whose cells are texts; the caller formats numbers."""
 
+    kind: ClassVar = "table"
+    title: str = ""
+    """A line above it; in a document a heading of the page."""
     head: Sequence[str] = ()
     """Column titles; empty for a table without titles."""
     rows: Sequence[Sequence[str]]
     num_left: int | None = None
     """Number of columns at the left that are aligned left; the others are aligned right. None
     aligns columns of numbers right."""
+    only: Literal["", "terminal", "page"] = ""
+    """The only form of a document that shows it; empty for all."""
+    row_classes: Sequence[str] = ()
+    """On a page, the CSS class of each row; empty if no row has one."""
+    names: Sequence[Sequence[str]] = ()
+    """On a page, the names of each row: cells of a column `linked` of any table lead to it."""
+    linked: int | None = None
+    """On a page, the column whose cells are names of rows, or several with commas."""
 
     @cached_property  # templates ask for it in each cell
     def is_right(self) -> list[bool]:
@@ -32,7 +44,9 @@ class Table:
         return [index >= self.num_left for index in range(len(columns))]
 
     def show(self) -> None:
-        """Print the table."""
+        """Print the table, without its title; nothing if it has no rows."""
+        if not self.rows:
+            return
         if not console.CONSOLE.is_terminal:
             for line in self.lines():
                 console.say(line)

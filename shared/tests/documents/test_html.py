@@ -7,15 +7,9 @@ import re
 
 from markupsafe import Markup
 
-from ditkit_core.diagnostics.rendering import (
-    Part,
-    escape_html,
-    json_script,
-    macros,
-    markup,
-    parts_page,
-)
-from ditkit_core.io.tables import Table
+from ditkit_core.documents.document import Document, Text
+from ditkit_core.documents.html import escape_html, json_script, macros, markup
+from ditkit_core.documents.tables import Table
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -29,8 +23,8 @@ def test_marks_that_turn_a_line_around_are_not_written() -> None:
     assert escape_html(turned) == "\ufffdgpj.\ufffdx\ufffd אבג", (
         "letters that are written from the right stay"
     )
-    table = Table(head=[turned], rows=[[turned]])
-    page = parts_page(turned, turned, [Part(title=turned, table=table, lines=[turned])])
+    table = Table(title=turned, head=[turned], rows=[[turned]])
+    page = Document(title=turned, sections=[table, Text(lines=[turned])]).page()
     page += markup('<i id="{}">', turned) + json_script({turned: [turned]}, id="numbers")
     assert page.count("\ufffdgpj.\ufffdx\ufffd אבג") == 7
     assert not re.search("[\u202a-\u202e\u2066-\u2069]", page) and not re.search(
@@ -41,9 +35,13 @@ def test_marks_that_turn_a_line_around_are_not_written() -> None:
 
 
 def test_a_table_escapes_its_cells_and_marks_rows_and_numbers() -> None:
-    html_table = macros("macros.html").html_table
-    table = Table(head=["file", "frames"], rows=[["<b>", "9"], [Markup("<i>x</i>"), "4"]])
-    text = "".join(html_table(table, row_classes=["warning", ""]).splitlines())
+    html_table = macros("documents/macros.html").html_table
+    table = Table(
+        head=["file", "frames"],
+        rows=[["<b>", "9"], [Markup("<i>x</i>"), "4"]],
+        row_classes=["warning", ""],
+    )
+    text = "".join(html_table(table).splitlines())
     assert (
         '<tr class="warning"><td dir="auto">&lt;b&gt;</td><td dir="auto" class="n">9</td></tr>'
         in text
@@ -55,7 +53,7 @@ def test_a_table_escapes_its_cells_and_marks_rows_and_numbers() -> None:
 
 
 def test_a_page_allows_its_own_style_and_nothing_else() -> None:
-    page = parts_page("<title>", "heading", [])
+    page = Document(title="<title>", heading="heading", sections=[]).page()
     (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     digest = "sha256-" + base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; media-src data:; style-src '{digest}'; script-src 'none'; "
