@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from ditkit_core.documents.tables import Table
@@ -206,3 +207,68 @@ def test_a_log_that_cannot_be_written_is_one_warning(
     said = capsys.readouterr()
     assert said.out == "one\ntwo\n"
     assert said.err == f"{log} cannot be written (it is no file); the run goes on without it\n"
+
+
+PROSE = "the text encoder does not read the last 2515 tokens of 提示語の一部 its caption; shorten the caption"
+
+
+@pytest.mark.parametrize("indent", ["", "  "])
+def test_prose_is_wrapped_by_words_at_the_width_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, indent: str
+) -> None:
+    shown = terminal(monkeypatch, 40)
+    console.say(indent + PROSE)
+    lines = shown.getvalue().splitlines()
+    assert len(lines) > 2 and all(cell_len(line) <= 40 for line in lines)
+    assert " ".join(line.strip() for line in lines) == PROSE
+    assert all(line.startswith(f"{indent}  ") for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"[data]\nfolder = 'a b c d e f g h i j k l m n o p q r s'\ncaption = '{PROSE}'",
+        f"next:     uv run wan-sample --run runs/a --prompt '{PROSE}'",
+        f"does not fit; try: uv run wan-train run.toml --fit --data.folder '{PROSE}'",
+        f"runs/{'x' * 50}/a.safetensors",
+    ],
+    ids=["several lines", "columns", "command", "path"],
+)
+def test_what_is_copied_or_aligned_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    shown = terminal(monkeypatch, 40)
+    console.say(text)
+    assert shown.getvalue() == f"{text}\n"
+
+
+def test_nothing_is_wrapped_in_a_file_or_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    console.keep_log(tmp_path / "run.log")
+    console.say(PROSE)
+    console.warn(PROSE)
+    console.keep_log(None)
+    assert capsys.readouterr() == (f"{PROSE}\n", f"{PROSE}\n")
+    logged = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
+    assert [line.partition("  ")[2] for line in logged] == [PROSE, PROSE]
+
+
+def test_a_warning_is_wrapped_where_stderr_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal(monkeypatch, 40)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console.warn(PROSE)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2 and all(cell_len(line) <= 40 for line in lines)
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
+    """What is printed on a terminal of this width."""
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        console, "CONSOLE", Console(file=shown, force_terminal=True, color_system=None, width=width)
+    )
+    return shown

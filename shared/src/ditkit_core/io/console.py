@@ -4,6 +4,7 @@ any more. A run keeps its lines in a file, too."""
 import errno
 import io
 import os
+import re
 import stat
 import sys
 import time
@@ -13,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol, SupportsFloat, TextIO, cast
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
@@ -109,6 +111,9 @@ _FORMATS = {
 """By figure, its text; the most important first. All figures are in `metrics.jsonl`."""
 
 
+_COMMAND = re.compile(r"\w-(train|encode|sample|export|watch) ")
+
+
 def prepare_streams() -> None:
     """Use UTF-8 for a redirected stdout, whatever the platform's default, and replace characters
     that cannot be printed."""
@@ -168,20 +173,40 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied;
-    control characters are escaped."""
+    """Print lines to stdout without markup, on a terminal as `wrapped`; control characters are
+    escaped."""
     if _muted:
         return
     note(text)
     text = "\n".join(map(printable, text.split("\n")))
     if CONSOLE.is_terminal:
-        CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
+        CONSOLE.print(wrapped(text), markup=False, highlight=False, soft_wrap=True)
     else:
         print(text, file=_STDOUT, flush=True)
 
 
+def wrapped(line: str) -> str:
+    """A line of prose wrapped by words at the width of the terminal, 80 columns if it has none.
+
+    What is aligned or copied stays as it is: several lines (TOML, JSON), a line with columns (two
+    spaces) or with a command of ours, and a word that is longer than the terminal is wide (a path).
+    """
+    is_prose = not ("\n" in line or "  " in line.strip() or _COMMAND.search(line))
+    if not is_prose or cell_len(line) <= CONSOLE.width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    first, *words = line.split()
+    rows = [indent + first]
+    for word in words:  # textwrap counts a wide character as one column
+        if cell_len(f"{rows[-1]} {word}") <= CONSOLE.width:
+            rows[-1] += f" {word}"
+        else:
+            rows.append(f"{indent}  {word}")
+    return "\n".join(rows)
+
+
 def warn(text: str) -> None:
-    """Print one line to stderr; control characters are escaped."""
+    """Print one line to stderr, on a terminal `wrapped`; control characters are escaped."""
     if not _muted:
         complain(text)
 
@@ -190,7 +215,8 @@ def complain(text: str) -> None:
     """Print the line that says why the process ends, which is never muted."""
     line = " ".join(text.split("\n"))
     note(line)
-    print(printable(line), file=_STDERR, flush=True)
+    line = printable(line)
+    print(wrapped(line) if _STDERR.isatty() else line, file=_STDERR, flush=True)
 
 
 def doing(text: str) -> None:

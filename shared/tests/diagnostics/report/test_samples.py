@@ -73,7 +73,8 @@ def test_large_videos_are_a_link_and_the_page_stays_small(
         False,
     ]
     assert (
-        all('href="samples/step-' in tile for tile in tiles) and "in the run&#39;s folder" in tiles[1]
+        all('href="samples/step-' in tile for tile in tiles)
+        and "in the run&#39;s folder" in tiles[1]
     )
     spent = sum(
         len(base64.b64decode(each["src"].split(",")[1]))
