@@ -3,7 +3,6 @@
 import base64
 import io
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,6 +14,8 @@ from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.documents.document import Medium
 from ditkit_core.errors import UserError
 
+MEDIA_BYTES = 12_000_000
+"""Largest total size of embedded media: 16 MB in base64. A page that can still be sent by mail."""
 VIDEO_BYTES = 2_000_000
 """Largest size of an embedded video."""
 _IMAGE_SIZE, _IMAGE_BYTES = (640, 640), 150_000
@@ -22,66 +23,70 @@ _STILL_SIZE, _STILL_BYTES = (320, 320), 40_000
 """Limits of a thumbnail, and of a video's first frame where the video itself is not embedded."""
 
 
-def embedded_media(
-    files: Iterable[Path],
-    folder: Path,
-    *,
-    at_most: int,
-    embeds: bool = True,
-    thumbnails: bool = False,
-) -> dict[Path, Medium]:
+class PageMedia(dict[Path, Medium]):
     """How a page shows each file. Files are embedded until the page is full; those that come later
     are links.
 
     Args:
         folder: The folder that the page is written into, which links begin at.
         at_most: Largest total size of what is embedded, in bytes.
-        embeds: Whether the page contains the media; if not, it loads them from where it links.
+        embeds: Whether the page contains the files; if not, it loads them from where it links.
         thumbnails: Whether images are embedded small, and of videos and folders of images the first
             image alone.
     """
-    media, room = dict[Path, Medium](), at_most
-    for file in dict.fromkeys(files):
-        link = quote(Path(os.path.relpath(file, folder)).as_posix())
-        num_bytes = 0
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        at_most: int = MEDIA_BYTES,
+        embeds: bool = True,
+        thumbnails: bool = False,
+    ):
+        super().__init__()
+        self._folder, self._room = folder, at_most
+        self._embeds, self._thumbnails = embeds, thumbnails
+
+    def add(self, file: Path) -> None:
+        """Show a file on the page, if it is not there yet."""
+        if file in self:
+            return
+        link = quote(Path(os.path.relpath(file, self._folder)).as_posix())
         try:
             image = open_folder(file).files[0] if file.is_dir() else file
             # No symbolic links: a folder from elsewhere must not put files of this computer into a
             # page that is sent on.
             if image.is_symlink():
-                media[file] = Medium(problem=f"{file.name} is a link, which the page leaves out")
+                self[file] = Medium(problem=f"{file.name} is a link, which the page leaves out")
             elif not image.is_file():
-                media[file] = Medium(problem=f"{file.name} is missing")
-            elif embeds:
-                media[file], num_bytes = _embedded(image, link, room, thumbnails=thumbnails)
+                self[file] = Medium(problem=f"{file.name} is missing")
+            elif self._embeds:
+                self[file] = self._embedded(image, link)
             else:
                 is_video = media_kind(image) == "video"
-                media[file] = Medium(source=link, link=link, is_video=is_video, preload="metadata")
+                self[file] = Medium(source=link, link=link, is_video=is_video, preload="metadata")
         except (UserError, OSError) as error:  # one damaged file must not prevent the page
-            media[file] = Medium(problem=str(error))
-        room -= num_bytes
-    return media
+            self[file] = Medium(problem=str(error))
 
-
-def _embedded(file: Path, link: str, room: int, *, thumbnails: bool) -> tuple[Medium, int]:
-    """A file as content of a page that has room for this many bytes; and how many it takes."""
-    is_video, size = media_kind(file) == "video", file.stat().st_size
-    if is_video and not thumbnails and size <= min(VIDEO_BYTES, room):
-        content = file.read_bytes()
-        return Medium(source=_data_url("video/mp4", content), link=link, is_video=True), size
-    is_small = is_video or thumbnails
-    limits = (_STILL_SIZE, _STILL_BYTES) if is_small else (_IMAGE_SIZE, _IMAGE_BYTES)
-    image = small_jpeg(next(stored_images(file, frames=1, fps=1.0)), *limits)
-    if len(image) > room:
-        return Medium(link=link, is_embedded=False), 0
-    is_whole = thumbnails or not is_video
-    return Medium(source=_data_url("image/jpeg", image), link=link, is_embedded=is_whole), len(
-        image
-    )
-
-
-def _data_url(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    def _embedded(self, file: Path, link: str) -> Medium:
+        """A file as content of the page; a link if there is no room for it."""
+        is_video, size = media_kind(file) == "video", file.stat().st_size
+        is_small = is_video or self._thumbnails
+        if is_video and not self._thumbnails and size <= min(VIDEO_BYTES, self._room):
+            kind, content = "video/mp4", file.read_bytes()
+        else:
+            limits = (_STILL_SIZE, _STILL_BYTES) if is_small else (_IMAGE_SIZE, _IMAGE_BYTES)
+            image = next(stored_images(file, frames=1, fps=1.0))
+            kind, content = "image/jpeg", small_jpeg(image, *limits)
+        if len(content) > self._room:
+            return Medium(link=link, is_embedded=False)
+        self._room -= len(content)
+        return Medium(
+            source=f"data:{kind};base64,{base64.b64encode(content).decode()}",
+            link=link,
+            is_video=kind == "video/mp4",
+            is_embedded=kind == "video/mp4" or self._thumbnails or not is_video,
+        )
 
 
 def small_jpeg(pixels: RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:

@@ -173,19 +173,19 @@ def note(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print lines to stdout without markup, on a terminal as `wrapped`; control characters are
+    """Print lines to stdout without markup, on a terminal as `wrap_prose` says; control characters are
     escaped."""
     if _muted:
         return
     note(text)
     text = "\n".join(map(printable, text.split("\n")))
     if CONSOLE.is_terminal:
-        CONSOLE.print(wrapped(text), markup=False, highlight=False, soft_wrap=True)
+        CONSOLE.print(wrap_prose(text), markup=False, highlight=False, soft_wrap=True)
     else:
         print(text, file=_STDOUT, flush=True)
 
 
-def wrapped(line: str) -> str:
+def wrap_prose(line: str) -> str:
     """A line of prose wrapped by words at the width of the terminal, 80 columns if it has none.
 
     What is aligned or copied stays as it is: several lines (TOML, JSON), a line with columns (two
@@ -206,7 +206,7 @@ def wrapped(line: str) -> str:
 
 
 def warn(text: str) -> None:
-    """Print one line to stderr, on a terminal `wrapped`; control characters are escaped."""
+    """Print one line to stderr, on a terminal as `wrap_prose` says; control characters are escaped."""
     if not _muted:
         complain(text)
 
@@ -216,7 +216,7 @@ def complain(text: str) -> None:
     line = " ".join(text.split("\n"))
     note(line)
     line = printable(line)
-    print(wrapped(line) if _STDERR.isatty() else line, file=_STDERR, flush=True)
+    print(wrap_prose(line) if _STDERR.isatty() else line, file=_STDERR, flush=True)
 
 
 def doing(text: str) -> None:

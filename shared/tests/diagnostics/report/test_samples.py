@@ -10,9 +10,8 @@ from made_runs import write_run, write_samples
 from report_pages import read
 
 from ditkit_core.diagnostics import embedded as embedded_part
-from ditkit_core.diagnostics.embedded import small_jpeg
+from ditkit_core.diagnostics.embedded import MEDIA_BYTES, small_jpeg
 from ditkit_core.diagnostics.report import page as page_part
-from ditkit_core.diagnostics.report.page import MEDIA_BYTES
 
 
 def test_images_are_made_to_take_little() -> None:

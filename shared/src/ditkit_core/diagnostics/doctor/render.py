@@ -18,7 +18,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     grouped,
     one_line,
 )
-from ditkit_core.diagnostics.embedded import embedded_media
+from ditkit_core.diagnostics.embedded import PageMedia
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.documents.document import Document, Media, Section, Strip, Text
 from ditkit_core.documents.tables import Table
@@ -136,7 +136,9 @@ def _pictures(files: Sequence[FileRow], findings: Sequence[Finding], folder: Pat
         for row in files
     }
     shown = sorted(notes, key=lambda file: not notes[file])[:_MOST_PICTURES]
-    media = embedded_media(map(Path, shown), folder, at_most=_PICTURE_BYTES, thumbnails=True)
+    media = PageMedia(folder, at_most=_PICTURE_BYTES, thumbnails=True)
+    for file in shown:
+        media.add(Path(file))
     tiles = [
         replace(media[Path(file)], label=Path(file).name, prompt=file, notes=notes[file])
         for file in shown

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ditkit_core.diagnostics.embedded import embedded_media
+from ditkit_core.diagnostics.embedded import MEDIA_BYTES, PageMedia
 from ditkit_core.diagnostics.report.data import Section, read_sections
 from ditkit_core.diagnostics.report.overview import overview
 from ditkit_core.diagnostics.report.samples import files_by_importance, samples_parts
@@ -13,9 +13,6 @@ from ditkit_core.documents.html import html_page, json_script
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
-MEDIA_BYTES = 12_000_000
-"""Largest total size of embedded samples: 16 MB in base64. A page that can still be sent by
-mail."""
 RELOAD_SECONDS = 20
 """Time after which a page is loaded again while its run trains; reading one of 20 MB from a disk
 takes much less."""
@@ -41,8 +38,9 @@ def report_page(
     """
     name, now = folder.resolve().name, datetime.now(UTC)
     by_name = sorted(sections, key=lambda section: bool(section.name))
-    files = files_by_importance(by_name)
-    media = embedded_media(files, folder, at_most=MEDIA_BYTES, embeds=logs is None)
+    media = PageMedia(folder, at_most=MEDIA_BYTES, embeds=logs is None)
+    for file in files_by_importance(by_name):
+        media.add(file)
     return html_page(
         "diagnostics/report/page.html",
         title=f"{name}: report",
