@@ -1,4 +1,4 @@
-"""Tables as text, on a terminal and in Markdown."""
+"""Tables as text, and on a terminal."""
 
 import io
 
@@ -27,15 +27,6 @@ def test_a_table_needs_no_titles() -> None:
     assert Table(rows=[["loss", "1.0, 0.5"], ["norm", "2"]]).lines() == [
         "loss  1.0, 0.5",
         "norm  2",
-    ]
-
-
-def test_markdown_keeps_the_alignment() -> None:
-    assert FILES.markdown() == [
-        "| file | frames |",
-        "| --- | ---: |",
-        "| [bold]a[/bold] | 9 |",
-        "| b | ? |",
     ]
 
 

@@ -2,5 +2,5 @@
 and JSON show it.
 
 It may import the folders from io downwards. Start reading at document.py; html.py makes pages, and
-tables.py aligns tables and writes them in Markdown.
+tables.py aligns tables.
 """

@@ -128,8 +128,8 @@ class Document:
             heading=self.heading or self.title,
             sections=sections,
             anchors={
-                name: f"row-{row}"
-                for table in sections
+                name: f"row-{number}-{row}"
+                for number, table in enumerate(sections)
                 if isinstance(table, Table)
                 for row, names in enumerate(table.names)
                 for name in names

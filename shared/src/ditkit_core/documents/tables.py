@@ -1,4 +1,4 @@
-"""Tables of text: with lines on a terminal, as aligned text elsewhere, and in Markdown."""
+"""Tables of text: with lines on a terminal, and as aligned text elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,11 +87,6 @@ class Table:
                 ).rstrip()
             )
         return aligned
-
-    def markdown(self) -> list[str]:
-        """The table as lines of Markdown."""
-        marks = ["---:" if is_right else "---" for is_right in self.is_right]
-        return [f"| {' | '.join(cells)} |" for cells in (self.head, marks, *self.rows)]
 
 
 def _width(table: rich_table.Table) -> Measurement:

@@ -217,7 +217,7 @@ def test_the_page_holds_any_name_and_needs_nothing_else(tmp_path: Path) -> None:
     assert (
         not found.open
         and "script" not in found.tags
-        and set(found.links) == {"#row-0"}
+        and all(link.startswith("#row-") for link in found.links)
         and "http:" not in made
     )
     assert found.text.count(HOSTILE) >= 4

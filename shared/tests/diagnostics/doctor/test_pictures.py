@@ -1,6 +1,8 @@
 """The doctor's page shows the files, and a finding leads to the row of its file."""
 
 import base64
+import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from report_pages import Page
 
 from ditkit_core.data.media.clip import write_video
 from ditkit_core.diagnostics.doctor import render
-from ditkit_core.diagnostics.doctor.findings import CheckReport, FileRow, Finding
+from ditkit_core.diagnostics.doctor.findings import CheckReport, Excluded, FileRow, Finding
 from ditkit_core.diagnostics.doctor.render import check_document
 
 NAME = "<b>'50% & x.png"
@@ -23,8 +25,15 @@ def row(path: Path, *ids: str) -> FileRow:
     )  # fmt: skip
 
 
-def page_of(folder: Path, files: tuple[FileRow, ...], *findings: Finding) -> Page:
-    checkup = CheckReport(model="toy", samples=2, fps=8, files=files, findings=findings)
+def page_of(
+    folder: Path,
+    files: tuple[FileRow, ...],
+    *findings: Finding,
+    excluded: tuple[Excluded, ...] = (),
+) -> Page:
+    checkup = CheckReport(
+        model="toy", samples=2, fps=8, files=files, findings=findings, excluded=excluded
+    )
     return Page(check_document(checkup, folder).page())
 
 
@@ -54,17 +63,19 @@ def test_each_kind_of_file_is_a_small_image_that_leads_to_it(tmp_path: Path) -> 
 def test_a_finding_leads_to_the_rows_of_its_files(tmp_path: Path) -> None:
     files = [write_image(tmp_path / name) for name in ("a.png", NAME, "c.png")]
     rows = (row(files[0], "a"), row(files[1], NAME), row(files[2], "c #1", "c #2"))
-    page = page_of(
-        tmp_path,
-        rows,
+    findings = (
         Finding("D04", f"{NAME}, c #2", "these files have the same content"),
         Finding("D11", str(files[0]), "it is upscaled"),
+        Finding("D02", "d.png", "it is damaged"),
         Finding("D42", "no such file", "of prompts"),
     )
-    ids = [each.get("id") for each in page.all("tr") if each.get("id")]
-    assert ids == ["row-0", "row-1", "row-2"]
+    excluded = (Excluded(name="d.png", reason="it is damaged", stops=False),)
+    page = page_of(tmp_path, rows, *findings, excluded=excluded)
+    cells = re.findall(r'<tr id="([^"]+)"><td dir="auto">([^<]*)<', page.text)
+    of_file = {Path(unescape(cell)).name: f"#{id}" for id, cell in cells}
+    assert len(set(of_file.values())) == len(of_file) == 4
     links = [link["href"] for link in page.all("a") if link["href"].startswith("#")]
-    assert links == ["#row-1", "#row-2", "#row-0"]
+    assert links == [of_file[name] for name in ("d.png", NAME, "c.png", "a.png")]
     notes = [part.split("</small>")[0] for part in page.text.split("<small>")[1:]]
     assert notes == ["D11", "D04", "D04"]
 

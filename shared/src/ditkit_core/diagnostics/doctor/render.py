@@ -96,7 +96,9 @@ def _sections(checkup: CheckReport, folder: Path) -> Iterator[Section]:
             for entry in checkup.excluded
         ]
         yield Text(title=title, only="terminal")  # which has them among the findings
-        yield Table(title=title, head=["file", "reason", ""], rows=rows, only="page")
+        names = [(entry.name,) for entry in checkup.excluded]
+        head = ["file", "reason", ""]
+        yield Table(title=title, head=head, rows=rows, names=names, only="page")
     if (captions := checkup.captions) is not None:
         cut = (
             "length not checked"
