@@ -8,8 +8,9 @@ from urllib.parse import quote
 
 from PIL import Image
 
-from ditkit_core.data.media.clip import media_kind, stored_images
-from ditkit_core.data.media.image import RgbImage
+from ditkit_core.data.media import image as still
+from ditkit_core.data.media import video
+from ditkit_core.data.media.clip import media_kind
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.documents.document import Medium
 from ditkit_core.errors import UserError
@@ -76,7 +77,11 @@ class PageMedia(dict[Path, Medium]):
             kind, content = "video/mp4", file.read_bytes()
         else:
             limits = (_STILL_SIZE, _STILL_BYTES) if is_small else (_IMAGE_SIZE, _IMAGE_BYTES)
-            image = next(stored_images(file, frames=1, fps=1.0))
+            image = (
+                next(video.frames_at(file, [0.0]))
+                if is_video
+                else still.read_image(file, at_least=max(_STILL_SIZE) if is_small else None)
+            )
             kind, content = "image/jpeg", small_jpeg(image, *limits)
         if len(content) > self._room:
             return Medium(link=link, is_embedded=False)
@@ -89,7 +94,7 @@ class PageMedia(dict[Path, Medium]):
         )
 
 
-def small_jpeg(pixels: RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:
+def small_jpeg(pixels: still.RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:
     """An image as a JPEG in a bounding box, with lower quality until it is small enough."""
     image = Image.fromarray(pixels)
     image.thumbnail(size)

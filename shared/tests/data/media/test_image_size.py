@@ -107,3 +107,17 @@ def test_other_formats_keep_their_orientation(tmp_path: Path) -> None:
             == (40, 24)
             == image.read_image(tmp_path / name).shape[:2]
         ), name
+
+
+def test_a_large_jpeg_is_decoded_smaller_where_that_is_enough(tmp_path: Path) -> None:
+    pixels = np.zeros((1200, 1600, 3), np.uint8)
+    pixels[:, :800] = (200, 30, 60)
+    for name in ("a.jpg", "a.png"):
+        Image.fromarray(pixels).save(tmp_path / name, exif=exif(6))
+    whole = image.read_image(tmp_path / "a.jpg")
+    small = image.read_image(tmp_path / "a.jpg", at_least=300)
+    assert whole.shape == (1600, 1200, 3) and small.shape == (400, 300, 3)
+    assert np.abs(small[[10, -10], 150].astype(int) - whole[[40, -40], 600]).max() <= 3
+    assert image.read_image(tmp_path / "a.jpg", at_least=1200).shape == whole.shape
+    exact = image.read_image(tmp_path / "a.png")
+    np.testing.assert_array_equal(image.read_image(tmp_path / "a.png", at_least=300), exact)

@@ -171,15 +171,18 @@ def image_colours(path: Path) -> StoredColours | None:
         return stored_colours(image, path)
 
 
-def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
+def read_image(path: Path, *, as_stored: bool = False, at_least: int | None = None) -> RgbImage:
     """An upright image in sRGB, height × width × RGB; transparency is composited on white.
 
     With `as_stored` colours are not converted to sRGB: the values mean something else, as in a
-    mask.
+    mask. With `at_least`, sides of this many pixels are enough, and a JPEG is decoded at a fraction
+    of its size if that leaves as many.
     """
     from PIL import Image, ImageOps
 
     with _opened(path) as image:
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I;16"):
             upright = _in_8_bits(
