@@ -1,11 +1,12 @@
 """A document that a terminal, a page and JSON show: whoever makes one says everything once."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ditkit_core.documents.html import html_page, json_text
+from ditkit_core.documents.html import html_page
 from ditkit_core.documents.tables import Table
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
@@ -138,7 +139,7 @@ class Document:
 
     def json(self) -> str:
         """Its values as JSON."""
-        return json_text(self.values)
+        return json.dumps(self.values, indent=1)
 
     def write(self, json_file: Path) -> list[Path]:
         """Write it as JSON, and as a page next to that, each atomically; returns the files."""

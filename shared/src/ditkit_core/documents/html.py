@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from templates, and JSON.
+"""Self-contained HTML pages from templates.
 
 All text that is not markup of a template is escaped, so that no caption or file name can become
 markup. The content security policy of a page forbids it to load anything, and names its style sheet
@@ -77,11 +77,6 @@ def html_page(
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def json_text(values: Mapping[str, Any]) -> str:
-    """Plain values as indented JSON."""
-    return json.dumps(values, indent=1)
 
 
 def json_script(values: Mapping[str, Any], id: str) -> Markup:
