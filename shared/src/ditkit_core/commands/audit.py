@@ -15,7 +15,6 @@ from ditkit_core.diagnostics.audit.findings import AuditFindings
 from ditkit_core.diagnostics.audit.pictures import (
     Picture,
     choices_of,
-    picture_table,
     pictures,
     write_pictures,
 )
@@ -61,13 +60,13 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
             say(f"auditing the {run.expert.name} expert")
         expert_folder = run.config.run_folder  # the expert's own folder, which has its saves
         findings, results = _find(spec, run.request.config, expert_folder, options)
-        document = audit_document(findings)
-        files = document.write(config.run_folder.audit / "precision.json")
+        folder = config.run_folder.audit
+        shown = write_pictures(results, folder / "pictures") if results else []
+        pictures_of = dict(zip(shown[1:], results, strict=True))  # the first has all of them
+        document = audit_document(findings, folder, pictures_of)
+        files = document.write(folder / "precision.json")
         document.show()
-        if results:
-            files += write_pictures(results, config.run_folder.audit / "pictures")
-            picture_table(results).show()
-        for file in files:
+        for file in (*files, *shown):
             say(f"written:  {file}")
     if options.json:
         say(document.json())

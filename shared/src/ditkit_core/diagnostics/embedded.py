@@ -3,6 +3,8 @@
 import base64
 import io
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -68,6 +70,11 @@ class PageMedia(dict[Path, Medium]):
                 self[file] = Medium(source=link, link=link, is_video=is_video, preload="metadata")
         except (UserError, OSError) as error:  # one damaged file must not prevent the page
             self[file] = Medium(problem=str(error))
+
+    def tile(self, file: Path, label: str, prompt: str, notes: Sequence[str] = ()) -> Medium:
+        """A file with its label, the text for who cannot see it, and notes below."""
+        self.add(file)
+        return replace(self[file], label=label, prompt=prompt, notes=notes)
 
     def _embedded(self, file: Path, link: str) -> Medium:
         """A file as content of the page; a link if there is no room for it."""

@@ -35,6 +35,9 @@ def test_one_sample_is_generated_in_each_choice_of_dtypes(world, capsys):
     assert means["all lowered"] > 0
     images = {path.stem: Image.open(path).tobytes() for path in folder.glob("*.png")}
     assert images["fp32_this_run"] != images["all_lowered"]
+    page = (folder.parent / "precision.html").read_text(encoding="utf-8")
+    assert page.count('<img src="data:image/jpeg;base64,') == len(means)
+    assert 'href="pictures/all_lowered.png"' in page and page.count("/ 255</td>") == 2 * len(means)
     kept = json.loads((folder / "pictures.json").read_text())["pictures"]
     assert {one["name"]: round(one["mean"], 2) for one in kept} == means
 

@@ -1,6 +1,7 @@
 """Pictures of what precision does: one sample, generated from the same noise with the places of a
 step in other dtypes."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,6 @@ from torch import Tensor
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.diagnostics.audit.audit import Subject, backend_of, eval_mode
 from ditkit_core.diagnostics.audit.dtype_view import DtypeView, as_stored, by_op_group
-from ditkit_core.documents.html import json_text
 from ditkit_core.documents.tables import Table
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.files import write_text
@@ -139,7 +139,7 @@ def write_pictures(results: Sequence[Picture], folder: Path) -> list[Path]:
         {"name": one.name, "mean": one.mean, "largest": one.largest, "file": file.name}
         for one, file in zip(results, files[1:], strict=True)
     ]
-    write_text(folder / "pictures.json", json_text({"pictures": numbers}) + "\n")
+    write_text(folder / "pictures.json", json.dumps({"pictures": numbers}, indent=1) + "\n")
     for file, image in zip(
         files, [grid([*shown, *differences], columns=len(shown)), *shown], strict=True
     ):

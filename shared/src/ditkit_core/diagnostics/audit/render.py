@@ -1,24 +1,50 @@
 """A precision audit as a document: a table and a chart."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 from ditkit_core.diagnostics.audit.audit import BASE
 from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, audit_json
-from ditkit_core.documents.document import Bars, Document, Text
+from ditkit_core.diagnostics.audit.pictures import Picture, picture_table
+from ditkit_core.diagnostics.embedded import PageMedia
+from ditkit_core.documents.document import Bars, Document, Media, Strip, Text
 from ditkit_core.documents.tables import Table
 
 _LEFT, _WIDTH = 110, 560
 """Left edge of the bars of the chart, and the largest width of a bar, in SVG units."""
 
 
-def audit_document(findings: AuditFindings) -> Document:
-    """The findings with their explanation."""
+def audit_document(
+    findings: AuditFindings, folder: Path = Path(), pictures: Mapping[Path, Picture] | None = None
+) -> Document:
+    """The findings with their explanation.
+
+    Args:
+        folder: The folder that the page is written into, which links begin at.
+        pictures: What low precision does to a picture, by the files that show it; None if nothing
+            was sampled.
+    """
     notes, meaning = Text(lines=findings.notes), Text(lines=_meaning(findings))
     return Document(
         title="Precision audit",
-        sections=[notes, _table(findings), meaning, _chart(findings)],
+        sections=[
+            notes,
+            _table(findings),
+            meaning,
+            _chart(findings),
+            *(_pictures(pictures, folder) if pictures else ()),
+        ],
         values=audit_json(findings),
     )
+
+
+def _pictures(pictures: Mapping[Path, Picture], folder: Path) -> tuple[Table, Media]:
+    media = PageMedia(folder)
+    tiles = [media.tile(file, picture.name, picture.name) for file, picture in pictures.items()]
+    strips = [Strip(tiles=tiles)]
+    table = picture_table(list(pictures.values()))
+    return table, Media(title="The same sample in other dtypes", strips=strips)
 
 
 def _table(findings: AuditFindings) -> Table:

@@ -139,12 +139,7 @@ def _pictures(files: Sequence[FileRow], findings: Sequence[Finding], folder: Pat
     }
     shown = sorted(notes, key=lambda file: not notes[file])[:_MOST_PICTURES]
     media = PageMedia(folder, at_most=_PICTURE_BYTES, thumbnails=True)
-    for file in shown:
-        media.add(Path(file))
-    tiles = [
-        replace(media[Path(file)], label=Path(file).name, prompt=file, notes=notes[file])
-        for file in shown
-    ]
+    tiles = [media.tile(Path(file), Path(file).name, file, notes[file]) for file in shown]
     more = [f"and {len(notes) - len(shown)} more, in the table of files"]
     lines = more if len(notes) > len(shown) else []
     return Media(title="pictures", strips=[Strip(tiles=tiles)], lines=lines)
