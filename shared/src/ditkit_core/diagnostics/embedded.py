@@ -59,7 +59,7 @@ class PageMedia(dict[Path, Medium]):
             image = open_folder(file).files[0] if file.is_dir() else file
             # No symbolic links: a folder from elsewhere must not put files of this computer into a
             # page that is sent on.
-            if image.is_symlink():
+            if file.is_symlink() or image.is_symlink():
                 self[file] = Medium(problem=f"{file.name} is a link, which the page leaves out")
             elif not image.is_file():
                 self[file] = Medium(problem=f"{file.name} is missing")

@@ -100,9 +100,13 @@ def test_pictures_are_limited_and_those_with_findings_come_first(
 def test_a_file_that_cannot_be_shown_is_a_line_and_a_link_is_left_out(tmp_path: Path) -> None:
     secret = write_image(tmp_path / "secret" / "a.png")
     (tmp_path / "link.png").symlink_to(secret)
+    for number in range(2):
+        write_image(tmp_path / "frames" / f"{number}.png")
+    (tmp_path / "linked").symlink_to(tmp_path / "frames")
     (tmp_path / "damaged.png").write_bytes(b"no image")
-    names = ("link.png", "damaged.png", "removed.png")
+    names = ("link.png", "linked", "damaged.png", "removed.png")
     page = page_of(tmp_path, tuple(row(tmp_path / name) for name in names))
     assert not page.all("img") and "damaged.png cannot be read as an image" in page.shown
-    assert "link.png is a link, which the page leaves out" in page.shown
+    for name in ("link.png", "linked"):
+        assert f"{name} is a link, which the page leaves out" in page.shown
     assert "removed.png is missing" in page.shown
