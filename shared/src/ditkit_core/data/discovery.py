@@ -24,7 +24,15 @@ from ditkit_core.data.media.files import (
 )
 from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
-from ditkit_core.data.metadata import Reader, Record, csv_rows, json_captions, json_lines, json_list
+from ditkit_core.data.metadata import (
+    NoCaption,
+    Reader,
+    Record,
+    csv_rows,
+    json_captions,
+    json_lines,
+    json_list,
+)
 from ditkit_core.data.side_names import Names, entries
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import head_of
@@ -77,24 +85,9 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         caption of their own that it does not list; otherwise those that look like clips but are of
         a format that is not read, one entry for each format.
     """
-    folder = reader.folder
-    list_names = (
-        [reader.stored(metadata)]
-        if metadata
-        else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
-    )
-    if len(list_names) > 1:
-        raise UserError(
-            f"{folder} has {'both ' * (len(list_names) == 2)}{' and '.join(list_names)}; set "
-            f"data.metadata to the right one"
-        )
-    if not list_names:
-        return list(_caption_files(reader)), _not_read(reader)
-    path = folder / list_names[0]
-    if status(path) is None:
-        raise UserError(
-            f"data.metadata {path} does not exist; {_path_remedy(folder, list_names[0])}"
-        )
+    path = list_file(reader, metadata)
+    if path is None:
+        return list(side_file_records(reader)), _not_read(reader)
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name.lower() in MEDIA_LISTS:
         readers[".txt"] = _line_lists
@@ -108,10 +101,31 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
             f"data.metadata {path} has an unknown format; accepted are {', '.join(readers)}, and "
             f"{lists}"
         )
-    entries = list(readers[path.suffix.lower()](reader, path, _read_list(reader, path)))
+    entries = list(readers[path.suffix.lower()](reader, path, read_list(reader, path)))
     if not entries:
         raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
     return entries, _not_listed(reader, path, entries)
+
+
+def list_file(reader: Reader, metadata: str) -> Path | None:
+    """The file that lists the samples of a dataset folder; None if captions are next to the clips.
+    `metadata` as for `list_records`."""
+    folder = reader.folder
+    names = (
+        [reader.stored(metadata)]
+        if metadata
+        else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
+    )
+    if len(names) > 1:
+        raise UserError(
+            f"{folder} has {'both ' * (len(names) == 2)}{' and '.join(names)}; set data.metadata "
+            f"to the right one"
+        )
+    if names and status(folder / names[0]) is None:
+        raise UserError(
+            f"data.metadata {folder / names[0]} does not exist; {_path_remedy(folder, names[0])}"
+        )
+    return folder / names[0] if names else None
 
 
 def _path_remedy(folder: Path, metadata: str) -> str:
@@ -126,7 +140,7 @@ def _path_remedy(folder: Path, metadata: str) -> str:
     return f'the path starts at data.folder: set data.metadata = "{relative.as_posix()}"'
 
 
-def _read_list(reader: Reader, path: Path) -> str:
+def read_list(reader: Reader, path: Path) -> str:
     """The text of a file that lists samples: in the dataset folder, or in the folder that
     `data.metadata` names."""
     name = os.path.abspath(path)
@@ -234,7 +248,7 @@ def _stem(media: str) -> str:
     return str(Path(media).with_suffix("")) if called_like_media(media) else media
 
 
-def _caption_files(reader: Reader) -> Iterator[Record]:
+def side_file_records(reader: Reader) -> Iterator[Record]:
     """The records of a folder without metadata: every media file, with the caption in a text file
     next to it."""
     folder = reader.folder
@@ -258,7 +272,7 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
                     f"remove all but one"
                 )
             if not caption_files:
-                raise UserError(
+                raise NoCaption(
                     f"{folder / media} has no caption; write one to "
                     f"{folder / _stem(media)}.txt{lists or shots(media)}"
                 )
@@ -282,6 +296,14 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
             yield Record(media=media, problem=error)
     if not media_paths:
         _hint_at_tables(folder)
+
+
+def side_files(folder: Path, media: Sequence[str]) -> dict[str, str]:
+    """By media file, the text next to it that has its caption, or that gets it if there is none."""
+    texts = _Texts(folder)
+    return {
+        name: next(iter(texts.of(name)), f"{_stem(name)}{CAPTION_SUFFIXES[0]}") for name in media
+    }
 
 
 def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
@@ -444,7 +466,7 @@ def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[t
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The records of a media list and the caption list next to it."""
     captions = _caption_list(reader, path)
-    clips, texts = _lines(text), _lines(_read_list(reader, captions))
+    clips, texts = _lines(text), _lines(read_list(reader, captions))
     if len(clips) != len(texts):
         remedy = "write one caption per file, each on one line"
         for file, lines in ((path, clips), (captions, texts)):

@@ -43,6 +43,10 @@ CaptionMode = Literal["whole", "lines"]
 """Whether a text is one caption, or each of its lines is a caption."""
 
 
+class NoCaption(UserError):
+    """A media file has no caption, or an empty one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One line of a dataset: a media file and its captions, or the error in the line."""
@@ -102,7 +106,7 @@ class Reader:
             lines = text.splitlines() if self.captions == "lines" else [text]
             text_captions = [line.strip() for line in lines if line.strip()]
             if not text_captions:
-                raise UserError(f"{where} is empty; fill it in or remove the clip")
+                raise NoCaption(f"{where} is empty; fill it in or remove the clip")
             if len(text) > MOST_CHARACTERS:
                 raise UserError(
                     f"{where} has {len(text)} characters, too many for a caption; shorten it, or "
@@ -128,12 +132,14 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path} line {number}"
-            yield _record(reader, where, functools.partial(_json, where, line, "line"), _json_paths)
+            yield _record(
+                reader, where, functools.partial(json_value, where, line, "line"), _json_paths
+            )
 
 
 def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The records of a JSON list of objects."""
-    rows = _json(str(path), text, "file")
+    rows = json_value(str(path), text, "file")
     if not isinstance(rows, list):
         raise UserError(
             f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]'
@@ -150,7 +156,7 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 def json_captions(reader: Reader, path: Path, text: str) -> tuple[str, ...]:
     """The captions in the JSON object of one clip; what else it says, as downloaders write it, is
     not read."""
-    row = _json(str(path), text, "file")
+    row = json_value(str(path), text, "file")
     if not isinstance(row, Mapping):
         raise UserError(
             f'{path} is not a JSON object; write {{"caption": "…"}}, or the caption to a .txt of that name'
@@ -158,7 +164,7 @@ def json_captions(reader: Reader, path: Path, text: str) -> tuple[str, ...]:
     return _captions(reader, str(path), row)
 
 
-def _json(where: str, text: str, unit: str) -> object:
+def json_value(where: str, text: str, unit: str) -> object:
     """The value of a JSON text; `unit` it is, a line or a file, is for messages."""
     try:
         return json.loads(text, object_pairs_hook=functools.partial(_object, where))

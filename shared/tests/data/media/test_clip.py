@@ -12,7 +12,14 @@ from PIL import Image
 
 from ditkit_core.data.media import packets as video_packets
 from ditkit_core.data.media import video
-from ditkit_core.data.media.clip import available, probe, read_clip, write_image, write_video
+from ditkit_core.data.media.clip import (
+    available,
+    probe,
+    read_clip,
+    spread_images,
+    write_image,
+    write_video,
+)
 from ditkit_core.data.media.packets import SLACK_SECONDS
 from ditkit_core.errors import UserError
 
@@ -39,6 +46,23 @@ def test_a_clip_at_another_rate_shows_the_frames_on_screen_at_its_times(
 def test_a_clip_may_start_later(tmp_path: Path) -> None:
     path = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24.0)
     assert frame_numbers(path, frames=3, fps=12.0, start_seconds=0.5) == [12, 14, 16]
+
+
+def test_images_are_spread_evenly_over_a_file_and_repeated_ones_are_taken_once(
+    tmp_path: Path,
+) -> None:
+    def numbers(path: Path, count: int) -> list[int]:
+        return [round(float(image.mean()) / LEVELS) for image in spread_images(path, count)]
+
+    path = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24.0)
+    assert numbers(path, 4) == [3, 9, 15, 21] and numbers(path, 1) == [12]
+    assert numbers(numbered_video(tmp_path / "short.mp4", frames=3, fps=24.0), 8) == [0, 1, 2]
+    for number in range(6):
+        picture(tmp_path / "shot" / f"{number:03}.png", (8, 8), (number * LEVELS,) * 3)
+    assert numbers(tmp_path / "shot", 3) == [1, 3, 5]
+    assert numbers(tmp_path / "shot" / "004.png", 8) == [4]
+    (tmp_path / "shot" / "fps.txt").write_text("2")
+    assert numbers(tmp_path / "shot", 3) == [1, 3, 5]
 
 
 def test_ntsc_rates_keep_their_time(tmp_path: Path) -> None:

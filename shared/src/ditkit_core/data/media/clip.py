@@ -206,6 +206,27 @@ def stored_images(
         yield from video.frames_at(path, times)
 
 
+def spread_images(path: Path, count: int) -> list[RgbImage]:
+    """Up to `count` images of a media file at their stored size, spread evenly over its length: the
+    middle one of each part. An image that stays on screen is taken once; a still image is one.
+
+    Errors: as of `probe`.
+    """
+    if _checked(path) == "image":
+        return [still.read_image(path)]
+    if path.is_dir():
+        folder = open_folder(path)
+        seconds = len(folder.files) / (folder.fps or 1.0)
+    else:
+        seconds = video.survey(path).timeline.seconds
+    times = [seconds * (2 * part + 1) / (2 * count) for part in range(count)]
+    images: list[RgbImage] = []
+    for image in folder.at(times, 1.0) if path.is_dir() else video.frames_at(path, times):
+        if not images or image is not images[-1]:
+            images.append(image)
+    return images
+
+
 class Colours(NamedTuple):
     """Colours of a file that are not stored as sRGB."""
 
