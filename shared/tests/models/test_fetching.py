@@ -7,7 +7,7 @@ import pytest
 from stand_in_hub import COMMIT, Hub, blob_id, stand_in_hub
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import ModelPaths, nothing_fetched
+from ditkit_core.models.paths import ModelPaths, locate_model, nothing_fetched
 
 ID = "owner/model"
 FILES: dict[str, int | None] = {
@@ -117,6 +117,21 @@ def test_a_part_without_a_key_names_the_base(hub: Hub, capsys: pytest.CaptureFix
         "a folder with all parts of the model, set as model.base, does instead"
         in capsys.readouterr().err
     )
+
+
+def test_a_model_that_stands_for_itself_names_its_flag(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.models[ID] = {"model.safetensors": 9 * 10**9, "original/consolidated.safetensors": 10**9}
+    assert locate_model(ID, "--model", "captioner") == tmp_path / "fetched"
+    assert capsys.readouterr().err == (
+        f"fetching captioner, 9.00 GB, from owner/model on the hub into {tmp_path / 'cache'}; a "
+        "folder that is here, given as --model FOLDER, does instead\n"
+    )
+    assert locate_model(str(tmp_path), "--model", "captioner") == tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file; name the folder of the model"):
+        locate_model(str(tmp_path / "file"), "--model", "captioner")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

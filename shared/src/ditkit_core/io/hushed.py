@@ -13,6 +13,8 @@ _HUSHED = {
     # diffusers warns of a VAE's cast to bf16 even where it lists no module that should stay in
     # fp32.
     "diffusers.models.modeling_utils": "that should be kept in float32: []",
+    # accelerate, of layers that are streamed.
+    "accelerate.big_modeling": "Some parameters are on the meta device",
 }
 """By logger, messages of libraries that users cannot do anything about."""
 

@@ -346,6 +346,35 @@ class ModelPaths:
         return path
 
 
+def locate_model(value: str, key: str, part: str) -> Path:
+    """The folder of a model that stands for itself and is no part of a run's, downloaded from the
+    hub if its path is a hub id.
+
+    Args:
+        key: The setting that has this path, for messages.
+        part: The model's kind, likewise.
+
+    Raises:
+        UserError: If there is no such folder, or the download fails.
+    """
+    path = model_path(value)
+    with readable(path):
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise UserError(f"{key} {value} is a file; name the folder of the model")
+    match = _HUB_ID.fullmatch(value)
+    if match is None or not is_hub_id(value):
+        raise not_there(key, value)
+    inner = match["inner"] or ""
+    wanted = [f"{inner}/{name}".lstrip("/") for name in _WANTED_FROM_HUB]
+    # Not the same weights in another form, which some repositories have next to them.
+    ignored = [f"{inner}/*/*".lstrip("/"), "*consolidated*"]
+    instead = f"a folder that is here, given as {key} FOLDER"
+    where = f"{key} {value}"
+    return _snapshot(match["repository"], part, wanted, ignored, where, instead) / inner
+
+
 def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: bool) -> Path:
     """Download one part of a hub repository, or find it in the local cache.
 
@@ -394,7 +423,9 @@ def hub_file(hub_id: str, key: str) -> Path:
     return path
 
 
-def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -> None:
+def _announce(
+    repository: str, part: str, allow: list[str], ignore: list[str], instead: str
+) -> None:
     """Print what a download brings, how large it is, and what would do instead; nothing if the
     cache has all of it. `part` is a component of a model, or the key of another file."""
     # Imported here: a mistake in a path must not wait for the library.
@@ -419,20 +450,24 @@ def _announce(repository: str, part: str, allow: list[str], ignore: list[str]) -
         amount = f"{size / 1e9:.2f} GB" if size >= 1e7 else "less than 0.01 GB"
     file_or_folder = "folder" if part == "tokenizer" else "file or folder"
     key = part if "." in part else f"model.{part}"
-    instead = f"a {file_or_folder} that is here, set as {argument(key)}"
-    if part == key:
-        instead = f"a file that is here, set as {argument(key)}"
-    elif part not in _WITH_PATHS:
-        instead = f"a folder with all parts of the model, set as {argument('model.base')}"
+    if not instead:
+        instead = f"a {file_or_folder} that is here, set as {argument(key)}"
+        if part == key:
+            instead = f"a file that is here, set as {argument(key)}"
+        elif part not in _WITH_PATHS:
+            instead = f"a folder with all parts of the model, set as {argument('model.base')}"
     warn(
         f"fetching {part}, {amount}, from {repository} on the hub into {constants.HF_HUB_CACHE}; "
         f"{instead}, does instead"
     )
 
 
-def _snapshot(repository: str, part: str, allow: list[str], ignore: list[str], where: str) -> Path:
-    """The folder of a repository with the files that patterns allow; `where` is the key with its
-    value, for messages."""
+def _snapshot(
+    repository: str, part: str, allow: list[str], ignore: list[str], where: str, instead: str = ""
+) -> Path:
+    """The folder of a repository with the files that patterns allow; for messages `where` is the
+    key with its value, and `instead` what does without a download, if it is no key of
+    `[model]`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -448,7 +483,7 @@ def _snapshot(repository: str, part: str, allow: list[str], ignore: list[str], w
     near = f" ({remedy})" if remedy.endswith("?") else ""
     try:
         if _MAY_FETCH.get():
-            _announce(repository, part, allow, ignore)
+            _announce(repository, part, allow, ignore, instead)
         fetched = (
             snapshot_download
             if _MAY_FETCH.get()
