@@ -39,7 +39,7 @@ NAMES = "|".join(FAMILIES)
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 PROGRAMS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|"
-    rf"(?:{NAMES}|zed)-(?:train|encode|sample|export|watch)\b|(?:pytest|ruff|sphinx-build|tools/\S+\.py) )"
+    rf"(?:{NAMES}|zed)-(?:train|encode|sample|export|watch|caption)\b|(?:pytest|ruff|sphinx-build|tools/\S+\.py) )"
 )
 OF_A_SHELL = {"uv", "uvx", "pip", "git", "rsync", "ssh", "tmux", "docker", "sbatch", ".ci/run"}
 """Programs that a reader has without the environment of the clone; `uv run` starts all others."""

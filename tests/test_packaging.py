@@ -62,7 +62,7 @@ def test_the_root_lists_no_model_package():
 def test_every_command_starts_an_existing_function(member):
     model = member.name.removeprefix("ditkit-")
     assert set(member.commands) == {
-        f"{model}-{stage}" for stage in ("train", "encode", "sample", "export", "watch")
+        f"{model}-{stage}" for stage in ("train", "encode", "sample", "export", "watch", "caption")
     }
     for target in member.commands.values():
         module, function = target.split(":")

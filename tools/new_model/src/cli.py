@@ -1,4 +1,4 @@
-"""The commands zed-train, zed-encode, zed-sample, zed-export and zed-watch."""
+"""The commands zed-train, zed-encode, zed-sample, zed-export, zed-watch and zed-caption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,4 +23,4 @@ FAMILY = Family(
     demo=Path(__file__).parent / "demo" / "demo.toml",
     spec=_spec,
 )
-train, encode, sample, export, watch = commands(FAMILY)
+train, encode, sample, export, watch, caption = commands(FAMILY)

@@ -1,4 +1,4 @@
-"""The commands flux2-train, flux2-encode, flux2-sample, flux2-export and flux2-watch."""
+"""The commands flux2-train, flux2-encode, flux2-sample, flux2-export, flux2-watch and flux2-caption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,4 +24,4 @@ FAMILY = Family(
     demo=Path(__file__).parent / "demo" / "demo.toml",
     spec=_spec,
 )
-train, encode, sample, export, watch = commands(FAMILY)
+train, encode, sample, export, watch, caption = commands(FAMILY)

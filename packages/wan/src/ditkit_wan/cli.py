@@ -1,4 +1,4 @@
-"""The commands wan-train, wan-encode, wan-sample, wan-export and wan-watch."""
+"""The commands wan-train, wan-encode, wan-sample, wan-export, wan-watch and wan-caption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,4 +22,4 @@ FAMILY = Family(
     demo=Path(__file__).parent / "demo" / "demo.toml",
     spec=_spec,
 )
-train, encode, sample, export, watch = commands(FAMILY)
+train, encode, sample, export, watch, caption = commands(FAMILY)

@@ -127,7 +127,14 @@ WAN = ModelSpec(
         assemble=assemble,
         loss_mask=loss_mask,
     ),
-    data=DataSpec(frame_step=4, size_step=16, fps=16.0, size=(81, 480, 832), columns=columns),
+    data=DataSpec(
+        frame_step=4,
+        size_step=16,
+        fps=16.0,
+        size=(81, 480, 832),
+        columns=columns,
+        caption_words=(80, 100),
+    ),
     auxiliary=AuxiliarySpec(
         media_encoder=_MEDIA_ENCODER,
         text_encoder=lazy("ditkit_wan.encoders.text:TextEncoder"),

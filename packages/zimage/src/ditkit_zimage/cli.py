@@ -1,4 +1,4 @@
-"""The commands zimage-train, zimage-encode, zimage-sample, zimage-export and zimage-watch."""
+"""The commands zimage-train, zimage-encode, zimage-sample, zimage-export, zimage-watch and zimage-caption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,4 +24,4 @@ FAMILY = Family(
     demo=Path(__file__).parent / "demo" / "demo.toml",
     spec=_spec,
 )
-train, encode, sample, export, watch = commands(FAMILY)
+train, encode, sample, export, watch, caption = commands(FAMILY)

@@ -1,4 +1,4 @@
-"""A package's commands: `train, encode, sample, export, watch = commands(FAMILY)`.
+"""A package's commands: `train, encode, sample, export, watch, caption = commands(FAMILY)`.
 
 Help, versions and mistakes in flags, files and folders are answered before torch is imported, which
 takes seconds: nothing that this module imports needs torch.
@@ -44,6 +44,7 @@ ABOUT = {
     "sample": "Generate samples with a trained adapter.",
     "export": "Write a run's adapter for other programs; or inspect, convert, reduce, merge or extract adapter files.",
     "watch": "Serve the page of a run on this machine, renewed while the run trains: {prog} RUN.",
+    "caption": "Write a caption for each image and clip of a folder that has none, with a model that sees: {prog} FOLDER.",
 }
 
 _STARTS = dict.fromkeys(
@@ -53,6 +54,7 @@ _STARTS = dict.fromkeys(
     "--prompt TEXT), or try {prog} --demo",
     "export": "name a run ({prog} --run RUN), or an adapter file ({prog} --adapter FILE --to FORM, or --inspect FILE), or try {prog} --demo",
     "watch": "name the folder of a run ({prog} RUN), or try {prog} --demo",
+    "caption": "name a folder of images or clips ({prog} FOLDER), or a run file ({prog} run.toml)",
 }
 """What each command can start from, for a call that names nothing."""
 
@@ -79,8 +81,8 @@ class Family:
 
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
-    """The functions that a package's console scripts call: train, encode, sample, export and watch,
-    in this order."""
+    """The functions that a package's console scripts call: train, encode, sample, export, watch and
+    caption, in this order."""
     return tuple(partial(start, family, command) for command in OPTIONS)
 
 
@@ -99,7 +101,7 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     work.
 
     Args:
-        command: `train`, `encode`, `sample`, `export` or `watch`.
+        command: `train`, `encode`, `sample`, `export`, `watch` or `caption`.
         argv: Arguments after the program's name; None takes this process's arguments.
 
     Returns:
@@ -242,6 +244,9 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
         raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
     if command == "watch" and common.config and local_path(common.config).is_dir():
         common = replace(common, run=common.config, config="")
+    values = flags.values
+    if command == "caption" and common.config and not common.config.endswith(".toml"):
+        values, common = {**values, "data.folder": common.config}, replace(common, config="")
     if common.config:
         check_run_file(command, local_path(common.config))
     return resolve(
@@ -249,7 +254,7 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
         demo=family.demo if demo else None,
         stored=local_path(common.run) if common.run else None,
         file=local_path(common.config) if common.config else None,
-        flags=flags.values,
+        flags=values,
         name=family.name,
     )
 

@@ -34,7 +34,10 @@ UNDER_THE_PLAN = 0.9
 """If the plan fitted but memory ran out: the share of the planned peak that a change may need. The
 plan is then too optimistic by an unknown amount, so only a change with a clear margin is suggested.
 """
+_CAPTIONS = "ditkit_core.commands.caption"
 _ADVICE = {
+    _CAPTIONS: "captioning: try --batch 1, a smaller --side or fewer --frames, "
+    'encode.streaming = "always", or a smaller --model',
     "ditkit_core.sampling.render": "generating samples: try a smaller sample.height and sample.width",
     "ditkit_core.encoding.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
@@ -86,7 +89,8 @@ def explain(
     # Only training is planned; for encoding and sampling the traceback shows which of them failed.
     for module, advice in _ADVICE.items():
         if module in modules:
-            warn(f"error: out of memory while {advice}; {_UNTOUCHED} ({failure})")
+            kept = "what was written stays" if module == _CAPTIONS else _UNTOUCHED
+            warn(f"error: out of memory while {advice}; {kept} ({failure})")
             return
     advice = _GENERAL
     if training:

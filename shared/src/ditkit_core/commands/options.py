@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.caption_prompts import CaptionGoal
 from ditkit_core.io.files import local_path
 from ditkit_core.io.hub import Hub
 from ditkit_core.io.run_requests import check_request
@@ -400,12 +401,72 @@ class WatchOptions:
             raise UserError(f"--port {self.port} must be from 0 to 65535")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions:
+    """Options of `caption`."""
+
+    demo: ClassVar[bool] = False
+    """The demo has captions."""
+
+    model: str = "Qwen/Qwen3-VL-4B-Instruct"
+    """Hub id or folder of a model that describes images: any that transformers loads as
+    image-text-to-text, such as Qwen-VL, JoyCaption (LLaVA) or Florence-2."""
+    trigger: str = ""
+    """Trigger word to write into each caption. Unset: data.trigger, which training puts in front
+    also of captions that lack it."""
+    template: str = ""
+    """Text with {caption}, and {trigger} where that belongs, in which captions are written. Unset:
+    "{trigger}, {caption}", and the model's caption alone if it has the trigger word already."""
+    goal: CaptionGoal | None = None
+    """What is to be learnt: scene, character, object, style, motion or edit; the model is asked for
+    what belongs into captions then. Unset: edit for media with references, scene for all others."""
+    instruction: str = ""
+    """Text to ask the model with, instead of the one for the goal; {trigger} in it is replaced."""
+    words: str = ""
+    """Fewest and most words to ask for, as 30-80. Unset: what the family's captions usually
+    have."""
+    max_tokens: int = 320
+    """Limit of new tokens of a caption. What is cut there ends with its last whole sentence."""
+    batch: int = 0
+    """Media files at once. Unset: 1, or 8 if layers are streamed, since each token reads them
+    all."""
+    frames: int = 8
+    """Images of a video that the model sees, spread evenly."""
+    side: int = 768
+    """Longest side in pixels of the images that the model sees; larger ones are reduced."""
+    replace: Literal["model", "all"] | None = None
+    """Which captions that exist are written again: `model` for those that this command wrote with
+    other settings and nobody has changed since, `all` for a person's as well. Unset: none."""
+    preview: int = 0
+    """Print the first so many captions and write nothing."""
+
+    def __post_init__(self) -> None:
+        for name, least in {
+            "max_tokens": 1,
+            "batch": 0,
+            "frames": 1,
+            "side": 32,
+            "preview": 0,
+        }.items():
+            if (value := getattr(self, name)) < least:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {value} is too small; give at least {least}"
+                )
+        if self.template and "{caption}" not in self.template:
+            raise UserError(
+                f"--template {self.template!r} has no {{caption}}, where the model's text is put; "
+                f'write it as "{{trigger}}, {{caption}}"'
+            )
+        parse_words(self.words)
+
+
 OPTIONS: dict[str, type] = {
     "train": TrainOptions,
     "encode": EncodeOptions,
     "sample": SampleOptions,
     "export": ExportOptions,
     "watch": WatchOptions,
+    "caption": CaptionOptions,
 }
 
 STAGES = {
@@ -420,6 +481,7 @@ STAGES = {
     ("sample", ""): ("sample", "sample"),
     ("export", ""): ("export", "export"),
     ("export", "on_files"): ("convert", "convert_file"),
+    ("caption", ""): ("caption", "caption"),
 }
 """Maps a command and its option to the module in this folder and the function that do the work."""
 
@@ -441,6 +503,15 @@ def verb_of(command: str, options: Any) -> str:
     return next(
         (verb for its, verb in STAGES if its == command and verb and getattr(options, verb)), ""
     )
+
+
+def parse_words(text: str) -> tuple[int, int] | None:
+    """Fewest and most words of `30-80`; None for an empty text."""
+    low, dash, high = text.partition("-")
+    with suppress(ValueError):
+        if not text or (dash and 0 < int(low) <= int(high)):
+            return (int(low), int(high)) if text else None
+    raise UserError(f'--words must be two numbers, the smaller one first (30-80), not "{text}"')
 
 
 def parse_rank(text: str) -> tuple[int | None, float]:

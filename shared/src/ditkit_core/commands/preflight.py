@@ -70,7 +70,7 @@ def check_paths(
     if verb or options.demo:
         return
     is_complete = command == "train" and folder.completed_step() is not None
-    if command in ("train", "encode") and not is_complete:
+    if command in ("train", "encode", "caption") and not is_complete:
         _check_data(config, starts)
     if is_complete or command not in _UNUSED:
         return
@@ -93,6 +93,7 @@ _FOR_WEIGHTS = {
     "sample": "--adapter {path} samples with a LoRA, and --model.transformer {path} with a transformer",
     "export": "--inspect {path} describes it",
     "watch": "name the folder of a run",
+    "caption": "--model names the folder of a model",
 }
 """What a file of weights can be given as, by command."""
 

@@ -23,7 +23,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.gpus import with_kernels
 
-_CONTINUED = (("train", ""), ("encode", ""))
+_CONTINUED = (("train", ""), ("encode", ""), ("caption", ""))
 """Commands that continue from their saved state when they are run again after an interruption."""
 _COMPUTING = (
     ("train", ""),

@@ -222,6 +222,9 @@ class DataSpec:
     columns: Callable[[Any], Sequence[Column]] = lambda arch: ()
     """From architecture to the dataset columns that it is conditioned on."""
 
+    caption_words: tuple[int, int] = (30, 80)
+    """Fewest and most words of a usual caption."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliarySpec:

@@ -140,6 +140,11 @@ _KEYS = {
         "Model": "model.base model.preset",
     },
     "watch": {"The run": "run.folder"},
+    "caption": {
+        "Data": "data.folder data.folders data.metadata data.references data.controls data.masks data.trigger "
+        "data.image_folders data.allow_outside",
+        "Model": "encode.device encode.text_dtype encode.streaming",
+    },
 }
 KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
     command: {title: keys.split() for title, keys in titles.items()}
