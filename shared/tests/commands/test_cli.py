@@ -170,7 +170,9 @@ def test_sample_and_export_go_on_with_a_run(stages: Stages, tmp_path: Path) -> N
     )
     name, config, options = stages.called
     assert (name, config.run.folder, config.adapter.rank) == ("sample", str(tmp_path), 4)
-    assert options == SampleOptions(prompt=("a cat",), adapter="x.safetensors")
+    assert options == SampleOptions(
+        run=(str(tmp_path),), prompt=("a cat",), adapter="x.safetensors"
+    )
     argv = [
         "--run",
         str(tmp_path),

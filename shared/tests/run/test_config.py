@@ -269,9 +269,9 @@ def test_options_and_run_file_are_read_next_to_settings() -> None:
     read = read_flags(
         ["--prompt", "a, b", "--adapter", "x", "--prompt", "c", "--run", "r"], Small, SampleOptions
     )
-    assert (
-        read.options == SampleOptions(prompt=("a, b", "c"), adapter="x") and read.common.run == "r"
-    )
+    assert read.options == SampleOptions(
+        prompt=("a, b", "c"), adapter="x", run=("r",)
+    ) and read.common.run == ("r",)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe[\x00r\x00", "[rate]\nnote = 'ä'".encode("latin-1")])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.read import AdapterFile
+from ditkit_core.adapters.inject import trains_magnitude
 from ditkit_core.errors import UserError
 from ditkit_core.nn.factored import Piece, add_products
 from ditkit_core.nn.lora import AT_ONCE
@@ -178,7 +179,7 @@ def added(
             parent, layer = model.get_submodule(owner), model.get_submodule(module)
             module_adapters = [adapter for adapter in adapters if adapter.method(module)]
             has_dora = any(adapter.method(module) == "dora" for adapter in module_adapters)
-            if has_dora and "base_layer" in layer._modules and not _is_dora(layer):
+            if has_dora and "base_layer" in layer._modules and not trains_magnitude(layer):
                 # Below the trained adapter, where a layer's output is the frozen product alone.
                 parent, leaf, layer = layer, "base_layer", layer.get_submodule("base_layer")
             before.append((parent, leaf, layer))
@@ -191,11 +192,6 @@ def added(
             setattr(parent, leaf, layer)
 
 
-def _is_dora(layer: Any) -> bool:
-    """Whether a layer with an adapter trains a DoRA's magnitude."""
-    return bool(layer._modules.get("lora_magnitude_vector"))
-
-
 def _with(
     layer: nn.Module, adapters: Sequence[AddedAdapter], module: str, dtype: torch.dtype
 ) -> nn.Module:
@@ -203,7 +199,7 @@ def _with(
     is the base's."""
     # The layer's own device: its parameters name it even while a streamed block is on the host.
     device, wrapped = next(layer.parameters()).device, layer
-    frozen = layer.get_submodule("base_layer") if _is_dora(layer) else layer
+    frozen = layer.get_submodule("base_layer") if trains_magnitude(layer) else layer
     read = next(
         (adapter.base_weight for adapter in adapters if adapter.base_weight is not None), None
     )

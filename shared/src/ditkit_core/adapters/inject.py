@@ -278,6 +278,20 @@ def method_of(layer: nn.Module) -> str:
     return next(method for part, method in _FIRST_PARTS.items() if part in layer._modules)
 
 
+def trains_magnitude(layer: Any) -> bool:
+    """Whether a layer has an adapter that trains a DoRA's magnitude."""
+    return bool(layer._modules.get("lora_magnitude_vector"))
+
+
+def remove_adapters(model: nn.Module | StagedModel) -> None:
+    """Put the layers of the base back in place of those with an adapter, so that others can be
+    injected."""
+    for name, layer in adapter_layers(model).items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer.get_submodule("base_layer"))
+    del model.peft_config  # type: ignore[union-attr]  # by which peft would take the next one for a second
+
+
 def has_whole_factors(layer: nn.Module) -> bool:
     """Whether a layer's adapter is a LoKr without a low-rank product: its rank is large for the
     layer."""

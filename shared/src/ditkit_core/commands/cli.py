@@ -157,6 +157,11 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             say(json_schema(RunConfig, title, {"model.preset": family.presets}).rstrip("\n"))
             return 0
         check_combination(flags.options)
+        if len(runs := flags.common.run) > 1 and command != "sample":
+            raise UserError(
+                f"--run is given twice: {' and '.join(runs)}; give one ({family.name}-sample "
+                f"compares several)"
+            )
         if (command, verb_of(command, flags.options)) == ("train", ""):
             check_launch()
         elif launched() is not None:
@@ -210,7 +215,7 @@ def _recipe(family: Family, flags: Flags) -> Flags | int:
     left to do."""
     common, word = flags.common, flags.options.recipe
     recipes = recipes_called(word, read_recipes(family.recipes))
-    if other := common.config or common.run and f"--run {common.run}":
+    if other := common.config or common.run and f"--run {common.run[0]}":
         raise UserError(
             f"--recipe {word} and {other}: each is a whole configuration; leave one of them out"
         )
@@ -243,7 +248,7 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     ):
         raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
     if command == "watch" and common.config and local_path(common.config).is_dir():
-        common = replace(common, run=common.config, config="")
+        common = replace(common, run=(common.config,), config="")
     values = flags.values
     if command == "caption" and common.config and not common.config.endswith(".toml"):
         values, common = {**values, "data.folder": common.config}, replace(common, config="")
@@ -252,7 +257,7 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     return resolve(
         RunConfig,
         demo=family.demo if demo else None,
-        stored=local_path(common.run) if common.run else None,
+        stored=local_path(common.run[0]) if common.run else None,
         file=local_path(common.config) if common.config else None,
         flags=values,
         name=family.name,

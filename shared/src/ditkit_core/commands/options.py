@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from ditkit_core.adapters.files.entry import check_strength
 from ditkit_core.errors import UserError
 from ditkit_core.families.caption_prompts import CaptionGoal
 from ditkit_core.io.files import local_path
@@ -210,6 +211,18 @@ class SampleOptions:
 
     demo: bool = False
     """Sample with the demo's run."""
+    run: tuple[str, ...] = ()
+    """Run to sample with; repeat the flag to compare several on one sheet."""
+    steps: str = option(
+        "", excludes="adapter adapter_low: and {other}: a sheet is of a run's saves"
+    )
+    """Saves to compare on one sheet, by their steps, or `best` (the lowest validation loss) or
+    `latest`, separated by commas: `200,400,best`. A row for each prompt, a column for each save at
+    each strength, the base in front; as sheet.html and sheet.png. The same command continues it."""
+    strengths: str = option(
+        "", excludes="adapter adapter_low: and {other}: name the file as FILE@strength"
+    )
+    """Strengths to compare on one sheet, separated by commas: `0.6,0.8,1`. Unset: 1."""
     adapter: str = option("", missing=_NO_ADAPTER)
     """Adapter file, or FILE@strength, to sample with instead of the run's latest save; for a model
     with two experts the file of the high-noise expert."""
@@ -229,6 +242,32 @@ class SampleOptions:
     """Seed of the first sample of each prompt. Unset: sample.seed."""
     out: str = ""
     """Folder for the samples instead of the run's samples folder."""
+
+    def __post_init__(self) -> None:
+        for strength in self.strength_values:
+            check_strength(strength, "--strengths")
+
+    @property
+    def on_sheet(self) -> bool:
+        """Whether samples are compared on a sheet."""
+        return bool(self.steps or self.strengths or len(self.run) > 1)
+
+    @property
+    def save_words(self) -> tuple[str, ...]:
+        """The saves of `steps`, as they were written."""
+        return tuple(word.strip() for word in (self.steps or "latest").split(","))
+
+    @property
+    def strength_values(self) -> tuple[float, ...]:
+        """The numbers of `strengths`, without repetitions."""
+        try:
+            values = [float(word) for word in (self.strengths or "1").split(",")]
+        except ValueError as error:
+            raise UserError(
+                f"--strengths must be numbers separated by commas (0.6,0.8,1), not "
+                f'"{self.strengths}"'
+            ) from error
+        return tuple(dict.fromkeys(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +518,7 @@ STAGES = {
     ("train", "tell"): ("tell", "tell_run"),
     ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),
+    ("sample", "on_sheet"): ("sheet", "sample_sheet"),
     ("export", ""): ("export", "export"),
     ("export", "on_files"): ("convert", "convert_file"),
     ("caption", ""): ("caption", "caption"),

@@ -67,7 +67,7 @@ def check_paths(
             "or name that model's weights with model.base"
         )
     # Plans need no files, a check reports what is missing, and the demo writes its own.
-    if verb or options.demo:
+    if verb not in ("", "on_sheet") or options.demo:
         return
     is_complete = command == "train" and folder.completed_step() is not None
     if command in ("train", "encode", "caption") and not is_complete:

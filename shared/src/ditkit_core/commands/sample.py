@@ -25,6 +25,7 @@ from ditkit_core.previews.stages import (
 from ditkit_core.run.checks import check_prompts, check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_prompts, sample_prompts
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.jobs import Jobs, jobs_of
@@ -32,6 +33,7 @@ from ditkit_core.run.model import load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
+from ditkit_core.sampling.prompts import SamplePrompt
 
 
 def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
@@ -41,20 +43,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         UserError: If there are no trained weights, no prompts, or settings that the model cannot
             sample with.
     """
-    if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
-        raise UserError(
-            f"--out {options.out} has the name of a file, and several are written; name a folder"
-        )
-    inputs = {
-        "prompts": options.prompt,
-        "references": options.reference,
-        "controls": options.control,
-    }
-    changed: dict[str, Any] = {name: value for name, value in inputs.items() if value}
-    changed |= {
-        name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None
-    }
-    config = replace(config, sample=replace(config.sample, **changed))
+    config = config_to_sample(config, options)
     run, folder = create_run(spec, config, fetch=True), config.run_folder
     if options.adapter_low and not run.experts:
         raise UserError(
@@ -72,16 +61,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
             f"give --adapter"
         )
     check_run(run)
-    # With prompts the dataset is not opened at all: sampling works on a machine that does not have
-    # it.
-    prompts = sample_prompts(
-        run.data, [] if config.sample.prompts else run.data.dataset.samples, warn
-    )
-    if not prompts:
-        raise UserError(
-            "there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions"
-        )
-    check_prompts(run.data, prompts)
+    prompts = checked_prompts(run.data)
     # Built on `meta` before anything slow, so that an adapter that does not fit the model is
     # reported now.
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
@@ -103,6 +83,38 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     with reserve_sample_number(out) as number:
         files_written = generate_samples(run, stages, prompts, out, f"{number}-{label}")
     say("\n".join(str(file) for file in files_written))
+
+
+def config_to_sample(config: RunConfig, options: SampleOptions) -> RunConfig:
+    """The configuration with the options that stand for settings of [sample]."""
+    if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        raise UserError(
+            f"--out {options.out} has the name of a file, and several are written; name a folder"
+        )
+    inputs = {
+        "prompts": options.prompt,
+        "references": options.reference,
+        "controls": options.control,
+    }
+    changed: dict[str, Any] = {name: value for name, value in inputs.items() if value}
+    changed |= {
+        name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None
+    }
+    return replace(config, sample=replace(config.sample, **changed))
+
+
+def checked_prompts(data: RunData) -> list[SamplePrompt]:
+    """What to sample; refuses prompts that the model cannot sample."""
+    # With prompts the dataset is not opened at all: sampling works on a machine that does not have
+    # it.
+    samples = [] if data.config.sample.prompts else data.dataset.samples
+    prompts = sample_prompts(data, samples, warn)
+    if not prompts:
+        raise UserError(
+            "there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions"
+        )
+    check_prompts(data, prompts)
+    return prompts
 
 
 def _label(entry: str) -> str:

@@ -31,6 +31,7 @@ _COMPUTING = (
     ("train", "check"),
     ("train", "audit_precision"),
     ("sample", ""),
+    ("sample", "on_sheet"),
 )
 """Commands that run a model on the devices of this machine, or plan to."""
 

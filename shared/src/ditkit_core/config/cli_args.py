@@ -19,7 +19,7 @@ class CommonOptions:
 
     config: str = ""
     """The run file; the same as the first argument."""
-    run: str = ""
+    run: tuple[str, ...] = ()
     """Run folder to continue: its stored configuration is read, and other settings take precedence
     over it."""
     print_config: bool = False

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-_FOLDER = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 """Control characters, lone surrogates, and marks behind which a line reads backwards: a name could
 then look like another one."""
@@ -38,7 +38,7 @@ def markup(text: str, *values: object) -> Markup:
 @cache
 def _templates() -> Environment:
     return Environment(
-        loader=FileSystemLoader(_FOLDER.parent),
+        loader=FileSystemLoader(_PACKAGE),
         autoescape=True,
         finalize=escape_html,
         undefined=StrictUndefined,
@@ -53,17 +53,24 @@ def macros(template: str) -> Any:
 
 
 def html_page(
-    template: str, *, title: str, script: str = "", is_served: bool = False, **values: object
+    template: str,
+    *,
+    title: str,
+    script: str = "",
+    style: str = "",
+    is_served: bool = False,
+    **values: object,
 ) -> str:
     """Build a page that needs no network and no other file, and is complete without its script.
 
     Args:
         template: A template that extends `page.html`.
         script: JavaScript that runs after the body is loaded.
+        style: A style sheet after the one of all pages.
         is_served: Whether images and videos may be loaded from the server that the page is from.
     """
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.
-    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
+    style = page_text("documents/page.css") + style
     media = "data: 'self'" if is_served else "data:"
     policy = (
         f"default-src 'none'; img-src {media}; media-src {media}; style-src '{_digest(style)}'; "
@@ -73,6 +80,11 @@ def html_page(
     return (
         _templates().get_template(template).render(title=title, policy=policy, **inline, **values)
     )
+
+
+def page_text(*names: str) -> str:
+    """Scripts or style sheets of a page as one, by their paths in the package."""
+    return "\n".join((_PACKAGE / name).read_text(encoding="utf-8") for name in names)
 
 
 def _digest(text: str) -> str:

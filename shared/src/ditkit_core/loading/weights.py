@@ -5,7 +5,8 @@ values. Nothing is allocated twice, and nothing later may move or cast the model
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from ditkit_core.adapters.assistant import load_assistant
 from ditkit_core.adapters.inject import (
     canonical_name,
     initialise,
+    inject,
     is_adapter_name,
+    remove_adapters,
     trainable_parameters,
 )
 from ditkit_core.distributed.context_parallel import ContextParallel
@@ -85,6 +88,19 @@ def load_weights(
     model.engine = BlockEngine(hooks=() if model.streamer is None else (model.streamer,))
     model.trainable = trainable_parameters(module)
     return model
+
+
+def exchange_adapter(model: Model, other: Model, placement: Placement) -> None:
+    """Give a loaded model the adapter layers of another one of the same base, which is on `meta`, in
+    place of its own. What they were trained to is still to be loaded."""
+    module: Any = model.module
+    adapter = other.origin.adapter
+    remove_adapters(module)
+    inject(module, adapter, model.spec.adapters.targets)
+    with model.readable():  # a DoRA begins with norms of the base's rows
+        initialise(module, 0, device_of=placement.device_of(module))
+    model.loaded_from = replace(model.origin, trained=adapter, start=None)
+    model.trainable = trainable_parameters(module)
 
 
 def load_divided(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.io.console import progress, warn
 from ditkit_core.loading.on_meta import loaded_dtype
-from ditkit_core.models.encoders import DecodedBy
+from ditkit_core.models.encoders import DecodedBy, Sampler
 from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingDecoder
 from ditkit_core.run.context import RunContext
@@ -50,16 +51,9 @@ def generate_samples(
     if not prompts:
         return []
     encode_prompts(run.data, prompts)
-    config, negative = guided_by(run.data, stages)
-    requests, encoder = list[PromptRequest](), prompt_encoder(run.data)
-    for number, prompt in enumerate(prompts):
-        jobs = encoder.requests(prompt, config, negative)
-        requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
+    config, requests = requests_for(run.data, stages, prompts)
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
-    decoder = FittingDecoder(
-        run.auxiliary, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts]
-    )
-    sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
+    sampler = fitting_sampler(run.auxiliary, prompts)
     with progress("denoise", len(shares.local_indices(len(requests))) * config.steps) as bar:
 
         def on_step() -> bool:
@@ -67,6 +61,26 @@ def generate_samples(
             return shares.ends(is_stopping())
 
         return render_samples(with_adapters(run, stages), sampler, requests, to, on_step, shares)
+
+
+def requests_for(
+    data: RunData, stages: Sequence[DenoiserStage], prompts: Sequence[SamplePrompt]
+) -> tuple[SampleConfig, list[PromptRequest]]:
+    """The section with the model's own values where it sets none, and what it asks for: a request
+    for each seed of each prompt."""
+    config, negative = guided_by(data, stages)
+    requests, encoder = list[PromptRequest](), prompt_encoder(data)
+    for number, prompt in enumerate(prompts):
+        jobs = encoder.requests(prompt, config, negative)
+        requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
+    return config, requests
+
+
+def fitting_sampler(auxiliary: Auxiliary, prompts: Sequence[SamplePrompt]) -> Sampler:
+    """The family's sampler, which decodes samples of these prompts in the first way that the GPU
+    has room for."""
+    sizes = [(prompt.frames, prompt.height, prompt.width) for prompt in prompts]
+    return DecodedBy(auxiliary.sampler.denoise, FittingDecoder(auxiliary, sizes))
 
 
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:

@@ -30,6 +30,9 @@ class DenoiserStage:
     min_sigma: float = 0.0
     """Lowest noise level that it is used at, in [0, 1]; the last stage takes all remaining
     steps."""
+    before: Callable[[GenerationRequest], None] = lambda job: None
+    """Called before the steps of each sample, while the model is open: samples may differ in
+    adapters."""
 
 
 def single_stage(model: StagedModel, engine: Engine) -> tuple[DenoiserStage, ...]:
@@ -81,8 +84,9 @@ def generate(
 class _LoadedStage:
     """A stage whose transformer is in memory."""
 
-    def __init__(self, model: StagedModel, engine: Engine, guidance: float):
-        self.model, self.engine, self.guidance = model, engine, guidance
+    def __init__(self, model: StagedModel, engine: Engine, stage: DenoiserStage):
+        self.model, self.engine, self.guidance = model, engine, stage.guidance
+        self.before = stage.before
 
 
 class _Sample:
@@ -101,6 +105,7 @@ class _Sample:
     ) -> bool:
         """Take all remaining steps at noise levels of `min_sigma` and above; False if `on_step`
         ended them."""
+        loaded.before(self._job)
         denoiser, goes_on = (
             Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance),
             True,
@@ -152,7 +157,7 @@ def _open(stage: DenoiserStage) -> Iterator[_LoadedStage]:
     with stage.opened() as (model, engine):
         training = model.training
         model.eval()
-        loaded = _LoadedStage(model, engine, stage.guidance)
+        loaded = _LoadedStage(model, engine, stage)
         try:
             yield loaded
         finally:

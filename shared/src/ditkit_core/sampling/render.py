@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,8 @@ class SampleFiles:
     def path(self, request: PromptRequest, suffix: str) -> Path:
         """The file of one sample; the seed is part of its name where a prompt has several."""
         seed = f"-seed-{request.job.seed}" if self.images > 1 else ""
-        return self.folder / f"{self.stem}-{request.number}-{_slug(request.prompt)}{seed}{suffix}"
+        name = f"{self.stem}-{request.number}-{prompt_slug(request.prompt)}{seed}{suffix}"
+        return self.folder / name
 
 
 def render_samples(
@@ -97,13 +99,7 @@ def _rendered(
     pixels: Tensor, request: PromptRequest, to: SampleFiles, decoded: str
 ) -> RenderedSample:
     """Write one sample, and keep what the list and the image of all need of it."""
-    # Checked here: as an image, NaN would silently become black.
-    if not pixels.isfinite().all():
-        raise UserError(
-            f"the sample of {request.prompt!r} is not finite: the weights are broken, or the "
-            f"adapter is"
-        )
-    file = _written(pixels, request, to)
+    file = write_sample(pixels, request, partial(to.path, request), to.fps)
     about = {
         "file": file.name,
         "prompt": request.prompt,
@@ -132,20 +128,36 @@ def _overview(clips: Sequence[Tensor], to: SampleFiles) -> list[Path]:
     return [path]
 
 
-def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:
-    """Write one sample: a PNG if it has one frame, else an MP4."""
+def write_sample(
+    pixels: Float[Tensor, "3 frames height width"],
+    request: PromptRequest,
+    path_with: Callable[[str], Path],
+    fps: float,
+) -> Path:
+    """Write one sample: a PNG if it has one frame, else an MP4.
+
+    Args:
+        path_with: The file's path by its suffix.
+        fps: Frames per second of a clip with all the frames that were asked for.
+    """
+    # Checked here: as an image, NaN would silently become black.
+    if not pixels.isfinite().all():
+        raise UserError(
+            f"the sample of {request.prompt!r} is not finite: the weights are broken, or the "
+            f"adapter is"
+        )
     if pixels.shape[1] == 1:
-        path = to.path(request, ".png")
+        path = path_with(".png")
         write_image(path, pixels[:, 0])
         return path
-    path = to.path(request, ".mp4")
+    path = path_with(".mp4")
     # Some models only generate a part of a clip's frames: slower playback keeps the length of the
     # clip.
-    write_video(path, pixels, to.fps * pixels.shape[1] / request.job.frames)
+    write_video(path, pixels, fps * pixels.shape[1] / request.job.frames)
     return path
 
 
-def _slug(prompt: str) -> str:
+def prompt_slug(prompt: str) -> str:
     """A prompt as part of a file name, on any file system."""
     # ASCII only and at most 40 characters: Windows limits paths, and case-insensitive file systems
     # merge names.

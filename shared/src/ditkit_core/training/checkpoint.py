@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ditkit_core.distributed.shards import Shards
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
-_INDEX = "state.json"
+INDEX = "state.json"
 GROUPS = ("trainable", "ema", "optimizer")
 """The groups of a save's tensors."""
 _DIGEST = "blake2b"
@@ -145,8 +145,8 @@ def _write_index(folder: Path, state: State, files: Written) -> None:
         "files": files,
     }
     text = json.dumps({**index, _DIGEST: json_hash(index)}, indent=1)
-    (folder / _INDEX).write_text(text, encoding="utf-8", newline="\n")
-    flush(folder / _INDEX)
+    (folder / INDEX).write_text(text, encoding="utf-8", newline="\n")
+    flush(folder / INDEX)
     _flush_folder(folder)
 
 
@@ -281,7 +281,7 @@ def _saves(folder: Path) -> dict[Path, dict[str, Any]]:
 def _index(path: Path) -> dict[str, Any] | None:
     """The content of a save's index; None if anything about it is not as `save_state` wrote it."""
     try:
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         digest = index.pop(_DIGEST, None)
         is_intact = _is_ours(index) and (digest is None or digest == json_hash(index))
         # A folder that was renamed would resume at another step than its name says.

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from made_runs import HOSTILE, write_run
+from media_files import picture
 
 from ditkit_core.diagnostics.report import page
 from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.sheet import Sheet
 
 NAMES = ("google-chrome", "chromium", "chromium-browser")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -230,3 +232,48 @@ def test_it_fits_a_telephone_with_everything_open(tmp_path: Path) -> None:
     (found,) = re.findall("<pre>(.*?)</pre>", document)
     needed, given = map(int, found.split())
     assert needed <= given <= 520, "the page itself never scrolls sideways; wide tables do"
+
+
+WALKED = """<script>
+  const said = [];
+  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const shown = () => document.querySelector("dialog").innerText.trim();
+  document.querySelector(".sheet a").focus();
+  for (const key of ["ArrowRight", "ArrowDown"]) press(key);
+  said.push(document.activeElement.closest(".tile").innerText.trim());
+  press("Enter");
+  said.push(shown());
+  for (const key of ["ArrowUp", "ArrowRight", "ArrowRight"]) {
+    document.querySelector("dialog").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    said.push(shown());
+  }
+  said.push(String(document.querySelector("dialog img").naturalWidth));
+  document.querySelector("dialog").click();
+  said.push(String(document.querySelector("dialog").open));
+  said.push(String(document.documentElement.scrollWidth <= innerWidth));
+  document.body.append(Object.assign(document.createElement("pre"), { textContent: said.join("|") }));
+</script></body>"""
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_sheet_is_walked_and_enlarged_by_the_keyboard(tmp_path: Path, width: int) -> None:
+    columns = [f"step {number}" for number in range(20)]
+    sheet = Sheet(tmp_path, HOSTILE[0], [("a cat", 0), (HOSTILE[1], 7)], columns)
+    for row in range(2):
+        for column in range(20):
+            sheet.put(row, column, picture(tmp_path / f"{row}-{column}.png", (32, 16), "teal"))
+    path = sheet.write_page()
+    document, console = opened(path, tmp_path / "profile")
+    assert console == [] and 'data-script="ran"' in document
+    text = re.sub(
+        '<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8")
+    )
+    path.write_text(text.replace("</body>", WALKED), encoding="utf-8")
+    document, console = opened(path, tmp_path / "profile", f"--window-size={width},900")
+    assert console == []
+    (said,) = re.findall("<pre>(.*?)</pre>", document, re.DOTALL)
+    assert unescape(said).split("|") == [
+        "step 1", f"step 1: {HOSTILE[1]} (seed 7)",
+        "step 1: a cat (seed 0)", "step 2: a cat (seed 0)", "step 3: a cat (seed 0)",
+        "16", "false", "true",
+    ]  # fmt: skip

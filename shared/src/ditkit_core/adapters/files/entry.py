@@ -25,10 +25,7 @@ def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
         raise UserError(
             f"{key}: {entry!r} is not FILE@strength; write a number after the @"
         ) from error
-    if not abs(value) <= MAX_STRENGTH:
-        raise UserError(
-            f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}"
-        )
+    check_strength(value, f"{key} = {entry!r}")
     return _file(file, key), value
 
 
@@ -46,3 +43,11 @@ def is_to_be_fetched(entry: str) -> bool:
     except UserError:
         return is_hub_file(entry) or is_hub_file(entry.rpartition("@")[0])
     return False
+
+
+def check_strength(value: float, key: str) -> None:
+    """Refuse a strength that is no sensible number."""
+    if not abs(value) <= MAX_STRENGTH:
+        raise UserError(
+            f"{key}: the strength {value:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}"
+        )

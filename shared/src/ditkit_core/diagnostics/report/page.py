@@ -9,7 +9,7 @@ from ditkit_core.diagnostics.report.data import Section, read_sections
 from ditkit_core.diagnostics.report.overview import overview
 from ditkit_core.diagnostics.report.samples import files_by_importance, samples_parts
 from ditkit_core.diagnostics.report.sections import constants, groups, tables
-from ditkit_core.documents.html import html_page, json_script
+from ditkit_core.documents.html import html_page, json_script, page_text
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
@@ -44,7 +44,7 @@ def report_page(
     return html_page(
         "diagnostics/report/page.html",
         title=f"{name}: report",
-        script=(Path(__file__).parent / "report.js").read_text(encoding="utf-8"),
+        script=page_text("documents/strips.js", "diagnostics/report/report.js"),
         is_served=logs is not None,
         name=name,
         now=now,
