@@ -90,7 +90,7 @@ ANSWERS = [
         1,
         "model.preset = 'tinny' is unknown; did you mean tiny? Choose one of tiny",
     ),
-    ("sample", ["--steps", "20"], 2, "did you mean --sample.steps?"),
+    ("sample", ["--guidance", "4"], 2, "did you mean --sample.guidance?"),
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
     (

@@ -158,7 +158,7 @@ def test_a_method_of_another_trainer_in_a_run_file_is_answered_with_ours(
         ("--wandb", "did you mean --log.tracker wandb?"),
         ("--learning-rate", "did you mean --optim.lr?"),
         ("--experts.lrs", "did you mean --experts.lr?"),
-        ("--quux", "--help all explains every key"),
+        ("--zzyx", "--help all explains every key"),
     ],
 )
 def test_a_guess_is_made_only_where_it_is_close(flag: str, hint: str) -> None:

@@ -42,7 +42,9 @@ class World:
         path = picture(self.folder / name, size, colour)
         path.with_suffix(".txt").write_text(caption)
 
-    def run(self, command: str, *flags: str) -> int:
+    @property
+    def common(self) -> list[str]:
+        """The flags that all its commands have."""
         common = [
             "--model.preset",
             "tiny",
@@ -75,7 +77,10 @@ class World:
             "--adapter.dropout",
             "0.1",
         ]
-        return cli.run(self.spec, command, [*common, *flags])
+        return common
+
+    def run(self, command: str, *flags: str) -> int:
+        return cli.run(self.spec, command, [*self.common, *flags])
 
     def train(self, name: str, steps: int, *flags: str) -> int:
         return self.run(

@@ -169,6 +169,8 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
                 f"only training runs in several processes; start {prog} with these options without "
                 f"torchrun"
             )
+        if command == "train" and flags.options.queue and _is_about_queue(flags):
+            return _work_on_queue(flags)
         if command == "train" and flags.options.recipe:
             begun = _recipe(family, flags)
             if isinstance(begun, int):
@@ -185,9 +187,16 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         check_family(command, config.run_folder, family.name)
         check_preset(config.model.preset, family.presets)
         run_file = local_path(flags.common.config) if flags.common.config else None
-        check_paths(command, verb, config, flags.options, family.components, run_file=run_file)
-        if command == "train" and not verb:
+        queued = verb == "queue" and flags.options.queue == "add"
+        looked_at = "" if queued else verb  # what would fail hours later is refused now
+        check_paths(command, looked_at, config, flags.options, family.components, run_file=run_file)
+        if command == "train" and not looked_at:
             check_installed(config.log.tracker, f"ditkit-{family.name}")
+        if verb == "queue":
+            from ditkit_core.commands.queue import change_queue
+
+            change_queue(config, flags.options)
+            return 0
         if (
             command == "watch"
         ):  # it reads files alone: the family's spec would take seconds and most of a GiB
@@ -208,6 +217,27 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     )  # here, and not above: from now on torch is needed
 
     return run_stage(family.spec(), command, config, flags.options)
+
+
+def _is_about_queue(flags: Flags) -> bool:
+    """Whether `--queue` is about the queue and not about one run in it."""
+    verb = flags.options.queue
+    common = flags.common
+    if common.print_config or common.changed:
+        return False
+    names_run = bool(flags.values or common.config or common.run or flags.options.demo)
+    if names_run and verb in ("list", "start", "stop", "finish"):
+        raise UserError(f"--queue {verb} is for no single run; leave everything else out")
+    return not names_run and verb not in ("add", "move")
+
+
+def _work_on_queue(flags: Flags) -> int:
+    from ditkit_core.commands.queue import work_on_queue
+
+    try:
+        return work_on_queue(flags.options)
+    except UserError as error:
+        return _complain(error, 1)
 
 
 def _recipe(family: Family, flags: Flags) -> Flags | int:

@@ -3,6 +3,7 @@ for combining them."""
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ditkit_core.adapters.files.entry import check_strength
+from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError
 from ditkit_core.families.caption_prompts import CaptionGoal
 from ditkit_core.io.files import local_path
 from ditkit_core.io.hub import Hub
 from ditkit_core.io.run_requests import check_request
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
+
+QUEUE_VERBS = ("add", "list", "move", "remove", "start", "stop", "finish")
+"""Values of `train --queue`."""
 
 _ONE_FILE = "inspect adapter extract"
 """Options of `export` that name a file to work on instead of a run, separated by spaces."""
@@ -180,10 +185,40 @@ class TrainOptions:
     )
     """Tell the run of --run, which trains in another process, what to do after its present step:
     `sample`, `save`, or `stop` with a save. It trains the weights of a run without requests."""
+    queue: str = option(
+        "",
+        excludes="plan fit audit_precision check report tell recipe: and {other}: the queue is for runs",
+    )
+    """The queue of this machine, in which runs of all families wait for each other: `add` this run,
+    `move` or `remove` it; `list` all; `start` a worker, which trains one after the other; `stop`
+    the worker with its run, which is saved, or `finish` it after its run."""
+    position: int = option(
+        0, needs="queue: is a place in the queue; add --queue add or --queue move"
+    )
+    """With --queue add or move: position among the runs that wait, from 1. Unset: the last."""
+    worker: str = option("", needs="queue: is for a worker; add --queue start, stop or finish")
+    """With --queue start, stop or finish: index of the worker's GPU; `0,1` is one worker that
+    trains each run on two. Unset: GPU 0, and to stop or finish all workers."""
+    detach: bool = option(False, needs="queue: is for a worker; add --queue start")
+    """With --queue start: work in the background, also after a logout."""
+    until_empty: bool = option(False, needs="queue: is for a worker; add --queue start")
+    """With --queue start: end when no run waits any more. Otherwise the worker waits for more."""
 
     def __post_init__(self) -> None:
         if self.tell:
             check_request(self.tell)
+        if self.queue and self.queue not in QUEUE_VERBS:
+            near = nearest_word(self.queue, QUEUE_VERBS)
+            hint = f"; did you mean {near}?" if near else ""
+            raise UserError(
+                f'--queue must be one of {", ".join(QUEUE_VERBS)}, not "{self.queue}"{hint}'
+            )
+        if not re.fullmatch(r"([\w-]+(,[\w-]+)*)?", self.worker, re.ASCII):
+            raise UserError(
+                f'--worker must be indices of GPUs separated by commas (0 or 0,1), not "{self.worker}"'
+            )
+        if self.position < 0:
+            raise UserError(f"--position {self.position} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -516,6 +551,7 @@ STAGES = {
     ("train", "check"): ("check", "run_checks"),
     ("train", "report"): ("report", "report"),
     ("train", "tell"): ("tell", "tell_run"),
+    ("train", "queue"): ("queue", "change_queue"),
     ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),
     ("sample", "on_sheet"): ("sheet", "sample_sheet"),
