@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from report_pages import Page
+from safetensors.torch import load_file, save_file
 from toy_world import World
 from two_experts import EXPERTS, TwoExperts
 
@@ -126,6 +127,61 @@ def test_a_strength_is_that_of_the_merged_file(world: World, method: str) -> Non
         merged, cell = image(strength, "*.png"), image("s", f"step-2@{strength}-*.png")
         # of 255: the sum with the weight is rounded, or the sum of the two products
         assert (cell - merged).abs().max() <= 1 < (cell - base).abs().max()
+
+
+def test_a_file_is_compared_at_strengths(
+    world: World, loads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("a", 2, *SAVES) == 0
+    file = "a/exports/a.safetensors"
+    asked = ("sample", "--adapter", file, "--prompt", "a cat")
+    assert world.run(*asked, "--strengths", "0.5,1", "--out", "sheet") == 0
+    sheet = cells("sheet")
+    assert [*sorted(sheet)] == ["a-a-cat-seed-0", "a@0.5-a-cat-seed-0", "base-a-cat-seed-0"]
+    assert len(set(sheet.values())) == 3 and loads == ["toy.safetensors"]
+    assert world.run(*asked, "--out", "alone") == 0
+    assert sheet["a-a-cat-seed-0"] == next(Path("alone").glob("*.png")).read_bytes()
+    capsys.readouterr()
+    assert world.run(*asked, "--strengths", "1", "--adapter", f"{file}@0.5") == 1
+    assert refusal(capsys).endswith("both say a strength; leave out @0.5")
+    assert world.run(*asked, "--run", "a", "--run", "a") == 1
+    assert refusal(capsys).startswith("--adapter and several runs: a sheet is of one file")
+
+
+def test_a_file_of_several_methods_is_refused_with_the_way_that_remains(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("a", 1, *SAVES, *METHODS["dora"]) == 0
+    tensors = load_file("a/exports/a.safetensors")
+    first = next(name for name in tensors if "dora_scale" in name or "magnitude" in name)
+    del tensors[first]
+    save_file(tensors, "mixed.safetensors")
+    asked = ("sample", "--adapter", "mixed.safetensors", "--prompt", "a cat")
+    assert world.run(*asked) == 0
+    capsys.readouterr()
+    assert world.run(*asked, "--strengths", "0.5,1") == 1
+    assert refusal(capsys).endswith("with --adapter FILE@strength")
+
+
+def test_files_of_experts_are_compared_at_strengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = TwoExperts(tmp_path)
+    assert world.run("train", "--run.folder", "both", "--train.steps", "2", *SAVES) == 0
+    high, low = (f"both/exports/both_{expert.name}.safetensors" for expert in EXPERTS)
+    for out, files in {
+        "two": ("--adapter", high, "--adapter-low", low),
+        "one": ("--adapter-low", low),
+    }.items():
+        loads.clear()
+        asked = ("sample", *files, "--prompt", "a")
+        assert world.run(*asked, "--strengths", "0.5,1", "--out", out) == 0
+        assert world.run(*asked, "--out", f"{out}-alone") == 0
+        (alone,) = Path(f"{out}-alone").glob("*-0-a.png")
+        sheet = cells(out)
+        assert len(set(sheet.values())) == 3 and alone.read_bytes() in sheet.values()
+        assert len(loads) == len(files) // 2
 
 
 OTHERS = {

@@ -254,10 +254,9 @@ class SampleOptions:
     """Saves to compare on one sheet, by their steps, or `best` (the lowest validation loss) or
     `latest`, separated by commas: `200,400,best`. A row for each prompt, a column for each save at
     each strength, the base in front; as sheet.html and sheet.png. The same command continues it."""
-    strengths: str = option(
-        "", excludes="adapter adapter_low: and {other}: name the file as FILE@strength"
-    )
-    """Strengths to compare on one sheet, separated by commas: `0.6,0.8,1`. Unset: 1."""
+    strengths: str = ""
+    """Strengths to compare on one sheet, of saves or of the file of --adapter, separated by commas:
+    `0.6,0.8,1`. Unset: 1."""
     adapter: str = option("", missing=_NO_ADAPTER)
     """Adapter file, or FILE@strength, to sample with instead of the run's latest save; for a model
     with two experts the file of the high-noise expert."""

@@ -14,7 +14,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import reserve_sample_number
 from ditkit_core.loading.weights import engine_for
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.stages import (
     ExpertWeights,
@@ -45,11 +45,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     """
     config = config_to_sample(config, options)
     run, folder = create_run(spec, config, fetch=True), config.run_folder
-    if options.adapter_low and not run.experts:
-        raise UserError(
-            "--adapter-low is for the second of two experts, and this model has one transformer; "
-            "give --adapter"
-        )
+    check_adapter_low(options, run.experts)
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
         path, _ = parse_merge(file, "--adapter")
@@ -101,6 +97,15 @@ def config_to_sample(config: RunConfig, options: SampleOptions) -> RunConfig:
         name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None
     }
     return replace(config, sample=replace(config.sample, **changed))
+
+
+def check_adapter_low(options: SampleOptions, experts: Sequence[Expert]) -> None:
+    """Refuse the file of a second expert for a model without experts."""
+    if options.adapter_low and not experts:
+        raise UserError(
+            "--adapter-low is for the second of two experts, and this model has one transformer; "
+            "give --adapter"
+        )
 
 
 def checked_prompts(data: RunData) -> list[SamplePrompt]:

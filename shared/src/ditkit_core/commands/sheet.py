@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 import ditkit_core
+from ditkit_core.adapters.files.entry import parse_merge
+from ditkit_core.adapters.files.start import MixedAdapter
 from ditkit_core.commands.options import SampleOptions
 from ditkit_core.commands.preflight import check_family
-from ditkit_core.commands.sample import checked_prompts, config_to_sample
+from ditkit_core.commands.sample import check_adapter_low, checked_prompts, config_to_sample
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_values
 from ditkit_core.diagnostics.sheet import Sheet
@@ -23,7 +25,7 @@ from ditkit_core.io.files import file_hash, json_hash, local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import fitting_sampler, requests_for
-from ditkit_core.previews.sheet import SheetColumn, sheet_columns, sheet_stages
+from ditkit_core.previews.sheet import SheetColumn, file_columns, sheet_columns, sheet_stages
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
@@ -53,7 +55,10 @@ def sample_sheet(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> 
     runs = [jobs_of(create_run(spec, config, fetch=True))]
     for path in options.run[1:]:
         runs.append(jobs_of(create_run(spec, _other_run(spec, config, local_path(path)))))
-    columns = sheet_columns(runs, options.save_words, options.strength_values)
+    if options.adapter or options.adapter_low:
+        columns = file_columns(runs[0], _adapter_files(runs, options), options.strength_values)
+    else:
+        columns = sheet_columns(runs, options.save_words, options.strength_values)
     saves = [save for column in columns for save in column.saves.values()]
     _check_methods([save.job.run.config for save in saves], options)
     run = runs[0].run
@@ -79,9 +84,14 @@ def sample_sheet(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> 
             else:
                 missing[row_index, column_index] = stem
     if missing:
-        encode_prompts(run.data, prompts)
         column_of: dict[int, SheetColumn] = {}
-        stages = sheet_stages(runs[0], columns, lambda job: column_of[id(job)])
+        try:
+            stages = sheet_stages(runs[0], columns, lambda job: column_of[id(job)])
+        except MixedAdapter as error:
+            raise UserError(
+                f"{error}; or sample at one strength after the other, with --adapter FILE@strength"
+            ) from error
+        encode_prompts(run.data, prompts)
         section, requests = requests_for(run.data, stages, prompts)
         # A request of its own for each sample, by which it is recognised; they share tensors.
         jobs = {cell: replace(requests[cell[0]].job) for cell in missing}
@@ -121,6 +131,29 @@ def _other_run(spec: ModelSpec, config: RunConfig, path: Path) -> RunConfig:
     return replace(
         config, run=other.run, adapter=other.adapter, experts=other.experts, ema=other.ema
     )
+
+
+def _adapter_files(runs: Sequence[Jobs], options: SampleOptions) -> dict[str, Path]:
+    """The adapter files by the component that they are for."""
+    if len(runs) > 1:
+        raise UserError(
+            "--adapter and several runs: a sheet is of one file or of saves; leave one of them out"
+        )
+    experts = runs[0].run.experts
+    check_adapter_low(options, experts)
+    parts = [expert.part for expert in experts] or ["transformer"]
+    files = {}
+    for part, flag, entry in zip(
+        parts, ("--adapter", "--adapter-low"), (options.adapter, options.adapter_low), strict=False
+    ):
+        path, strength = parse_merge(entry, flag)
+        if strength != 1:
+            raise UserError(
+                f"{flag} {entry} and --strengths: both say a strength; leave out @{strength:g}"
+            )
+        if entry:
+            files[part] = path
+    return files
 
 
 def _check_methods(configs: Sequence[RunConfig], options: SampleOptions) -> None:

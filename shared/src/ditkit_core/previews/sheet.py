@@ -3,20 +3,23 @@ that generate it: each is loaded once, and its adapter is exchanged between samp
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.strength import at_strength
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.config.schema import config_values
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash
+from ditkit_core.io.files import file_hash, local_path
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.on_meta import loaded_dtype
 from ditkit_core.loading.weights import engine_for, exchange_adapter
@@ -24,13 +27,15 @@ from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.nn.lora import without_adapters
 from ditkit_core.previews.generate import with_adapters
 from ditkit_core.previews.stages import denoiser_stages
-from ditkit_core.run.jobs import Jobs, TrainingJob
+from ditkit_core.run.context import with_config
+from ditkit_core.run.jobs import Jobs, TrainingJob, config_of
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.render import prompt_slug
 from ditkit_core.training.checkpoint import INDEX, best
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
 
 SAVE_WORDS = ("best", "latest")
 """Names of saves besides their steps: the lowest validation loss, and the newest."""
@@ -38,14 +43,19 @@ SAVE_WORDS = ("best", "latest")
 
 @dataclass(frozen=True, kw_only=True)
 class SheetSave:
-    """A save of the training of one transformer."""
+    """A save of the training of one transformer, or the adapter file that such a training would
+    start from (`adapter.init`)."""
 
     job: TrainingJob
-    step: int
+    step: int | None
+    """Step of the save; None for the file."""
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
         """JSON that differs for other weights to sample with."""
+        if self.step is None:
+            file = local_path(self.job.run.config.adapter.init)
+            return {"file": SafetensorsSource.open(file).fingerprint()}
         config = config_values(self.job.run.config)
         deciding = ("adapter.", "ema.", "optim.name")
         return {
@@ -106,6 +116,25 @@ def sheet_columns(
     return columns
 
 
+def file_columns(
+    jobs: Jobs, files: Mapping[str, Path], strengths: Sequence[float]
+) -> list[SheetColumn]:
+    """The base, then adapter files at each strength; `files` has a file by component."""
+    run, saves = jobs.run, {}
+    for component, path in files.items():
+        config = run.config
+        for expert in run.experts:
+            if expert.part == component:
+                config = replace(
+                    config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig()
+                )
+        alone = with_config(run, replace(config, adapter=AdapterConfig(init=str(path))))
+        saves[component] = SheetSave(job=TrainingJob(run=alone), step=None)
+    name = " and ".join(path.stem for path in files.values())
+    columns = [SheetColumn(name=name, saves=saves, strength=strength) for strength in strengths]
+    return [SheetColumn(name="base", saves={}), *columns]
+
+
 def step_called(job: TrainingJob, word: str) -> int:
     """The step of a job's save by its number, or by a word of `SAVE_WORDS`."""
     folder = job.folder
@@ -136,7 +165,8 @@ def sheet_stages(
     column_of: Callable[[GenerationRequest], SheetColumn],
 ) -> list[DenoiserStage]:
     """The transformers of a run's model as stages, which generate each sample with the weights of
-    its column. The base comes first: a full fine-tune replaces its weights."""
+    its column. The base comes first: a full fine-tune replaces its weights. All adapters are
+    matched with the model here, before anything slow."""
     run = jobs.run
     adapters, dtype_of = run.sample_adapters.opened(), loaded_dtype(run.spec, run.precision)
     transformer = partial(_SheetTransformer, columns, column_of, dtype_of)
@@ -170,7 +200,10 @@ class _SheetTransformer:
     ):
         self._column_of, self._dtype_of = column_of, dtype_of
         self._component, self._adapters = component, adapters
-        self._first = next(c.saves[component] for c in columns if component in c.saves)
+        saves = [column.saves[component] for column in columns if component in column.saves]
+        self._first = saves[0]
+        jobs = {id(save.job): save.job for save in saves}
+        self._built = {key: build_model(job.run) for key, job in jobs.items()}
         self._context = ExitStack()
         self._column: SheetColumn | None = None
         self._saved: SheetSave | None = None
@@ -184,7 +217,7 @@ class _SheetTransformer:
     @contextmanager
     def opened(self) -> Iterator[tuple[Any, BlockEngine]]:
         sampling = self._first.job.run
-        unloaded = build_model(sampling)
+        unloaded = self._built[id(self._first.job)]
         placement = place_run(sampling, unloaded)
         model = load_model(unloaded, placement, sampling.config.train.seed)
         self._opened = model, placement
@@ -205,7 +238,13 @@ class _SheetTransformer:
         self._context.close()
         save = column.saves.get(self._component)
         if save is not None and save is not self._saved:
-            _load(save, self._saved or self._first, model, placement)
+            other = self._built[id(save.job)]
+            if save.job is not (self._saved or self._first).job and (
+                other.origin.trained != model.origin.trained
+            ):
+                exchange_adapter(model, other, placement)
+            if save.step is not None:
+                load_trained(model, save.job.folder, save.step)
             self._saved = save
         module: Any = model.module
         module.eval()  # adapters that were just made are in training mode
@@ -215,13 +254,3 @@ class _SheetTransformer:
             without_adapters(module) if save is None else at_strength(module, column.strength)
         )
         self._column = column
-
-
-def _load(save: SheetSave, before: SheetSave, model: Model, placement: Placement) -> None:
-    """Load a save into a model, which has the adapter of another job if that is not the job of the
-    save before it."""
-    if save.job is not before.job:
-        other = build_model(save.job.run)
-        if other.origin.trained != model.origin.trained:
-            exchange_adapter(model, other, placement)
-    load_trained(model, save.job.folder, save.step)
