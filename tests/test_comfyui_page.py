@@ -29,9 +29,7 @@ def test_the_file_of_each_method_is_one_that_comfyui_reads(family, method):
     forms = with_forms_of(ExportConfig(), adapter, SPECS[family]).forms
     written = {adapter_file(Path(), "NAME", form).name: form for form in forms}
     form = written[name]
-    layout = ADAPTER_FORMS[form].layout(
-        form, "bare", use_dora=adapter.use_dora, method=adapter.method
-    )
+    layout = ADAPTER_FORMS[form].layout("bare", use_dora=adapter.use_dora, method=adapter.method)
     assert SPECS[family].adapters.rules.readers(layout, ["blocks.0"])["ComfyUI"] == ""
 
 

@@ -16,7 +16,7 @@ from ditkit_core.adapters.files.export import readers_of
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS, AdapterLayout, kinds_of
+from ditkit_core.models.adapter_formats import FORMATS, AdapterLayout, kinds_of
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
@@ -24,7 +24,7 @@ from ditkit_zimage.spec import ZIMAGE
 PRESETS = {"t2v-1.3b": WAN, "klein-base-4b": FLUX2, "base": ZIMAGE}
 LAYOUTS = [
     (form, naming, method, dora)
-    for form in (*ADAPTER_FORMS, "videox", "onetrainer", "peft", "lycoris", "bare", "prefixed")
+    for form in FORMATS
     for naming in ("official", "diffusers")
     for method, dora in (
         ("lora", ""),

@@ -1,13 +1,5 @@
-"""Forms of adapter files: how each form names a module's matrices, and what a family knows about
-programs that read them.
-
-| form | key | scale |
-|---|---|---|
-| `official` | `diffusion_model.` + official name + `.lora_A.weight` | in B |
-| `diffusers` | `transformer.` + diffusers name + `.lora_A.weight` | in B, and ranks in the header |
-| `diffsynth` | name without a prefix + `.lora_A.default.weight` | in B |
-| `musubi` | `lora_unet_` + official name with underscores + `.lora_down.weight` | `.alpha` |
-"""
+"""Forms of adapter files, a row for each (`FORMATS`), and what a family knows about programs that
+read them."""
 
 import difflib
 import re
@@ -25,8 +17,7 @@ class AdapterLayout:
     """The layout of an adapter file that was read."""
 
     form: str
-    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`, `lycoris`; `bare` has no prefix
-    and no `.default`, `prefixed` has a model's own prefix."""
+    """Name of a row of `FORMATS`."""
     naming: str = "official"
     """Form of the module names, a key of `StateDictNames.from_native`; empty for our names."""
     alpha: bool = False
@@ -43,51 +34,59 @@ class AdapterLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterForm:
-    """The keys of a form that ditkit writes."""
+class KeyFormat:
+    """A form of adapter files: how it names the tensors of a module.
 
-    prefix: str
-    down: str
+    A key is a prefix, the module's name and an ending. Every row is read; those with `down` and
+    `up` are written too.
+    """
+
+    name: str
+    title: str
+    """The form as `--inspect` calls it."""
+    prefixes: tuple[str, ...] = ()
+    """How keys begin; the first is written. Empty for a prefix that no row has."""
+    ending: str = ""
+    """Pattern of the end of A's key, where the prefix does not tell; empty for any."""
+    down: str = ""
     """End of the key of A, after the module's name."""
-    up: str
+    up: str = ""
     """End of the key of B, after the module's name."""
     naming: str = ""
     """Form of the module names, a key of `StateDictNames.from_native`; empty for the names in the
     family's files without a prefix."""
     underscores: bool = False
     """Whether underscores replace the dots of a module's name."""
-    alpha: bool = False
-    """Whether a key `.alpha` stores the scale; otherwise the scale is multiplied into B, and alpha
-    = rank."""
+    scale: Literal["folded", "header", "alpha"] = "folded"
+    """Where a scale is written: into B, so that alpha = rank; the same, with the ranks in a
+    header as diffusers has it; or in a key `.alpha`, with B as it is."""
     dora: Literal["", "merged", "base"] = ""
     """The norm of a row that the form's readers divide DoRA's magnitudes by: of the merged weight,
     or of the base's; empty if they do neither."""
-
     lora_only: bool = False
     """Whether programs that read the form have no LoKr or LoHa."""
+    aliases: tuple[str, ...] = ()
+    """Names that people use for it: mostly the program that reads it."""
 
     def stem(self, module: str) -> str:
         """How the keys of a module begin, whose name is given in this form."""
-        return self.prefix + (module.replace(".", "_") if self.underscores else module)
+        return self.prefixes[0] + (module.replace(".", "_") if self.underscores else module)
 
     def keys(self, module: str) -> dict[str, str]:
         """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`,
         `magnitude`."""
-        stem = self.stem(module)
         # peft's name without its last component, or ComfyUI's
         magnitude = ".dora_scale" if self.dora == "base" else ".lora_magnitude_vector"
         parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": magnitude}
-        return {part: stem + ending for part, ending in parts.items()}
+        return {part: self.stem(module) + ending for part, ending in parts.items()}
 
-    def layout(
-        self, form: str, bare: str, *, use_dora: bool, method: str = "lora"
-    ) -> AdapterLayout:
-        """The layout of a file in this form, whose name is `form`; `bare` is the form of names in
-        the family's files without a prefix."""
+    def layout(self, bare: str, *, use_dora: bool, method: str = "lora") -> AdapterLayout:
+        """The layout of a file that is written in this form; `bare` is the form of names in the
+        family's files without a prefix."""
         return AdapterLayout(
-            form=form,
+            form=self.name,
             naming=self.naming or bare,
-            alpha=self.alpha,
+            alpha=self.scale == "alpha",
             up_down="lora_down" in self.down,
             use_dora=use_dora,
             method=method,
@@ -95,59 +94,77 @@ class AdapterForm:
         )
 
 
-ADAPTER_FORMS: Mapping[str, AdapterForm] = {
-    "official": AdapterForm(
-        prefix="diffusion_model.",
-        naming="official",
+_ROWS = (
+    KeyFormat(
+        name="official",
+        title="official names, as ComfyUI has them (diffusion_model.)",
+        prefixes=("diffusion_model.",),
         down=".lora_A.weight",
         up=".lora_B.weight",
+        naming="official",
         dora="base",
+        aliases=("comfyui", "comfy", "original", "ai-toolkit"),
     ),
-    "diffusers": AdapterForm(
-        prefix="transformer.",
-        naming="diffusers",
+    KeyFormat(
+        name="diffusers",
+        title="diffusers (transformer.)",
+        prefixes=("transformer.",),
         down=".lora_A.weight",
         up=".lora_B.weight",
+        naming="diffusers",
+        scale="header",
         dora="merged",
+        aliases=("peft",),
     ),
-    "diffsynth": AdapterForm(
-        prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight", lora_only=True
+    KeyFormat(
+        name="diffsynth",
+        title="DiffSynth (no prefix, .default)",
+        prefixes=("",),
+        ending=r"^\.\w+\.[\w-]+\.weight$",
+        down=".lora_A.default.weight",
+        up=".lora_B.default.weight",
+        lora_only=True,
+        aliases=("diffsynth-studio",),
     ),
-    "musubi": AdapterForm(
-        prefix="lora_unet_",
-        naming="official",
+    KeyFormat(
+        name="musubi",
+        title="musubi, kohya (lora_unet_)",
+        prefixes=("lora_unet_",),
         down=".lora_down.weight",
         up=".lora_up.weight",
+        naming="official",
         underscores=True,
-        alpha=True,
+        scale="alpha",
+        aliases=("kohya", "musubi-tuner", "sd-scripts"),
     ),
-}
+    KeyFormat(name="videox", title="VideoX-Fun (lora_unet__)", prefixes=("lora_unet__",)),
+    KeyFormat(
+        name="onetrainer", title="OneTrainer (lora_transformer_)", prefixes=("lora_transformer_",)
+    ),
+    KeyFormat(
+        name="peft",
+        title="peft (base_model.model.)",
+        # The second is of a module that holds the transformer.
+        prefixes=("base_model.model.", "base_model.model.transformer."),
+    ),
+    KeyFormat(
+        name="lycoris", title="LyCORIS' wrapper, SimpleTuner (lycoris_)", prefixes=("lycoris_",)
+    ),
+    KeyFormat(name="bare", title="names without a prefix", prefixes=("",)),
+    KeyFormat(name="prefixed", title="a whole model's own prefix"),
+)
+FORMATS: Mapping[str, KeyFormat] = {row.name: row for row in _ROWS}
+"""The forms of adapter files, by name; a file's form is the first that fits its keys."""
+ADAPTER_FORMS: Mapping[str, KeyFormat] = {row.name: row for row in _ROWS if row.down}
+"""The forms that ditkit writes."""
+PREFIXES = sorted({prefix for row in _ROWS for prefix in row.prefixes}, key=len, reverse=True)
+"""How keys begin, longer prefixes first: `lora_unet_` also begins a key with `lora_unet__`."""
 
-FORM_OF_PREFIX: Mapping[str, str] = {
-    "diffusion_model.": "official",
-    "transformer.": "diffusers",
-    "lora_unet__": "videox",
-    "lora_unet_": "musubi",
-    "lora_transformer_": "onetrainer",
-    "base_model.model.transformer.": "peft",  # of a module that holds the transformer
-    "base_model.model.": "peft",
-    "lycoris_": "lycoris",
-}
-"""The forms that ditkit reads, by the prefix of their keys; longer prefixes first, because
-`lora_unet_` also matches `lora_unet__`."""
 
-_ALSO_CALLED = {
-    "comfyui": "official",
-    "comfy": "official",
-    "original": "official",
-    "ai-toolkit": "official",
-    "peft": "diffusers",
-    "kohya": "musubi",
-    "musubi-tuner": "musubi",
-    "sd-scripts": "musubi",
-    "diffsynth-studio": "diffsynth",
-}
-"""Names that people use for a form: mostly the program that reads it."""
+def form_of(prefix: str, ending: str) -> str:
+    """The form of a key of A, by its prefix and what follows the module's name."""
+    rows = (row for row in FORMATS.values() if prefix in row.prefixes)
+    return next((row.name for row in rows if re.search(row.ending, ending)), "prefixed")
 
 
 def set_forms(forms: Sequence[str]) -> str:
@@ -159,9 +176,11 @@ def set_forms(forms: Sequence[str]) -> str:
 
 def nearest_form(name: str) -> str:
     """The form that an unknown name most likely means; empty if no form is close."""
-    forms_by_name = {**_ALSO_CALLED, **{form: form for form in ADAPTER_FORMS}}
-    close = difflib.get_close_matches(name.lower(), forms_by_name, n=1)
-    return forms_by_name[close[0]] if close else ""
+    forms = {
+        alias: row.name for row in ADAPTER_FORMS.values() for alias in (row.name, *row.aliases)
+    }
+    close = difflib.get_close_matches(name.lower(), forms, n=1)
+    return forms[close[0]] if close else ""
 
 
 NO_FACTORED = "has no reader of LoKr or LoHa; merge it"

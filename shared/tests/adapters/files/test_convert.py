@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.files import keys
 from ditkit_core.adapters.files import write as adapter_writer
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import open_adapter
@@ -20,7 +21,13 @@ from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
-from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.adapter_formats import (
+    ADAPTER_FORMS,
+    FORMATS,
+    PREFIXES,
+    AdapterRules,
+    KeyFormat,
+)
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -171,6 +178,36 @@ def test_each_form_has_its_readers_keys(tmp_path: Path, form: str, example: str)
     alphas = {name: float(tensor) for name, tensor in tensors.items() if name.endswith(".alpha")}
     assert set(alphas.values()) == ({RANK} if form == "musubi" else set())
     assert ("lora_unet_blocks_0_qkv.alpha" in alphas) == (form == "musubi")
+
+
+def test_a_form_is_a_row_of_the_table_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = KeyFormat(
+        name="made_up",
+        title="a made-up program (net__)",
+        prefixes=("net__",),
+        down=".lora.down.weight",
+        up=".lora.up.weight",
+        naming="diffusers",
+        underscores=True,
+        scale="alpha",
+        aliases=("made-up-trainer",),
+    )
+    monkeypatch.setitem(FORMATS, "made_up", row)
+    monkeypatch.setitem(ADAPTER_FORMS, "made_up", row)
+    monkeypatch.setattr(keys, "PREFIXES", ["net__", *PREFIXES])
+    source = official(tmp_path / "x.safetensors")
+    file = convert(source, tmp_path / "y.safetensors", "--to", "made_up")
+    assert "net__transformer_blocks_0_to_q.lora.down.weight" in load_file(file)
+    assert "net__transformer_blocks_0_to_q.alpha" in load_file(file)
+    back = convert(file, tmp_path / "z.safetensors", "--to", "official")
+    assert same(source, file) and same(source, back)
+    capsys.readouterr()
+    assert run("--inspect", file) == 0
+    assert "in the form of a made-up program (net__)" in capsys.readouterr().out
+    assert run("--adapter", source, "--to", "made-up-traner") == 2
+    assert "did you mean made_up?" in capsys.readouterr().err
 
 
 def test_the_names_of_a_file_without_prefixes_are_the_familys(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object, read_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import FORMATS
 
 # The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its
 # loaders/lora_base.py).
 DIFFUSERS_METADATA = "lora_adapter_metadata"
-_PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
+_PEFT, _PEFT_OF_HOLDER = FORMATS["peft"].prefixes
+_PEFT_CONFIG = "adapter_config.json"
 _REMEDY = "fetch it again, or merge the file with the program that made it"
 # A name as peft and diffusers write it into `alpha_pattern`: plain, anchored by `^`, or behind
 # `.*\.`; dots and hyphens may be escaped.
@@ -45,7 +47,7 @@ class AlphaHeader:
         # file.
         of_peft = (
             raw == "{}"
-            and any(key.startswith(_PEFT_PREFIX) for key in source.tensors)
+            and any(key.startswith(_PEFT) for key in source.tensors)
             and config_file.is_file()
         )
         where = str(config_file) if of_peft else where
@@ -59,7 +61,7 @@ class AlphaHeader:
         alphas: dict[str, tuple[int, float]] = {}
         # Patterns are of names below peft's prefix, which may begin with the module that holds the
         # transformer.
-        is_held = any(key.startswith(f"{_PEFT_PREFIX}transformer.") for key in source.tensors)
+        is_held = any(key.startswith(_PEFT_OF_HOLDER) for key in source.tensors)
         holder = "transformer." if is_held else ""
         try:
             alpha = _finite(config["lora_alpha"]) if "lora_alpha" in config else None

@@ -194,7 +194,7 @@ def write_converted(
     differences: list[float] = []
     exact: list[bool] = []
     # kohya's header keys, for the forms that kohya's tools read.
-    if ADAPTER_FORMS[form].alpha:
+    if ADAPTER_FORMS[form].scale == "alpha":
         metadata = {**metadata, **_network(adapters)}
 
     def check(file: AdapterFile) -> None:

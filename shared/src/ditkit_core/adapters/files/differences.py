@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import FORM_OF_PREFIX
+from ditkit_core.models.adapter_formats import PREFIXES
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.load import first_ten
 
@@ -98,7 +98,7 @@ def _parts_of(
         (pattern, endings) for pattern, endings in _ENDINGS.items() if pattern.search(key)
     )
     stem = pattern.sub("", key)
-    for prefix in (*names.prefixes, *FORM_OF_PREFIX, ""):
+    for prefix in (*names.prefixes, *PREFIXES):
         for ending in endings if stem.startswith(prefix) else ():
             name = f"{stem.removeprefix(prefix)}{ending and '.'}{ending}"
             parts = names.to_native(aliases.get(name, name)) or ()

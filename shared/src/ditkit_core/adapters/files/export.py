@@ -141,7 +141,7 @@ def readers_of(
 ) -> Mapping[str, str]:
     """`read_by` for a file with adapters of these modules."""
     layout = ADAPTER_FORMS[form].layout(
-        form, spec.architecture.names.bare, use_dora=use_dora, method=method
+        spec.architecture.names.bare, use_dora=use_dora, method=method
     )
     return spec.adapters.rules.readers(layout, modules)
 

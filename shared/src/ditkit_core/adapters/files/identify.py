@@ -20,7 +20,7 @@ from ditkit_core.adapters.files.read import AdapterFile, understand_adapter, wit
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import DIFFERENCES, FORM_OF_PREFIX, AdapterLayout
+from ditkit_core.models.adapter_formats import DIFFERENCES, PREFIXES, AdapterLayout, form_of
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
@@ -197,8 +197,8 @@ def _of_differences(
             refused.append(error)
     if not fitting:
         raise refused[0]
-    prefixes = (prefix for prefix in FORM_OF_PREFIX if keys[0].startswith(prefix))
-    layout = AdapterLayout(form=FORM_OF_PREFIX.get(next(prefixes, ""), "bare"), method=DIFFERENCES)
+    prefix = next(prefix for prefix in PREFIXES if keys[0].startswith(prefix))
+    layout = AdapterLayout(form=form_of(prefix, ""), method=DIFFERENCES)
     return FoundAdapter(
         path=source.path,
         file=replace(empty, source=source),

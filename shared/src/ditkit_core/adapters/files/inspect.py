@@ -25,26 +25,13 @@ from ditkit_core.adapters.products import product_norm
 from ditkit_core.documents.tables import Table
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import DIFFERENCES, AdapterLayout
+from ditkit_core.models.adapter_formats import DIFFERENCES, FORMATS, AdapterLayout
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import attach_scales, num_scaled
 from ditkit_core.weights.load import known_prefix
 
 _SHOWN = 120
 """Maximum number of characters that are printed of a header's value."""
-
-_FORMS = {
-    "official": "official names, as ComfyUI has them (diffusion_model.)",
-    "diffusers": "diffusers (transformer.)",
-    "diffsynth": "DiffSynth (no prefix, .default)",
-    "musubi": "musubi, kohya (lora_unet_)",
-    "videox": "VideoX-Fun (lora_unet__)",
-    "onetrainer": "OneTrainer (lora_transformer_)",
-    "peft": "peft (base_model.model.)",
-    "lycoris": "LyCORIS' wrapper, SimpleTuner (lycoris_)",
-    "prefixed": "a whole model's own prefix",
-    "bare": "names without a prefix",
-}
 
 
 def inspect_file(
@@ -253,7 +240,7 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     number = sum(kind["number"] for kind in kinds.values())
     lines = [
         (
-            f"  adapter in the form of {_FORMS[about['form']]}, "
+            f"  adapter in the form of {FORMATS[about['form']].title}, "
             f"{about['matrices']}{', with DoRA magnitudes' * about['dora']}"
         ),
         (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
+from ditkit_core.models.adapter_formats import PREFIXES, AdapterLayout, form_of
 from ditkit_core.models.other_models import OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, are_factors, shape_of_parts
@@ -79,7 +79,7 @@ class KnownNames:
                     )
                     naming.setdefault(alias, form)
                 forms.setdefault(meant, []).append(name)
-        return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), names.others, naming)
+        return cls(parts, forms, (*names.prefixes, *PREFIXES), names.others, naming)
 
     def parse(self, key: str) -> AdapterKey | None:
         """Parse a file's key; None if it belongs to no adapter of this model."""
@@ -109,11 +109,8 @@ class KnownNames:
         ]
         ending = ending.replace("lora.", "lora_")
         methods = {METHOD_OF_PART.get(key.kind, "lora") for key in matrices}
-        form = FORM_OF_PREFIX.get(prefix, "prefixed")
-        if not prefix:
-            form = "diffsynth" if ending.count(".") > 2 else "bare"
         return AdapterLayout(
-            form=form,
+            form=form_of(prefix, ending),
             naming=Counter(self.naming[key.module] for key in keys).most_common(1)[0][0],
             alpha=any(key.kind == "alpha" for key in keys),
             up_down="lora_down" in ending,

@@ -47,6 +47,7 @@ from ditkit_core.adapters.files.differences import (
 from ditkit_core.adapters.files.keys import KnownNames, another_model
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import FORMATS
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import (
@@ -217,7 +218,7 @@ def _check_factors(
             f"{source.path}: {first}: {shown} are not a LoKr or LoHa of the layer's {list(layer)}; "
             f"name an adapter of this model"
         )
-    if any(key.startswith("base_model.model.") for key in keys.values()):
+    if any(key.startswith(FORMATS["peft"].prefixes) for key in keys.values()):
         raise UserError(
             f"{source.path}: {first} has peft's own names, whose scale depends on a rank that is "
             f"not in the file; merge it with peft"

@@ -105,7 +105,7 @@ def write_adapter(
     # only go into B.
     with_alpha = (
         is_lora
-        and ADAPTER_FORMS[form].alpha
+        and ADAPTER_FORMS[form].scale == "alpha"
         and all(
             len({adapters[part.name].scale for part in parts if part is not None}) == 1
             for parts in stacks.values()
@@ -117,7 +117,7 @@ def write_adapter(
     }
     fused = {name: _join_parts(parts, written) for name, parts in stacks.items()}
     tensors = _file_tensors(fused, form, dtype)
-    if form == "diffusers" and is_lora:
+    if ADAPTER_FORMS[form].scale == "header" and is_lora:
         metadata = {**metadata, DIFFUSERS_METADATA: _diffusers_metadata(fused, use_dora=use_dora)}
 
     def read_back(temporary: Path) -> None:
@@ -255,7 +255,8 @@ def _file_tensors(
             # ComfyUI tells an output's norm from an input's by the shape.
             is_column = part == "magnitude" and matrices.over_base
             tensors[key] = (tensor[:, None] if is_column else tensor).to(dtype).contiguous()
-        if ADAPTER_FORMS[form].alpha:  # in fp32, because for a single number precision is free
+        # In fp32, because for a single number precision is free.
+        if ADAPTER_FORMS[form].scale == "alpha":
             tensors[keys["alpha"]] = torch.tensor(
                 adapter.scale * matrices.rank, dtype=torch.float32
             )
