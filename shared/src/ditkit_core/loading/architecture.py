@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.adapters.files.differences import split_differences
 from ditkit_core.adapters.files.identify import parameters_of, presets_of
-from ditkit_core.adapters.files.keys import has_adapter_keys
+from ditkit_core.adapters.files.keys import has_adapter_keys, split_differences
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable

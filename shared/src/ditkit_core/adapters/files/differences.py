@@ -10,27 +10,19 @@ for biases, norms and modulations.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from ditkit_core.adapters.files.keys import DIFFERENCE_ENDINGS
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import PREFIXES
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.load import first_ten
-
-_ENDINGS = {
-    re.compile(r"\.(diff|w_norm)$"): ("weight", ""),
-    re.compile(r"\.(diff_b|b_norm)$"): ("bias",),
-    re.compile(r"\.diff_m$"): ("modulation",),
-    re.compile(r"\.lora_B(\.[\w-]+)?\.bias$"): ("bias",),
-}
-"""By the ending of a key: how the parameter's name may end."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +35,6 @@ class Difference:
     part: TensorSlice
     """The rows of the parameter."""
     scale: float = 1.0
-
-
-def split_differences(source: SafetensorsSource) -> tuple[SafetensorsSource, tuple[str, ...]]:
-    """A file without its differences, and their keys."""
-    keys = tuple(key for key in source.tensors if any(pattern.search(key) for pattern in _ENDINGS))
-    rest = (
-        {key: stored for key, stored in source.tensors.items() if key not in keys}
-        if keys
-        else source.tensors
-    )
-    return replace(source, tensors=rest), keys
 
 
 def find_differences(
@@ -95,7 +76,7 @@ def _parts_of(
 ) -> tuple[TensorSlice, ...]:
     """The parts of our parameters that a key's tensor is added to; empty if there are none."""
     pattern, endings = next(
-        (pattern, endings) for pattern, endings in _ENDINGS.items() if pattern.search(key)
+        (pattern, endings) for pattern, endings in DIFFERENCE_ENDINGS.items() if pattern.search(key)
     )
     stem = pattern.sub("", key)
     for prefix in (*names.prefixes, *PREFIXES):

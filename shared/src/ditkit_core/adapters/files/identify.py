@@ -3,7 +3,7 @@ architectures that it fits."""
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +14,13 @@ from torch import nn
 
 from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
-from ditkit_core.adapters.files.differences import split_differences
-from ditkit_core.adapters.files.keys import KnownNames, another_model, shapes_in
+from ditkit_core.adapters.files.keys import (
+    KnownNames,
+    another_model,
+    other_methods,
+    shapes_in,
+    split_differences,
+)
 from ditkit_core.adapters.files.read import AdapterFile, understand_adapter, with_differences
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
@@ -33,21 +38,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 SECOND = "transformer_2"
 """The component of the second of two adapters in one file; diffusers puts its name in front of the
 keys."""
-
-_OTHER_METHODS = {
-    "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
-    "OFT": re.compile(r"\.oft_(embedding_)?R\b"),
-    "BOFT": re.compile(r"\.boft_"),
-    # kohya's and LyCORIS' key, of both
-    "OFT or BOFT": re.compile(r"\.oft_(blocks|diag)"),
-    "IA3": re.compile(r"\.(ia3_l|on_input)\b"),
-    "VeRA": re.compile(r"\.vera_"),
-    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
-    "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
-    "a LoRA of an embedding": re.compile(r"\.lora_embedding_[AB]\b"),
-    "whole weights": re.compile(r"\.(set_weight|reshape_weight)$"),
-}
-"""Other methods, by the keys that they have besides or in place of low-rank matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,31 +124,20 @@ def adapter_in(
             name for preset_layers in (layers or {}, *presets.values()) for name in preset_layers
         ),
     )
-    parsed = {name: known_names.parse(name) for name in source.tensors}
-    keys = [key for key in parsed.values() if key is not None]
-    unknown = [name for name, key in parsed.items() if key is None]
-    if not any(key.kind == "down" or key.kind in METHOD_OF_PART for key in keys):
+    keys = known_names.keys_of(source)
+    if not keys.kinds & {"down", *METHOD_OF_PART}:
         raise _not_an_adapter(source, spec)
     # Before the message on unknown keys: a known method tells the user more than a list of names.
-    if others := _other_methods(unknown):
+    if others := other_methods(keys.unmatched):
         unread = [name for named in others.values() for name in named]
         raise UserError(
             f"{path} contains {' and '.join(others)} besides low-rank matrices "
             f"({first_ten(unread)}), which is not supported; merge it with "
             "the program that made it"
         )
-    if unknown:
-        likeness, remedy = looks_like(unknown, spec.architecture.names.others, source.metadata)
-        raise UserError(
-            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this "
-            f"model{likeness}: "
-            f"{first_ten(unknown)}; {remedy or 'name a LoRA of this model'}"
-        )
-    shapes = shapes_in(source, known_names)
-    file, layout = (
-        replace(understand_adapter(source, known_names, shapes), source=complete),
-        known_names.layout(keys),
-    )
+    shapes = shapes_in(source, keys)
+    file = replace(understand_adapter(source, known_names, keys, shapes), source=complete)
+    layout = known_names.layout(keys)
     layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(
@@ -166,7 +145,15 @@ def adapter_in(
     )
     shared = spec.architecture.names.shared
     is_known = bool(fitting) or layers is not None
-    if shared and not is_known and all(re.search(shared.keys, key.module) for key in keys):
+    if (
+        shared
+        and not is_known
+        and all(
+            re.search(shared.keys, key.module)
+            for module in keys.modules.values()
+            for key in module.values()
+        )
+    ):
         raise UserError(
             f"{path} fits no preset of {spec.name} by its sizes, and {shared.name} has the same "
             f"names; "
@@ -272,15 +259,6 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     return replace(source, tensors=tensors, metadata=metadata)
 
 
-def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
-    """The other methods that a file's names belong to, each with these names."""
-    names_by_method = {
-        method: [name for name in names if pattern.search(name)]
-        for method, pattern in _OTHER_METHODS.items()
-    }
-    return {method: named for method, named in names_by_method.items() if named}
-
-
 def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file has the names of a transformer of this family."""
     # Half, because a complete checkpoint may have a VAE or a text encoder next to its transformer.
@@ -299,7 +277,7 @@ def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
             f"with --extract {path} --base BASE --rank N"
         )
     likeness, remedy = looks_like(source.tensors, spec.architecture.names.others, source.metadata)
-    methods = _other_methods(source.tensors)
+    methods = other_methods(source.tensors)
     # A file of another model is that first, whatever its method.
     if not likeness and methods:
         return UserError(

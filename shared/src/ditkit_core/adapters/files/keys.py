@@ -29,10 +29,37 @@ _PARTS = {
 }
 
 
+DIFFERENCE_ENDINGS = {
+    re.compile(r"\.(diff|w_norm)$"): ("weight", ""),
+    re.compile(r"\.(diff_b|b_norm)$"): ("bias",),
+    re.compile(r"\.diff_m$"): ("modulation",),
+    re.compile(r"\.lora_B(\.[\w-]+)?\.bias$"): ("bias",),
+}
+"""By the ending of a key of a difference: how the parameter's name may end."""
+
+
+_OTHER_METHODS = {
+    "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
+    "OFT": re.compile(r"\.oft_(embedding_)?R\b"),
+    "BOFT": re.compile(r"\.boft_"),
+    # kohya's and LyCORIS' key, of both
+    "OFT or BOFT": re.compile(r"\.oft_(blocks|diag)"),
+    "IA3": re.compile(r"\.(ia3_l|on_input)\b"),
+    "VeRA": re.compile(r"\.vera_"),
+    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
+    "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
+    "a LoRA of an embedding": re.compile(r"\.lora_embedding_[AB]\b"),
+    "whole weights": re.compile(r"\.(set_weight|reshape_weight)$"),
+}
+"""Other methods, by the keys that they have besides or in place of low-rank matrices."""
+
+
 @dataclass(frozen=True)
 class AdapterKey:
     """The meaning of a file's key."""
 
+    text: str
+    """The whole key."""
     parts: tuple[TensorSlice, ...]
     """The parts of our modules that make up its module's rows."""
     kind: str
@@ -42,6 +69,21 @@ class AdapterKey:
     """The module's name, without prefix."""
     ending: str
     """The rest of the key behind the module's name."""
+
+
+@dataclass(frozen=True)
+class FileKeys:
+    """The keys of a file."""
+
+    modules: Mapping[tuple[TensorSlice, ...], Mapping[str, AdapterKey]]
+    """By the parts of our modules that a module of the file is, and by kind."""
+    unmatched: Sequence[str]
+    """Keys that belong to no adapter of this model, or to one that has such a key already."""
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of keys (`AdapterKey.kind`)."""
+        return {kind for keys in self.modules.values() for kind in keys}
 
 
 @dataclass(frozen=True)
@@ -96,13 +138,27 @@ class KnownNames:
                         # A prefix counts only if a known name follows: `transformer.` may begin a
                         # name of the model's own.
                         if parts := self.parts.get(module):
-                            return AdapterKey(parts, kind, prefix, module, match[0])
+                            return AdapterKey(key, parts, kind, prefix, module, match[0])
         return None
 
-    def layout(self, keys: Iterable[AdapterKey]) -> AdapterLayout:
-        """The layout of most of these keys."""
+    def keys_of(self, source: SafetensorsSource) -> FileKeys:
+        """Parse all keys of a file."""
+        modules: dict[tuple[TensorSlice, ...], dict[str, AdapterKey]] = {}
+        unmatched = []
+        for text in source.tensors:
+            key = self.parse(text)
+            # A second key of one kind, as in a file that has a module in two forms: which of them
+            # counts is unknown.
+            if key is None or key.kind in modules.get(key.parts, {}):
+                unmatched.append(text)
+            else:
+                modules.setdefault(key.parts, {})[key.kind] = key
+        return FileKeys(modules, unmatched)
+
+    def layout(self, file_keys: FileKeys) -> AdapterLayout:
+        """The layout of most of a file's keys."""
         # By majority, because one odd key does not make another layout.
-        keys = list(keys)
+        keys = [key for module in file_keys.modules.values() for key in module.values()]
         matrices = [key for key in keys if key.kind not in ("alpha", "magnitude", "up")]
         (prefix, ending), _ = Counter((key.prefix, key.ending) for key in matrices).most_common(1)[
             0
@@ -162,17 +218,36 @@ def another_model(source: SafetensorsSource, likeness: str, remedy: str) -> User
     )
 
 
-def shapes_in(source: SafetensorsSource, known_names: KnownNames) -> dict[str, tuple[int, ...]]:
+def split_differences(source: SafetensorsSource) -> tuple[SafetensorsSource, tuple[str, ...]]:
+    """A file without its differences, and their keys."""
+    keys = tuple(
+        key for key in source.tensors if any(pattern.search(key) for pattern in DIFFERENCE_ENDINGS)
+    )
+    rest = (
+        {key: stored for key, stored in source.tensors.items() if key not in keys}
+        if keys
+        else source.tensors
+    )
+    return replace(source, tensors=rest), keys
+
+
+def other_methods(names: Collection[str]) -> dict[str, list[str]]:
+    """The other methods that a file's names belong to, each with these names."""
+    names_by_method = {
+        method: [name for name in names if pattern.search(name)]
+        for method, pattern in _OTHER_METHODS.items()
+    }
+    return {method: named for method, named in names_by_method.items() if named}
+
+
+def shapes_in(source: SafetensorsSource, keys: FileKeys) -> dict[str, tuple[int, ...]]:
     """Weight shapes [out, in] of the layers that a file adapts, by our name, read off its matrices.
 
     If one of the two matrices is missing or not a matrix, the size that it would give is 1.
     """
-    matrix_shapes: dict[tuple[TensorSlice, ...], dict[str, tuple[int, ...]]] = {}
-    for name, stored in source.tensors.items():
-        if (key := known_names.parse(name)) is not None:
-            matrix_shapes.setdefault(key.parts, {})[key.kind] = stored.shape
     shapes: dict[str, tuple[int, ...]] = {}
-    for parts, matrices in matrix_shapes.items():
+    for parts, by_kind in keys.modules.items():
+        matrices = {kind: source.tensors[key.text].shape for kind, key in by_kind.items()}
         factors = {part: shape for part, shape in matrices.items() if part in METHOD_OF_PART}
         if factors:
             num_rows, width = shape_of_parts(factors) if are_factors(factors) else (1, 1)

@@ -42,9 +42,14 @@ from ditkit_core.adapters.files.differences import (
     add_difference,
     find_differences,
     not_applied,
+)
+from ditkit_core.adapters.files.keys import (
+    AdapterKey,
+    FileKeys,
+    KnownNames,
+    another_model,
     split_differences,
 )
-from ditkit_core.adapters.files.keys import KnownNames, another_model
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORMATS
@@ -85,21 +90,22 @@ class FileAdapter:
     def of(
         cls,
         source: SafetensorsSource,
-        keys: Mapping[str, str],
+        module_keys: Mapping[str, AdapterKey],
         parts: tuple[TensorSlice, ...],
         modules: Mapping[str, tuple[int, ...]],
         header: AlphaHeader,
         names: Sequence[str],
     ) -> "FileAdapter":
-        """Understand the keys of one module of a file (`FileAdapter.keys`); of its tensors only
-        alpha is read.
+        """Understand the keys of one module of a file; of its tensors only alpha is read.
 
         Args:
+            module_keys: Its keys, by kind.
             parts: Its rows, as parts of our modules.
             modules: Weight shapes [out, in] of our modules.
             header: For a file without keys of alpha.
             names: The module's names in all forms.
         """
+        keys = {kind: key.text for kind, key in module_keys.items()}
         # The layer's shape in the file's form: fused modules have one A and the rows of all.
         layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
         shapes = {part: tuple(source.tensors[key].shape) for part, key in keys.items()}
@@ -381,7 +387,8 @@ def open_adapter(
     if keys and not plain.tensors:  # LyCORIS' `full`, or an extraction
         file = AdapterFile(plain, {})
     else:
-        file = understand_adapter(plain, KnownNames.of(names, modules), modules)
+        known_names = KnownNames.of(names, modules)
+        file = understand_adapter(plain, known_names, known_names.keys_of(plain), modules)
     return file if parameters is None else with_differences(file, source, keys, names, parameters)
 
 
@@ -404,31 +411,21 @@ def with_differences(
 
 
 def understand_adapter(
-    source: SafetensorsSource, known_names: KnownNames, modules: Mapping[str, tuple[int, ...]]
+    source: SafetensorsSource,
+    known_names: KnownNames,
+    keys: FileKeys,
+    modules: Mapping[str, tuple[int, ...]],
 ) -> AdapterFile:
     """`open_adapter` for a file that is open; `known_names` may be of more layers than those that
     the file adapts, `modules`."""
     path = source.path
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")
-    keys: dict[tuple[TensorSlice, ...], dict[str, str]] = {}
-    unmatched = []
-    for key in source.tensors:
-        parsed = known_names.parse(key)
-        # A second key of one kind, as in a file that has a module in two forms: which of them
-        # counts is unknown.
-        if parsed is None or parsed.kind in keys.get(parsed.parts, {}):
-            unmatched.append(key)
-        else:
-            keys.setdefault(parsed.parts, {})[parsed.kind] = key
-    fused = FusedTensors()
-    file_names = {parts: known_names.forms[parts][0] for parts in keys}
-    unmatched += [
-        key
-        for parts, name in file_names.items()
-        if not fused.add(name, parts)
-        for key in keys[parts].values()
-    ]
+    fused, unmatched = FusedTensors(), list(keys.unmatched)
+    names = {parts: known_names.forms[parts] for parts in keys.modules}
+    for parts, by_kind in keys.modules.items():
+        if not fused.add(names[parts][0], parts):
+            unmatched += [key.text for key in by_kind.values()]
     if unmatched:
         likeness, remedy = looks_like(unmatched, known_names.others, source.metadata)
         if len(unmatched) == len(source.tensors):
@@ -442,8 +439,8 @@ def understand_adapter(
     # report.
     header = AlphaHeader.of(source)
     adapters = {
-        name: FileAdapter.of(source, keys[parts], parts, modules, header, known_names.forms[parts])
-        for parts, name in file_names.items()
+        names[parts][0]: FileAdapter.of(source, by_kind, parts, modules, header, names[parts])
+        for parts, by_kind in keys.modules.items()
     }
     # Fused tensors tell their modules apart only by values, so these are the only matrices that are
     # read here.
