@@ -16,7 +16,8 @@ from ditkit_core.adapters.files.export import readers_of
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import FORMATS, AdapterLayout, kinds_of
+from ditkit_core.models.adapter_formats import FORMATS, AdapterLayout
+from ditkit_core.models.adapter_programs import kinds_of
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE

@@ -16,7 +16,8 @@ from ditkit_core.commands import cli
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.adapter_formats import FORMATS
+from ditkit_core.models.adapter_programs import AdapterRules, ProgramRow
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import Expert
@@ -24,7 +25,13 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 RULES = AdapterRules(
-    readers=lambda layout, modules: {"one": "", "other": f"rejects {layout.form}"},
+    programs=(
+        ProgramRow(program="one"),
+        *(
+            ProgramRow(program="other", forms=(form,), misreads=f"rejects {form}")
+            for form in FORMATS
+        ),
+    )
 )
 BLOOM = OtherModel(name="Bloom", keys="double_blocks")
 NAMES = replace(TOY.architecture.names, others=(BLOOM, *OTHER_MODELS))
@@ -518,9 +525,10 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
         return f"{file.name} was looked at"
 
     rules = AdapterRules(
-        readers=lambda layout, modules: {
-            "diffusers": "loads nothing" * (layout.form == "diffsynth")
-        }
+        programs=(
+            ProgramRow(program="diffusers", forms=("diffsynth",), misreads="loads nothing"),
+            ProgramRow(program="diffusers"),
+        )
     )
     world.spec = altered(world.spec, verify=verify, rules=rules)
     forms = (

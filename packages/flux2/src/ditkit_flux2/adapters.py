@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import (
-    AdapterLayout,
+from ditkit_core.models.adapter_formats import set_forms
+from ditkit_core.models.adapter_programs import (
+    DORAS,
     AdapterRules,
     ProgramRow,
     diffsynth_rows,
     musubi_rows,
-    readers_by_program,
-    set_forms,
 )
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
@@ -52,36 +51,14 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
 _CONVERT = "write it with --to diffusers"
 _ADALN = "head.adaLN_modulation.1"
 _DROPPED = (
-    "embed.guidance_in.",
-    "embed.double_stream_modulation_",
-    "embed.single_stream_modulation.",
-    _ADALN,
+    r"^embed\.(guidance_in\.|double_stream_modulation_|single_stream_modulation\.)"
+    r"|^head\.adaLN_modulation\.1"
 )
 """Modules that diffusers skips, with a warning, in files with kohya's names."""
-
-
-def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    if layout.method == "lokr" and layout.form == "diffusers":
-        return "rejects keys of alpha; merge it" if layout.alpha else ""
-    if layout.method != "lora":
-        return "reads LoKr in the diffusers form alone, and no LoHa; merge it"
-    if layout.form == "diffusers":
-        return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
-    if layout.form == "musubi":
-        if dropped := [name for name in modules if name.startswith(_DROPPED)]:
-            return f"leaves {dropped[0]} out of a file with these names, and only warns; {_CONVERT}"
-        return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
-    if layout.form not in ("official", "peft"):
-        return f"loads nothing of it, and only warns; {_CONVERT}"
-    if layout.up_down:
-        return f"loads nothing of lora_up and lora_down behind diffusion_model., and only warns; {_CONVERT}"
-    if layout.alpha:
-        return f"rejects keys of alpha; {_CONVERT}"
-    if layout.naming == "official" and _ADALN in modules:
-        return f"misreads {_ADALN}: {MISREAD['official'][_ADALN]}; {_CONVERT}"
-    return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
-
-
+_LORAS = ("lora", *DORAS)
+_DIFFUSERS = partial(ProgramRow, program="diffusers")
+_IN_MUSUBI = partial(_DIFFUSERS, forms=("musubi",), kinds=_LORAS)
+_IN_OFFICIAL = partial(_DIFFUSERS, forms=("official", "peft"), kinds=_LORAS)
 _UNKNOWN_TO_COMFYUI = (
     r"^embed\.(double_stream_modulation_|single_stream_modulation|time_in|guidance_in)"
 )
@@ -95,6 +72,41 @@ _IN_DIFFUSERS_NAMES = partial(
 )
 _OFFICIAL = "write it with --to official, or merge it"
 ROWS = (
+    _DIFFUSERS(
+        forms=("diffusers",),
+        kinds=("lokr",),
+        alpha=True,
+        misreads="rejects keys of alpha; merge it",
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=("lokr",)),
+    _DIFFUSERS(
+        forms=("diffusers",),
+        kinds=_LORAS,
+        alpha=True,
+        misreads=f"rejects keys of alpha; {_CONVERT}",
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=_LORAS),
+    _IN_MUSUBI(
+        present=_DROPPED,
+        misreads=f"leaves {{module}} out of a file with these names, and only warns; {_CONVERT}",
+    ),
+    _IN_MUSUBI(kinds=DORAS, misreads=f"drops DoRA magnitudes; {_CONVERT}"),
+    _IN_MUSUBI(),
+    _IN_OFFICIAL(
+        up_down=True,
+        misreads="loads nothing of lora_up and lora_down behind diffusion_model., and only warns; "
+        f"{_CONVERT}",
+    ),
+    _IN_OFFICIAL(alpha=True, misreads=f"rejects keys of alpha; {_CONVERT}"),
+    _IN_OFFICIAL(
+        naming=("official",),
+        present=r"^head\.adaLN_modulation\.1$",
+        misreads=f"misreads {{module}}: {MISREAD['official'][_ADALN]}; {_CONVERT}",
+    ),
+    _IN_OFFICIAL(kinds=DORAS, misreads=f"drops DoRA magnitudes; {_CONVERT}"),
+    _IN_OFFICIAL(),
+    _DIFFUSERS(kinds=_LORAS, misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
+    _DIFFUSERS(misreads="reads LoKr in the diffusers form alone, and no LoHa; merge it"),
     _COMFYUI(
         forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
     ),
@@ -112,11 +124,11 @@ ROWS = (
     *diffsynth_rows("diffusers"),
     *musubi_rows(),
 )
-"""What other programs than diffusers do with FLUX.2's adapter files; tools/clients runs them
-against it."""
+"""What programs do with FLUX.2's adapter files; the tests run diffusers against it, and
+tools/clients the others."""
 
 RULES = AdapterRules(
-    readers=readers_by_program(ROWS, _diffusers),
+    programs=ROWS,
     one_to_one="diffusers",  # the official names have q, k and v in one
 )
 """Rules for FLUX.2's adapter files: which programs load them."""

@@ -9,14 +9,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from ditkit_core.models.adapter_formats import (
+from ditkit_core.models.adapter_programs import (
+    DORAS,
     NO_FACTORED,
-    AdapterLayout,
     AdapterRules,
     ProgramRow,
     diffsynth_rows,
     musubi_rows,
-    readers_by_program,
 )
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
@@ -26,17 +25,15 @@ _KINDS = (
     "ffn.2",
 )
 _IMAGE_KINDS = ("cross_attn.k_img", "cross_attn.v_img")
-_NOT_IN_DIFFUSERS = re.compile(
-    r"\.(music|audio)\.|^embed\.speech\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
-)
+_NOT_IN_DIFFUSERS = r"\.(music|audio)\.|^embed\.speech\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
 """Modules of models that diffusers lacks."""
-_REJECTED = ("vace_blocks.", "embed.vace_", "embed.animate.")
-"""Starts of modules that diffusers has, and does not read by their official names."""
+_REJECTED = r"^vace_blocks\.|^embed\.(vace_|animate\.)|\.face\."
+"""Modules that diffusers has, and does not read by their official names."""
+_IN_BLOCKS = r"^layers\.\d+\.(?!.*face\.)"
+_OUTSIDE = r"^(?!layers\.\d+\.)|\.face\."
 _NO_MODEL = "has no such model; generate with a program that has it"
 _CONVERT = "convert it with --to official"
-_NOT_IN_MUSUBI = (
-    r"^vace_blocks\.|^embed\.vace_|^embed\.animate\.|\.face\.|" + _NOT_IN_DIFFUSERS.pattern
-)
+_NOT_IN_MUSUBI = f"{_REJECTED}|{_NOT_IN_DIFFUSERS}"
 """Modules of models that musubi-tuner lacks."""
 
 
@@ -59,51 +56,56 @@ def _image_kinds(modules: Collection[str]) -> set[str]:
     return {kind for kind in _IMAGE_KINDS if any(name.endswith(kind) for name in modules)}
 
 
-def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    if any(_NOT_IN_DIFFUSERS.search(name) for name in modules):
-        return _NO_MODEL
-    if layout.method != "lora":
-        return NO_FACTORED
-    outside = [name for name in modules if not _BLOCK.fullmatch(name) or ".face." in name]
-    if layout.form == "diffusers":
-        return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
-    if layout.form == "videox":
-        return f"rejects lora_unet__ with two underscores; {_CONVERT}"
-    if layout.form == "musubi":
-        if outside:
-            return f"rejects {outside[0]} in these names; {_CONVERT}"
-        if not layout.alpha or fillers("musubi", modules):
-            return "rejects it: in these names it wants every layer of each block, and alpha; write it with --to musubi, or --to official"
-        return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
-    if layout.form != "official":
-        return f"loads nothing of it, and only warns; {_CONVERT}"
-    if layout.naming != "official":
-        return f"rejects these names behind diffusion_model.; {_CONVERT}"
-    if rejected := [name for name in outside if name.startswith(_REJECTED) or ".face." in name]:
-        return f"rejects {rejected[0]} in these names; write it with --to diffusers"
-    if len(outside) == len(modules):
-        return "rejects a file without an adapter in the blocks; write it with --to diffusers"
-    if layout.alpha and outside:
-        return f"rejects alpha of {outside[0]}; {_CONVERT}"
-    if len(_image_kinds(modules)) == 1:
-        return "rejects k_img without v_img, and the other way round; write it with --to diffusers"
-    return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
-
-
 _OTHER_NORM = (
     "generates other videos with magnitudes over another norm; write it with --to official"
 )
+_DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=("lora", *DORAS))
+_IN_MUSUBI = partial(_DIFFUSERS, forms=("musubi",))
+_IN_OFFICIAL = partial(_DIFFUSERS, forms=("official",), naming=("official",))
+_DIFFUSERS_FORM = "write it with --to diffusers"
+_NOT_WHOLE = (
+    "rejects it: in these names it wants every layer of each block, and alpha; "
+    "write it with --to musubi, or --to official"
+)
+_HALF_IMAGE = f"rejects k_img without v_img, and the other way round; {_DIFFUSERS_FORM}"
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 ROWS = (
+    ProgramRow(program="diffusers", present=_NOT_IN_DIFFUSERS, misreads=_NO_MODEL),
+    _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=f"rejects keys of alpha; {_CONVERT}"),
+    _DIFFUSERS(forms=("diffusers",)),
+    _DIFFUSERS(forms=("videox",), misreads=f"rejects lora_unet__ with two underscores; {_CONVERT}"),
+    _IN_MUSUBI(present=_OUTSIDE, misreads=f"rejects {{module}} in these names; {_CONVERT}"),
+    _IN_MUSUBI(alpha=False, misreads=_NOT_WHOLE),
+    _IN_MUSUBI(when=lambda modules: bool(fillers("musubi", modules)), misreads=_NOT_WHOLE),
+    _IN_MUSUBI(kinds=DORAS, misreads=f"drops DoRA magnitudes; {_DIFFUSERS_FORM}"),
+    _IN_MUSUBI(),
+    _IN_OFFICIAL(
+        present=_REJECTED, misreads=f"rejects {{module}} in these names; {_DIFFUSERS_FORM}"
+    ),
+    _IN_OFFICIAL(
+        absent=_IN_BLOCKS,
+        misreads=f"rejects a file without an adapter in the blocks; {_DIFFUSERS_FORM}",
+    ),
+    _IN_OFFICIAL(alpha=True, present=_OUTSIDE, misreads=f"rejects alpha of {{module}}; {_CONVERT}"),
+    _IN_OFFICIAL(present=r"cross_attn\.k_img$", absent=r"cross_attn\.v_img$", misreads=_HALF_IMAGE),
+    _IN_OFFICIAL(present=r"cross_attn\.v_img$", absent=r"cross_attn\.k_img$", misreads=_HALF_IMAGE),
+    _IN_OFFICIAL(kinds=DORAS, misreads=f"drops DoRA magnitudes; {_DIFFUSERS_FORM}"),
+    _IN_OFFICIAL(),
+    _DIFFUSERS(
+        forms=("official",), misreads=f"rejects these names behind diffusion_model.; {_CONVERT}"
+    ),
+    _DIFFUSERS(misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
+    ProgramRow(program="diffusers", misreads=NO_FACTORED),
     _COMFYUI(
         forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
     ),
     _COMFYUI(
         forms=("videox",),
         kinds=("lora", "dora", "lokr", "loha"),
-        required=r"^layers\.0\.cross_attn\.k$",  # the key that it knows these files by
-        instead=_CONVERT,
+        absent=r"^layers\.0\.cross_attn\.k$",  # the key that it knows these files by
+        misreads=f"loads nothing of it, and only warns; {_CONVERT}",
     ),
+    _COMFYUI(forms=("videox",), kinds=("lora", "dora", "lokr", "loha")),
     _COMFYUI(
         forms=("official", "musubi", "videox"),
         naming=("official",),
@@ -114,13 +116,13 @@ ROWS = (
     *diffsynth_rows("official"),
     *musubi_rows(unread=_NOT_IN_MUSUBI),
 )
-"""What other programs than diffusers do with Wan's adapter files; tools/clients runs them against
-it."""
+"""What programs do with Wan's adapter files; the tests run diffusers against it, and tools/clients
+the others."""
 
-RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers), fillers=fillers)
+RULES = AdapterRules(programs=ROWS, fillers=fillers)
 """Rules for Wan's adapter files: which programs load them."""
 
 RULES_WITHOUT_DIFFUSERS = replace(
-    RULES, readers=readers_by_program(ROWS, lambda layout, modules: _NO_MODEL)
+    RULES, programs=(ProgramRow(program="diffusers", misreads=_NO_MODEL), *ROWS)
 )
 """The same for an architecture that diffusers has no model of."""

@@ -10,16 +10,14 @@ and after them, below `head`.
 """
 
 import re
-from collections.abc import Collection
 from functools import partial
 
-from ditkit_core.models.adapter_formats import (
-    AdapterLayout,
+from ditkit_core.models.adapter_programs import (
+    DORAS,
     AdapterRules,
     ProgramRow,
     diffsynth_rows,
     musubi_rows,
-    readers_by_program,
 )
 from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -112,31 +110,38 @@ NAMES = StateDictNames(
 )
 
 
-def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    # Measured with diffusers 0.42 by loading an adapter of every layer in each form:
-    # `ZImageLoraLoaderMixin` reads them all.
-    if layout.method == "lokr" and layout.form in ("official", "diffusers"):
-        # It converts names where alpha is, and then finds its own prefix twice.
-        rejected = layout.form == "diffusers" and layout.alpha
-        return "rejects keys of alpha; write it with --to official" if rejected else ""
-    if layout.method != "lora":
-        return "reads LoKr with official names alone, and no LoHa; write it with --to official, or merge it"
-    if layout.naming == "comfyui":
-        return "does not find the layers of ComfyUI's own names; write it with --to official"
-    if layout.form not in ("official", "diffusers", "diffsynth", "musubi"):
-        return "loads nothing of it, and only warns; write it with --to official"
-    if layout.form == "diffusers":
-        return "rejects keys of alpha; write it with --to official" if layout.alpha else ""
-    return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
-
-
 _UNKNOWN_TO_COMFYUI = r"\.attention\.to_|^embed\.x_embedder$|^head\."
 """Modules that ComfyUI has by its own names alone behind kohya's prefix: musubi-tuner keeps the
 official ones."""
 _COMFYUI = partial(ProgramRow, program="ComfyUI")
 _KINDS = ("lora", "dora", "lokr", "loha")
 _OFFICIAL = "write it with --to official"
+_NO_ALPHA = f"rejects keys of alpha; {_OFFICIAL}"
+# Measured with diffusers 0.42 by loading an adapter of every layer in each form:
+# `ZImageLoraLoaderMixin` reads them all.
+_DIFFUSERS = partial(ProgramRow, program="diffusers")
+_LORAS = ("lora", *DORAS)
 ROWS = (
+    # It converts names where alpha is, and then finds its own prefix twice.
+    _DIFFUSERS(forms=("diffusers",), kinds=("lokr",), alpha=True, misreads=_NO_ALPHA),
+    _DIFFUSERS(forms=("official", "diffusers"), kinds=("lokr",)),
+    _DIFFUSERS(
+        naming=("comfyui",),
+        kinds=_LORAS,
+        misreads=f"does not find the layers of ComfyUI's own names; {_OFFICIAL}",
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=_LORAS, alpha=True, misreads=_NO_ALPHA),
+    _DIFFUSERS(forms=("diffusers",), kinds=_LORAS),
+    _DIFFUSERS(forms=("official", "diffsynth", "musubi"), kinds=("lora",)),
+    _DIFFUSERS(
+        forms=("official", "diffsynth", "musubi"),
+        kinds=DORAS,
+        misreads="drops DoRA magnitudes; write it with --to diffusers",
+    ),
+    _DIFFUSERS(kinds=_LORAS, misreads=f"loads nothing of it, and only warns; {_OFFICIAL}"),
+    _DIFFUSERS(
+        misreads=f"reads LoKr with official names alone, and no LoHa; {_OFFICIAL}, or merge it"
+    ),
     _COMFYUI(
         forms=("official", "diffusers", "diffsynth", "bare", "lycoris"),
         naming=("official", "diffusers"),
@@ -158,8 +163,8 @@ ROWS = (
     *diffsynth_rows("official"),
     *musubi_rows(),
 )
-"""What other programs than diffusers do with Z-Image's adapter files; tools/clients runs them
-against it."""
+"""What programs do with Z-Image's adapter files; the tests run diffusers against it, and
+tools/clients the others."""
 
-RULES = AdapterRules(readers=readers_by_program(ROWS, _diffusers))
+RULES = AdapterRules(programs=ROWS)
 """Rules for Z-Image's adapter files: which programs load them."""

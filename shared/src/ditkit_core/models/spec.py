@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.adapter_programs import AdapterRules
 from ditkit_core.models.conditions import Column, Conditioner
 from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths

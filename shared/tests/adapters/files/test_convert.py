@@ -25,9 +25,9 @@ from ditkit_core.models.adapter_formats import (
     ADAPTER_FORMS,
     FORMATS,
     PREFIXES,
-    AdapterRules,
     KeyFormat,
 )
+from ditkit_core.models.adapter_programs import AdapterRules, ProgramRow
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -339,13 +339,12 @@ def test_readers_that_want_all_of_a_block_get_zeros_and_they_go_again(
     def all_of_a_block(form: str, modules: Any) -> list[str]:
         return [name for name in MODULES if form == "musubi" and name not in modules]
 
-    def said_of(layout: Any, modules: Any) -> dict[str, str]:
-        return {
-            "one": "" if len(modules) == len(MODULES) else "rejects it",
-            "other": "loads nothing",
-        }
-
-    spec = altered(SPEC, rules=AdapterRules(fillers=all_of_a_block, readers=said_of))
+    programs = (
+        ProgramRow(program="one", when=lambda modules: len(modules) == len(MODULES)),
+        ProgramRow(program="one", misreads="rejects it"),
+        ProgramRow(program="other", misreads="loads nothing"),
+    )
+    spec = altered(SPEC, rules=AdapterRules(fillers=all_of_a_block, programs=programs))
     source = official(tmp_path / "x.safetensors", MODULES[:2])
     file = convert(source, tmp_path / "y.safetensors", "--to", "musubi", spec=spec)
     said = capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""Programs that read adapter files, and what each does with a file: a family's table of rows."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ditkit_core.models.adapter_formats import DIFFERENCES, AdapterLayout
+
+NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
+"""What diffusers does with these."""
+NOT_TRIED = "was not tried"
+"""What is said of a program that nobody ran with such a file."""
+
+DORAS = ("dora", "dora_merged")
+"""Kinds of DoRA: over the norm of the base's rows, and of the merged rows."""
+KINDS = ("lora", *DORAS, "lokr", "loha")
+"""Kinds of low-rank adapters. `differences` of whole parameters are a kind besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRow:
+    """A row of a family's table of programs: what a program does with adapter files that fit the
+    row.
+
+    rsLoRA and patterns of ranks are the kind `lora`: their files differ from a LoRA's in nothing
+    that a reader sees.
+    """
+
+    program: str
+    forms: Collection[str] = ()
+    """As in `AdapterLayout.form`; empty for any."""
+    naming: Collection[str] = ()
+    """As in `AdapterLayout.naming`; empty for any."""
+    kinds: Collection[str] = KINDS
+    """A file fits that has no other kind."""
+    alpha: bool | None = None
+    """As in `AdapterLayout.alpha`; None for either."""
+    up_down: bool | None = None
+    """As in `AdapterLayout.up_down`; None for either."""
+    present: str = ""
+    """Pattern of modules, by our names, of which the file has one."""
+    absent: str = ""
+    """Pattern of modules of which the file has none."""
+    when: Callable[[Collection[str]], bool] = lambda modules: True
+    """Whether a file with these modules fits, where patterns cannot say it."""
+    misreads: str = ""
+    """Why the program does not load such a file, as the predicate of a sentence about it; empty if
+    it does. `{module}` is the first module that `present` fits."""
+    unread: str = ""
+    """Pattern of the modules that it leaves out; empty if it knows all."""
+    instead: str = "merge it"
+    """What to do where something is left out."""
+
+    def fits(self, layout: AdapterLayout, modules: Collection[str]) -> bool:
+        """Whether a file with this layout and adapters of these modules is one of the row's."""
+        return (
+            (not self.forms or layout.form in self.forms)
+            and (not self.naming or layout.naming in self.naming)
+            and kinds_of(layout) <= set(self.kinds)
+            and self.alpha in (None, layout.alpha)
+            and self.up_down in (None, layout.up_down)
+            and (not self.present or any(re.search(self.present, name) for name in modules))
+            and not (self.absent and any(re.search(self.absent, name) for name in modules))
+            and self.when(modules)
+        )
+
+    def problem(self, modules: Collection[str]) -> str:
+        """What the program ignores or misreads of a file that fits; empty if it loads all of it."""
+        if self.misreads:
+            first = next((name for name in modules if re.search(self.present, name)), "")
+            return self.misreads.replace("{module}", first)
+        left = [name for name in modules if self.unread and re.search(self.unread, name)]
+        if not left:
+            return ""
+        if len(left) == len(modules):
+            return f"loads nothing of it, and only warns; {self.instead}"
+        return (
+            f"loads a part of it: leaves {len(left)} of {len(modules)} modules out "
+            f"({left[0]} …), and only warns; {self.instead}"
+        )
+
+
+def kinds_of(layout: AdapterLayout) -> set[str]:
+    """The kinds of adapters in a file, of `KINDS`, or `differences`."""
+    dora = "dora" if layout.dora_over_base else "dora_merged"
+    kinds = set(layout.method.split(" and "))
+    return (kinds - {"lora"}) | {dora} if layout.use_dora else kinds
+
+
+def untried_rows(*programs: str) -> tuple[ProgramRow, ...]:
+    """Rows of programs that nobody ran with the family's files."""
+    return tuple(
+        ProgramRow(program=program, kinds=(*KINDS, DIFFERENCES), misreads=NOT_TRIED)
+        for program in programs
+    )
+
+
+def diffsynth_rows(naming: str) -> tuple[ProgramRow, ...]:
+    """DiffSynth's rows, for a family whose modules have the names of the form `naming` there."""
+    row = partial(ProgramRow, program="DiffSynth")
+    readable = partial(row, forms=("official", "diffsynth", "bare"), naming=(naming,))
+    return (
+        readable(kinds=("lora",)),
+        readable(kinds=DORAS, misreads="leaves DoRA magnitudes out; merge it"),
+        row(kinds=("lora",), misreads="loads nothing of it; write it with --to diffsynth"),
+        row(kinds=DORAS, misreads="loads nothing of it; merge it"),
+        row(misreads="has no LoKr or LoHa; merge it"),
+    )
+
+
+def musubi_rows(*, unread: str = "") -> tuple[ProgramRow, ...]:
+    """musubi-tuner's rows; its model of the family lacks the modules that match `unread`."""
+    row = partial(ProgramRow, program="musubi-tuner")
+    return (
+        row(forms=("musubi",), naming=("official",), kinds=("lora", "lokr", "loha"), unread=unread),
+        row(kinds=DORAS, misreads="has no DoRA; merge it"),
+        row(misreads="wants --to musubi"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRules:
+    """What a family knows about its adapter files besides the names of tensors."""
+
+    programs: Sequence[ProgramRow] = ()
+    """What programs do with the files. A program's first row that fits a file counts."""
+    fillers: Callable[[str, Collection[str]], Collection[str]] = lambda form, modules: ()
+    """(form to write, adapted modules by our names) to further modules that readers of the form
+    require; they are written as zeros."""
+    one_to_one: str = "official"
+    """The form for ComfyUI whose names are each for one of our layers, as a LoKr or LoHa needs
+    it."""
+
+    def readers(self, layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+        """What is wrong with a file, by program: what it ignores or misreads, empty if it loads
+        all, or `NOT_TRIED`.
+
+        Args:
+            layout: The file's layout.
+            modules: The adapted modules, by our names.
+        """
+        problems: dict[str, str] = {}
+        for row in self.programs:
+            if row.program not in problems and row.fits(layout, modules):
+                problems[row.program] = row.problem(modules)
+        return {row.program: problems.get(row.program, NOT_TRIED) for row in self.programs}
