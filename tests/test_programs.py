@@ -6,21 +6,30 @@ The rows themselves are compared with the programs by tools/clients, where someb
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core.adapters.files.export import readers_of
-from ditkit_core.adapters.files.identify import layers_of
+from ditkit_core.adapters.files.export import loaded_by, readers_of
+from ditkit_core.adapters.files.identify import find_adapter, layers_of, parameters_of
+from ditkit_core.adapters.files.keys import modules_in_form, tensors_in_form
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import FORMATS, AdapterLayout
-from ditkit_core.models.adapter_programs import kinds_of
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, FORMATS, AdapterLayout
+from ditkit_core.models.adapter_programs import NOT_TRIED, kinds_of
+from ditkit_core.models.precision import Precision
+from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
+from ditkit_flux2.verify import DIFFUSERS as FLUX2_IN_DIFFUSERS
+from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
+from ditkit_wan.verify import DIFFUSERS as WAN_IN_DIFFUSERS
+from ditkit_zimage.presets import ZImageArch
 from ditkit_zimage.spec import ZIMAGE
+from ditkit_zimage.verify import DIFFUSERS as ZIMAGE_IN_DIFFUSERS
 
 PRESETS = {"t2v-1.3b": WAN, "klein-base-4b": FLUX2, "base": ZIMAGE}
 LAYOUTS = [
@@ -115,3 +124,123 @@ def test_an_inspection_does_not_call_differences_loaded(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "the lines below are of all other keys" in text and "nothing else does" not in text
     assert text.index("all other keys") < text.index("loads all of it")
+
+
+def differences(preset, form, file, *, also=()):
+    """A file of differences of a block's attention in a form, as `.diff`, and of parameters besides
+    (`also`, by our names)."""
+    spec = PRESETS[preset]
+    names, arch = spec.architecture.names, spec.architecture.presets[preset]
+    row, parameters = ADAPTER_FORMS[form], parameters_of(spec.architecture.build, arch)
+    block = next(name for name in parameters if re.search(r"(layers|double_blocks)\.0\.", name))
+    start = block[: block.index(".0.") + 3]
+    chosen = [name for name in parameters if name.startswith(start) and ".q.weight" in name]
+    chosen = chosen or [f"{start}attention.to_q.weight", f"{start}feed_forward.w1.weight"]
+    fused = tensors_in_form([*parameters], names.from_native[row.naming]).complete
+    tensors = {}
+    for theirs, parts in fused.items():
+        if any(part.name in (*chosen, *also) for part in parts):
+            module, _, leaf = theirs.rpartition(".")
+            rows = sum(parameters[part.name][0] // part.of for part in parts)
+            ending = {"weight": "diff", "bias": "diff_b", "modulation": "diff_m"}[leaf]
+            shape = (rows, *parameters[parts[0].name][1:])
+            tensors[f"{row.stem(module)}.{ending}"] = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    save_file(tensors, file)
+    found = find_adapter(file, spec)
+    return found.layout, spec.adapters.rules.readers(found.layout, found.modules)
+
+
+@pytest.mark.parametrize("form", ["official", "musubi", "diffusers"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_of_a_file_of_differences_is_said_what_was_measured(tmp_path, preset, form):
+    """benchmarks/clients.md: whole with ComfyUI's prefix and kohya's, Z-Image's attention not with
+    the latter; nobody tried other names."""
+    layout, readers = differences(preset, form, tmp_path / "x.safetensors")
+    assert (layout.form, layout.method) == (form, "differences")
+    assert layout.naming == (
+        "official" if PRESETS[preset] is ZIMAGE else ADAPTER_FORMS[form].naming
+    )
+    said = readers.pop("ComfyUI")
+    if form == "diffusers":
+        assert said == NOT_TRIED
+    elif (form, PRESETS[preset]) == ("musubi", ZIMAGE):
+        assert said.startswith("loads a part of it: leaves 1 of 2 modules out")
+    else:
+        assert said == ""
+    assert "loads no file of differences" in readers.pop("diffusers")
+    assert set(readers.values()) - {"has no model of Wan"} == {NOT_TRIED}
+
+
+def test_differences_of_norms_and_modulation_were_not_tried(tmp_path):
+    for name in ("layers.0.self_attn.norm_q.weight", "layers.3.modulation", "head.head.bias"):
+        _, readers = differences("t2v-1.3b", "official", tmp_path / "x.safetensors", also=(name,))
+        module = name.removesuffix(".weight").removesuffix(".bias")
+        assert readers["ComfyUI"] == f"{NOT_TRIED} with differences of {module}"
+
+
+def test_an_inspection_lists_programs_for_differences_alone(tmp_path, capsys):
+    file = tmp_path / "x.safetensors"
+    differences("t2v-1.3b", "official", file)
+    assert cli.run(WAN, "export", ["--inspect", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "\n  ComfyUI: loads all of it\n" in text
+    assert "\n  not tried: DiffSynth, musubi-tuner, LyCORIS, kohya's scripts, ai-toolkit\n" in text
+    assert NOT_TRIED not in text
+    assert NOT_TRIED not in loaded_by(
+        readers_of(WAN, "official", modules_of("t2v-1.3b"), use_dora=False)
+    )
+
+
+SIZES = {"dim": 48, "ffn_dim": 64, "heads": 2, "layers": 1, "text_dim": 20, "freq_dim": 16}
+TINY = {
+    "wan": (WAN, WanArch(**SIZES, text_tokens=6, in_channels=4, out_channels=4), WAN_IN_DIFFUSERS, "WanPipeline"),
+    "flux2": (
+        FLUX2,
+        Flux2Arch(
+            dim=32, heads=2, double_layers=1, single_layers=1, text_dim=12, in_channels=16,
+            out_channels=16, text_tokens=7, axes=(4, 4, 4, 4), guidance=True,
+        ),
+        FLUX2_IN_DIFFUSERS,
+        "Flux2KleinPipeline",
+    ),
+    "zimage": (
+        ZIMAGE,
+        ZImageArch(
+            dim=64, heads=2, layers=1, refiner_layers=1, text_dim=12, in_channels=4,
+            axes=(8, 12, 12),
+        ),
+        ZIMAGE_IN_DIFFUSERS,
+        "ZImagePipeline",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers", "musubi", "diffsynth"])
+@pytest.mark.parametrize("family", TINY)
+def test_diffusers_loads_no_file_of_differences_alone(tmp_path, family, form):
+    import diffusers
+
+    spec, arch, verify, pipeline = TINY[family]
+    row, names = ADAPTER_FORMS[form], spec.architecture.names
+    torch.manual_seed(0)
+    model = spec.architecture.build(arch, Precision(matmul=torch.float32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+    layers = layers_of(spec.architecture.build, arch)
+    fused = modules_in_form(layers, names.from_native[row.naming or names.bare]).complete
+    tensors = {
+        f"{row.stem(theirs)}.diff": torch.ones(
+            sum(layers[part.name][0] // part.of for part in parts), layers[parts[0].name][1]
+        )
+        for theirs, parts in fused.items()
+        if re.search(r"blocks|layers", theirs)
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    theirs, inputs = verify.transformer(model), verify.inputs(model)
+    loader = getattr(diffusers, pipeline)(None, None, None, None, theirs)
+    with torch.no_grad():
+        before = verify.run(theirs, inputs)
+        with suppress(ValueError, KeyError, IndexError):
+            loader.load_lora_weights(str(tmp_path / "x.safetensors"))
+        assert torch.equal(verify.run(theirs, inputs), before)

@@ -24,6 +24,7 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.adapter_programs import NOT_TRIED
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -327,11 +328,11 @@ def test_a_file_is_said_to_be_for_the_preset_that_is_named(
 
 def test_other_readers() -> None:
     official = AdapterLayout(form="official")
-    assert not any(
-        said
-        for reader, said in RULES.readers(official, ["layers.0.ffn.0"]).items()
-        if reader != "musubi-tuner"
-    )
+    readers = RULES.readers(official, ["layers.0.ffn.0"])
+    loading = {reader for reader, said in readers.items() if not said}
+    assert loading == {"diffusers", "ComfyUI", "DiffSynth"}
+    assert readers["OneTrainer"] == "has no model of Wan"
+    assert {readers[name] for name in ("LyCORIS", "kohya's scripts", "ai-toolkit")} == {NOT_TRIED}
     vace = RULES.readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
     assert "rejects vace_blocks.0.ffn.0" in vace["diffusers"] and not vace["ComfyUI"]
     assert (

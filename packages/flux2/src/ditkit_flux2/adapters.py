@@ -13,9 +13,12 @@ from functools import partial
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import set_forms
 from ditkit_core.models.adapter_programs import (
+    DIFFERENCES_IN_DIFFUSERS,
     DORAS,
+    UNTRIED,
     AdapterRules,
     ProgramRow,
+    differences_in_comfyui,
     diffsynth_rows,
     musubi_rows,
 )
@@ -107,6 +110,7 @@ ROWS = (
     _IN_OFFICIAL(),
     _DIFFUSERS(kinds=_LORAS, misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
     _DIFFUSERS(misreads="reads LoKr in the diffusers form alone, and no LoHa; merge it"),
+    DIFFERENCES_IN_DIFFUSERS,
     _COMFYUI(
         forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
     ),
@@ -121,8 +125,10 @@ ROWS = (
         kinds=("lora",), misreads="loads nothing of it, and only warns; write it with --to musubi"
     ),
     _COMFYUI(misreads="loads nothing of it, and only warns; merge it"),
+    *differences_in_comfyui(r"norm|modulation|^(?!(double|single)_blocks\.)"),
     *diffsynth_rows("diffusers"),
     *musubi_rows(),
+    *UNTRIED,
 )
 """What programs do with FLUX.2's adapter files; the tests run diffusers against it, and
 tools/clients the others."""

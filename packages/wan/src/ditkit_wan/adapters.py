@@ -10,10 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 from ditkit_core.models.adapter_programs import (
+    ALL_KINDS,
+    DIFFERENCES_IN_DIFFUSERS,
     DORAS,
     NO_FACTORED,
+    UNTRIED,
     AdapterRules,
     ProgramRow,
+    differences_in_comfyui,
     diffsynth_rows,
     musubi_rows,
 )
@@ -96,6 +100,7 @@ ROWS = (
     ),
     _DIFFUSERS(misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
     ProgramRow(program="diffusers", misreads=NO_FACTORED),
+    DIFFERENCES_IN_DIFFUSERS,
     _COMFYUI(
         forms=("official", "musubi"), naming=("official",), kinds=("lora", "dora", "lokr", "loha")
     ),
@@ -113,8 +118,11 @@ ROWS = (
         misreads=_OTHER_NORM,
     ),
     _COMFYUI(misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
+    *differences_in_comfyui(r"norm|modulation|^(?!layers\.)"),
     *diffsynth_rows("official"),
     *musubi_rows(unread=_NOT_IN_MUSUBI),
+    ProgramRow(program="OneTrainer", kinds=ALL_KINDS, misreads="has no model of Wan"),
+    *UNTRIED,
 )
 """What programs do with Wan's adapter files; the tests run diffusers against it, and tools/clients
 the others."""

@@ -13,9 +13,12 @@ import re
 from functools import partial
 
 from ditkit_core.models.adapter_programs import (
+    DIFFERENCES_IN_DIFFUSERS,
     DORAS,
+    UNTRIED,
     AdapterRules,
     ProgramRow,
+    differences_in_comfyui,
     diffsynth_rows,
     musubi_rows,
 )
@@ -142,6 +145,7 @@ ROWS = (
     _DIFFUSERS(
         misreads=f"reads LoKr with official names alone, and no LoHa; {_OFFICIAL}, or merge it"
     ),
+    DIFFERENCES_IN_DIFFUSERS,
     _COMFYUI(
         forms=("official", "diffusers", "diffsynth", "bare", "lycoris"),
         naming=("official", "diffusers"),
@@ -160,8 +164,12 @@ ROWS = (
         misreads=f"generates other images with magnitudes over another norm; {_OFFICIAL}",
     ),
     _COMFYUI(misreads=f"loads nothing of it, and only warns; {_OFFICIAL}"),
+    *differences_in_comfyui(
+        r"norm|modulation|^(?!layers\.)", unread=_UNKNOWN_TO_COMFYUI, instead=_OFFICIAL
+    ),
     *diffsynth_rows("official"),
     *musubi_rows(),
+    *UNTRIED,
 )
 """What programs do with Z-Image's adapter files; the tests run diffusers against it, and
 tools/clients the others."""

@@ -15,7 +15,9 @@ NOT_TRIED = "was not tried"
 DORAS = ("dora", "dora_merged")
 """Kinds of DoRA: over the norm of the base's rows, and of the merged rows."""
 KINDS = ("lora", *DORAS, "lokr", "loha")
-"""Kinds of low-rank adapters. `differences` of whole parameters are a kind besides."""
+"""Kinds of low-rank adapters."""
+ALL_KINDS = (*KINDS, DIFFERENCES)
+"""Also files that only have differences of whole parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,9 @@ class ProgramRow:
     up_down: bool | None = None
     """As in `AdapterLayout.up_down`; None for either."""
     present: str = ""
-    """Pattern of modules, by our names, of which the file has one."""
+    """Pattern of modules, by our names: the file has one."""
     absent: str = ""
-    """Pattern of modules of which the file has none."""
+    """Pattern of modules: the file has none."""
     when: Callable[[Collection[str]], bool] = lambda modules: True
     """Whether a file with these modules fits, where patterns cannot say it."""
     misreads: str = ""
@@ -82,17 +84,41 @@ class ProgramRow:
 
 
 def kinds_of(layout: AdapterLayout) -> set[str]:
-    """The kinds of adapters in a file, of `KINDS`, or `differences`."""
+    """The kinds of adapters in a file, of `ALL_KINDS`."""
     dora = "dora" if layout.dora_over_base else "dora_merged"
     kinds = set(layout.method.split(" and "))
     return (kinds - {"lora"}) | {dora} if layout.use_dora else kinds
 
 
-def untried_rows(*programs: str) -> tuple[ProgramRow, ...]:
-    """Rows of programs that nobody ran with the family's files."""
-    return tuple(
-        ProgramRow(program=program, kinds=(*KINDS, DIFFERENCES), misreads=NOT_TRIED)
-        for program in programs
+UNTRIED = tuple(
+    ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
+    for program in ("LyCORIS", "kohya's scripts", "OneTrainer", "ai-toolkit")
+)
+"""Rows of programs that nobody ran with a family's files."""
+
+DIFFERENCES_IN_DIFFUSERS = ProgramRow(
+    program="diffusers",
+    kinds=(DIFFERENCES,),
+    misreads="loads no file of differences alone; merge it",
+)
+"""diffusers 0.42 rejects such a file in some forms, and changes nothing in the others."""
+
+
+def differences_in_comfyui(
+    untried: str, *, unread: str = "", instead: str = "merge it"
+) -> tuple[ProgramRow, ...]:
+    """ComfyUI's rows for files of differences alone.
+
+    Args:
+        untried: Pattern of modules and parameters that nobody tried.
+        unread: Pattern of those that it leaves out in the `musubi` form.
+        instead: What to do with these.
+    """
+    row = partial(ProgramRow, program="ComfyUI", naming=("official",), kinds=(DIFFERENCES,))
+    return (
+        row(present=untried, misreads=f"{NOT_TRIED} with differences of {{module}}"),
+        row(forms=("official",)),
+        row(forms=("musubi",), unread=unread, instead=instead),
     )
 
 

@@ -90,7 +90,7 @@ def _described(spec: ModelSpec, path: Path) -> CardFile:
     return CardFile(
         path=path.name,
         header=header,
-        readers=spec.adapters.rules.readers(adapter.layout, list(adapter.file.modules)),
+        readers=spec.adapters.rules.readers(adapter.layout, adapter.modules),
     )
 
 

@@ -11,7 +11,7 @@ for biases, norms and modulations.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,25 @@ def _parts_of(
             if parts and all(part.name in parameters for part in parts):
                 return parts
     return ()
+
+
+def naming_of_differences(
+    keys: Sequence[str], parameters: Collection[str], names: StateDictNames
+) -> str:
+    """The form of `StateDictNames.from_native` that has the names of all these keys, which are of
+    these parameters; empty if none has."""
+    prefixes = (*names.prefixes, *PREFIXES)
+    stems = [
+        ending.sub("", key) for key in keys for ending in DIFFERENCE_ENDINGS if ending.search(key)
+    ]
+    for form, from_native in names.from_native.items():
+        modules = {
+            part.name.rpartition(".")[0] for name in parameters for part in from_native(name)
+        }
+        modules |= {module.replace(".", "_") for module in modules}
+        if all(any(stem.removeprefix(prefix) in modules for prefix in prefixes) for stem in stems):
+            return form
+    return ""
 
 
 def _underscored(names: StateDictNames, parameters: Mapping[str, object]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.files.differences import naming_of_differences
 from ditkit_core.adapters.files.keys import (
     KnownNames,
     another_model,
@@ -53,6 +54,13 @@ class FoundAdapter:
     """Presets with all these layers in these shapes."""
     differences: tuple[str, ...] = ()
     """Keys of differences that are added to whole parameters."""
+
+    @property
+    def modules(self) -> list[str]:
+        """The adapted modules by our names; in a file of differences alone, the modules and
+        parameters that these are of."""
+        names = (re.sub(r"\.(weight|bias)$", "", name) for name in self.file.differences)
+        return list(self.file.modules or dict.fromkeys(names))
 
 
 @lru_cache(maxsize=64)
@@ -172,23 +180,24 @@ def _of_differences(
     Raises:
         UserError: If they fit no preset.
     """
-    architecture, fitting, refused = spec.architecture, list[str](), list[UserError]()
+    architecture, refused = spec.architecture, list[UserError]()
+    names, fitting = architecture.names, dict[str, AdapterFile]()
     empty = AdapterFile(replace(source, tensors={}), {})
     for name, arch in architecture.presets.items():
+        parameters = parameters_of(architecture.build, arch)
         try:
-            with_differences(
-                empty, source, keys, architecture.names, parameters_of(architecture.build, arch)
-            )
-            fitting.append(name)
+            fitting[name] = with_differences(empty, source, keys, names, parameters)
         except UserError as error:
             refused.append(error)
     if not fitting:
         raise refused[0]
+    file = next(iter(fitting.values()))
     prefix = next(prefix for prefix in PREFIXES if keys[0].startswith(prefix))
-    layout = AdapterLayout(form=form_of(prefix, ""), method=DIFFERENCES)
+    naming = naming_of_differences(keys, file.differences, names)
+    layout = AdapterLayout(form=form_of(prefix, ""), naming=naming, method=DIFFERENCES)
     return FoundAdapter(
         path=source.path,
-        file=replace(empty, source=source),
+        file=file,
         layout=layout,
         shapes={},
         presets=tuple(fitting),

@@ -26,6 +26,7 @@ from ditkit_core.documents.tables import Table
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import DIFFERENCES, FORMATS, AdapterLayout
+from ditkit_core.models.adapter_programs import NOT_TRIED
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import attach_scales, num_scaled
 from ditkit_core.weights.load import known_prefix
@@ -106,9 +107,7 @@ def _adapter(
         "not_finite": [name for name in modules if name not in norms],
         "presets": list(adapter.presets),
         "differences": len(adapter.differences),
-        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules)))
-        if modules
-        else {},
+        "readers": spec.adapters.rules.readers(adapter.layout, adapter.modules),
     }
     if base is not None:
         about["fits_base"] = adapter.shapes.items() <= dict(base).items()
@@ -235,6 +234,7 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
                 f"--merge apply them"
             ),
             f"  fits {', '.join(about['presets']) or 'no preset'}",
+            *_reader_lines(about["readers"]),
         ]
     kinds, damaged = about["modules"], about["not_finite"]
     number = sum(kind["number"] for kind in kinds.values())
@@ -278,9 +278,14 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"  DAMAGED: {len(damaged)} modules have values that are not finite: {damaged[0]} …"
         )
-    return lines + [
-        f"  {reader}: {said or 'loads all of it'}" for reader, said in about["readers"].items()
-    ]
+    return lines + _reader_lines(about["readers"])
+
+
+def _reader_lines(readers: Mapping[str, str]) -> list[str]:
+    tried = {program: problem for program, problem in readers.items() if problem != NOT_TRIED}
+    lines = [f"  {program}: {problem or 'loads all of it'}" for program, problem in tried.items()]
+    others = ", ".join(program for program in readers if program not in tried)
+    return [*lines, *[f"  not tried: {others}"] * bool(others)]
 
 
 def _whole_lines(about: Mapping[str, Any]) -> list[str]:
