@@ -1,17 +1,23 @@
 """The pages of docs/ have what the code says today, and every schedule that they show is one."""
 
+import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.engine.ac_schedule import parse_schedule, words
 from ditkit_core.errors import UserError
+from ditkit_core.models.adapter_formats import FORMATS
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
-from doc_models import LICENCES
+from doc_models import LICENCES, SPECS
 from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, precision_of
+from doc_programs import KINDS, LORA, verdict
 from doc_ranks import MACHINES, RUNS
 from doc_tables import CHECKPOINTING, ROOT, TABLES, Table, section, stale, stamp
 from marked import between
@@ -138,3 +144,25 @@ def test_licences_are_those_of_the_packages_pages():
     rows = [line for page in pages for line in page.splitlines() if line.startswith("| `")]
     for hub_id, licence in LICENCES.items():
         assert any(f"| `{hub_id}` | {licence} |" in row for row in rows), hub_id
+
+
+@pytest.mark.parametrize("kind", ["LoRA", *KINDS])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_tick_in_the_table_of_programs_is_what_an_inspection_says(
+    spec: ModelSpec, kind: str
+) -> None:
+    arch = next(iter(spec.architecture.presets.values()))
+    block = re.compile(r"(layers|double_blocks|single_blocks)\.0\.(?!.*modulation)")
+    inside = [name for name in layers_of(spec.architecture.build, arch) if block.match(name)]
+    for form, naming in itertools.product(FORMATS.values(), ("official", "diffusers")):
+        layout = replace(
+            KINDS.get(kind, LORA),
+            form=form.name,
+            naming=naming,
+            alpha=form.scale == "alpha",
+            dora_over_base=kind == "DoRA" and form.dora == "base",
+        )
+        readers = spec.adapters.rules.readers(layout, inside)
+        for program, problem in readers.items():
+            loads = not problem or problem.startswith("loads a part of it")
+            assert verdict(spec, program, layout).startswith("✓") == loads, (layout, program)

@@ -22,15 +22,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ditkit_core.errors import UserError
 from doc_data import control_columns, metadata_columns
-from doc_models import models
+from doc_models import SPECS, models
 from doc_planned import budgets, kept
 from doc_precision import audited, backends, places, presets
+from doc_programs import programs
 from doc_ranks import scaled
 from doc_recipes import recipes
 from marked import Markers, between, replaced
@@ -41,6 +43,7 @@ PROGRAMS = Path(sys.executable).parent
 CHECKPOINTING, PRECISION, DATA, RANKS = (
     ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
 )
+EXPORT = ROOT / "docs" / "export.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
 POLICIES, AUDITS = (
@@ -126,6 +129,10 @@ TABLES = (
     Table(name="places", page=PRECISION, kind="read", make=places),
     Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),
     Table(name="control-columns", page=DATA, kind="read", make=control_columns),
+    *(
+        Table(name=f"programs-{spec.name}", page=EXPORT, kind="read", make=partial(programs, spec))
+        for spec in SPECS
+    ),
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
     Table(name="ranks", page=RANKS, kind="planned", make=scaled),

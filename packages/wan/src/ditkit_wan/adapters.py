@@ -108,7 +108,7 @@ ROWS = (
         forms=("videox",),
         kinds=("lora", "dora", "lokr", "loha"),
         absent=r"^layers\.0\.cross_attn\.k$",  # the key that it knows these files by
-        misreads=f"loads nothing of it, and only warns; {_CONVERT}",
+        misreads=f"loads nothing of it without layers.0.cross_attn.k, and only warns; {_CONVERT}",
     ),
     _COMFYUI(forms=("videox",), kinds=("lora", "dora", "lokr", "loha")),
     _COMFYUI(
