@@ -140,6 +140,8 @@ def test_each_wish_names_at_most_four_files():
         # A row without a path is one file, too: "the family's code", "a file next to it".
         files[wish] = files.get(wish, 0) + max(1, len(list(paths(where))))
     assert set(files) == {
+        "a form of adapter files",
+        "a program that reads adapter files",
         "an attention backend",
         "a setting of how a model runs",
         "an optimizer",

@@ -13,7 +13,6 @@ from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files import identify
 from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.files.identify import adapter_in, layers_of
-from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import arch_here
@@ -21,6 +20,7 @@ from ditkit_core.models.other_models import looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.specs import altered
+from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
@@ -270,7 +270,7 @@ def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> 
     for preset, arch in SPECS[family].architecture.presets.items():
         modules = layers_of(SPECS[family].architecture.build, arch)
         for form, from_native in names.from_native.items():
-            theirs = list(modules_in_form(modules, from_native).complete)
+            theirs = list(FusedTensors.of(modules, from_native, ".weight").complete)
             kohya = [f"lora_unet_{name.replace('.', '_')}" for name in theirs]
             for spelled in (theirs, kohya):
                 assert looks_like(spelled, names.others) == ("", ""), (preset, form)

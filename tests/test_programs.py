@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from ditkit_core.adapters.files.export import loaded_by, readers_of
 from ditkit_core.adapters.files.identify import find_adapter, layers_of, parameters_of
-from ditkit_core.adapters.files.keys import modules_in_form, tensors_in_form
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, FORMATS, AdapterLayout
 from ditkit_core.models.adapter_programs import NOT_TRIED, kinds_of
 from ditkit_core.models.precision import Precision
+from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.verify import DIFFUSERS as FLUX2_IN_DIFFUSERS
@@ -136,7 +136,7 @@ def differences(preset, form, file, *, also=()):
     start = block[: block.index(".0.") + 3]
     chosen = [name for name in parameters if name.startswith(start) and ".q.weight" in name]
     chosen = chosen or [f"{start}attention.to_q.weight", f"{start}feed_forward.w1.weight"]
-    fused = tensors_in_form([*parameters], names.from_native[row.naming]).complete
+    fused = FusedTensors.of([*parameters], names.from_native[row.naming]).complete
     tensors = {}
     for theirs, parts in fused.items():
         if any(part.name in (*chosen, *also) for part in parts):
@@ -228,7 +228,7 @@ def test_diffusers_loads_no_file_of_differences_alone(tmp_path, family, form):
         for parameter in model.parameters():
             parameter.normal_(0, 0.1)
     layers = layers_of(spec.architecture.build, arch)
-    fused = modules_in_form(layers, names.from_native[row.naming or names.bare]).complete
+    fused = FusedTensors.of(layers, names.from_native[row.naming or names.bare], ".weight").complete
     tensors = {
         f"{row.stem(theirs)}.diff": torch.ones(
             sum(layers[part.name][0] // part.of for part in parts), layers[parts[0].name][1]

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.files.export import base_tensors, method_of_all
-from ditkit_core.adapters.files.keys import tensors_in_form
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers, method_of
 from ditkit_core.errors import UserError
@@ -37,7 +36,7 @@ from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, products_in_dtype, quantized_weights
 from ditkit_core.nn.weight_at_use import make_at_use, weights_at_use, without_values
 from ditkit_core.weights.factored import first_part
-from ditkit_core.weights.fused_tensors import rows_of
+from ditkit_core.weights.fused_tensors import FusedTensors, rows_of
 from ditkit_core.weights.load import first_ten
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -161,7 +160,7 @@ class BareBase:
 
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[TensorSlice, ...]]:
         """The parts of our parameters that make up each tensor's rows, by the form's names."""
-        assembly = tensors_in_form(self._tensors, names.from_native[form])
+        assembly = FusedTensors.of(self._tensors, names.from_native[form])
         assert len(assembly.complete) == len(assembly.parts), "a tensor of the form lacks rows"
         return assembly.complete
 

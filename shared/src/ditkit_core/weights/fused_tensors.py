@@ -8,7 +8,7 @@ other, and its B is block-diagonal: exact, with a rank that is the sum of theirs
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,29 @@ class FusedTensors:
     def __init__(self) -> None:
         self._parts: dict[str, list[TensorSlice | None]] = {}
 
+    @classmethod
+    def of(
+        cls,
+        names: Iterable[str],
+        from_native: Callable[[str], Sequence[TensorSlice]],
+        ending: str = "",
+    ) -> "FusedTensors":
+        """A form's tensors, assembled from ours.
+
+        Args:
+            names: Our names.
+            from_native: From a name with its ending to the parts of the form's tensors.
+            ending: What all names of both sides end with, and are without: `.weight` for modules.
+        """
+        fused = cls()
+        for name in names:
+            parts = [
+                replace(part, name=part.name.removesuffix(ending))
+                for part in from_native(f"{name}{ending}")
+            ]
+            assert fused.add(name, parts), f"{name} shares rows with another"
+        return fused
+
     def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
         """Record that the rows of a tensor are these parts of the other side's tensors, from the
         first row on.
@@ -32,17 +55,15 @@ class FusedTensors:
         into another number of parts.
         """
         # All or nothing: half a tensor that was added would hide the parts of a better match.
-        if not all(self._is_free(part) for part in parts):
-            return False
+        for part in parts:
+            rows = self._parts.get(part.name, [None] * part.of)
+            if len(rows) != part.of or rows[part.index] is not None:
+                return False
         for index, part in enumerate(parts):
             self._parts.setdefault(part.name, [None] * part.of)[part.index] = TensorSlice(
                 name, index, len(parts)
             )
         return True
-
-    def _is_free(self, part: TensorSlice) -> bool:
-        rows = self._parts.get(part.name, [None] * part.of)
-        return len(rows) == part.of and rows[part.index] is None
 
     @property
     def parts(self) -> Mapping[str, tuple[TensorSlice | None, ...]]:

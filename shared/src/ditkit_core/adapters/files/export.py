@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
 from ditkit_core.adapters.files.export_names import adapter_file
-from ditkit_core.adapters.files.keys import tensors_in_form
 from ditkit_core.adapters.files.write import (
     check_form,
     check_one_to_one,
@@ -38,7 +37,7 @@ from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.factored import parts_of, weight_change
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
-from ditkit_core.weights.fused_tensors import rows_of
+from ditkit_core.weights.fused_tensors import FusedTensors, rows_of
 from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import redact_description
 
@@ -295,7 +294,7 @@ def _transformer_in_form(
     them need to be in memory at once."""
     tensors, coarse, names = base_tensors(model), quantized_weights(model), spec.architecture.names
     form = names.scaled if config.scaled else form
-    fused = tensors_in_form(tensors, names.from_native[form])
+    fused = FusedTensors.of(tensors, names.from_native[form])
     natives = fused.complete
     assert len(natives) == len(fused.parts), "the form has rows that the model does not"
 

@@ -8,7 +8,7 @@ underscores were dots, but the model's own names do.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ditkit_core.errors import UserError
@@ -106,7 +106,7 @@ class KnownNames:
         """The names of these Linear layers."""
         by_form: dict[str, Mapping[str, tuple[TensorSlice, ...]]] = {}
         for form, from_native in names.from_native.items():
-            by_form[form] = modules_in_form(modules, from_native).complete
+            by_form[form] = FusedTensors.of(modules, from_native, ".weight").complete
         by_form[""] = {module: (TensorSlice(module),) for module in modules}
         parts: dict[str, tuple[TensorSlice, ...]] = {}
         forms: dict[tuple[TensorSlice, ...], list[str]] = {}
@@ -173,28 +173,6 @@ class KnownNames:
             use_dora=any(key.kind == "magnitude" for key in keys),
             method=" and ".join(sorted(methods)),
         )
-
-
-def modules_in_form(
-    modules: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]
-) -> FusedTensors:
-    """A form's modules, assembled from ours."""
-
-    def theirs(module: str) -> tuple[TensorSlice, ...]:
-        weights = from_native(f"{module}.weight")
-        return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in weights)
-
-    return tensors_in_form(modules, theirs)
-
-
-def tensors_in_form(
-    names: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]
-) -> FusedTensors:
-    """A form's tensors, assembled from ours."""
-    fused = FusedTensors()
-    for name in names:
-        assert fused.add(name, tuple(from_native(name))), f"{name} shares rows with another"
-    return fused
 
 
 def has_adapter_keys(source: SafetensorsSource) -> bool:

@@ -368,28 +368,35 @@ def open_adapter(
             use a file's differences.
     """
     source = SafetensorsSource.open(path)
-    # Weights of whole layers, which no adapter has: many of a transformer's other tensors are
-    # biases and norms.
-    if (
-        known_prefix(
-            source, names, {f"{module}.weight": shape for module, shape in modules.items()}
-        )[1]
-        > len(source.tensors) / 4
-    ):
-        raise UserError(
-            f"{path} is a whole transformer, not an adapter; name the file that the export "
-            f"command's --extract {path} --base BASE --rank 64 "
-            "makes of its difference to the base"
-        )
-    plain, keys = split_differences(source)
-    if keys and parameters is None:
-        raise not_applied(path, keys)
-    if keys and not plain.tensors:  # LyCORIS' `full`, or an extraction
+    plain, differences = split_differences(source)
+    known_names = KnownNames.of(names, modules)
+    keys = known_names.keys_of(plain)
+    if keys.unmatched:
+        _refuse_whole(source, names, modules)
+    if differences and parameters is None:
+        raise not_applied(path, differences)
+    if differences and not plain.tensors:  # LyCORIS' `full`, or an extraction
         file = AdapterFile(plain, {})
     else:
-        known_names = KnownNames.of(names, modules)
-        file = understand_adapter(plain, known_names, known_names.keys_of(plain), modules)
-    return file if parameters is None else with_differences(file, source, keys, names, parameters)
+        file = understand_adapter(plain, known_names, keys, modules)
+    if parameters is None:
+        return file
+    return with_differences(file, source, differences, names, parameters)
+
+
+def _refuse_whole(
+    source: SafetensorsSource, names: StateDictNames, modules: Mapping[str, object]
+) -> None:
+    """Refuse the file of a whole transformer; arguments as of `open_adapter`."""
+    # Weights of whole layers, which no adapter has: many of a transformer's other tensors are
+    # biases and norms.
+    weights = {f"{module}.weight": shape for module, shape in modules.items()}
+    if known_prefix(source, names, weights)[1] > len(source.tensors) / 4:
+        raise UserError(
+            f"{source.path} is a whole transformer, not an adapter; name the file that the export "
+            f"command's --extract {source.path} --base BASE --rank 64 "
+            "makes of its difference to the base"
+        )
 
 
 def with_differences(

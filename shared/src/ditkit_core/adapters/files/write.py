@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ditkit_core.adapters.dora import DORA_METADATA, OVER_BASE
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
-from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
 from ditkit_core.adapters.inject import method_of
 from ditkit_core.errors import UserError
@@ -213,7 +212,7 @@ def _single(parts: Sequence[TensorSlice | None]) -> TensorSlice | None:
 
 def fused_modules(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
     """A form's modules, assembled from these of ours."""
-    return modules_in_form(modules, names.from_native[_naming(form, names)])
+    return FusedTensors.of(modules, names.from_native[_naming(form, names)], ".weight")
 
 
 def _rounded(adapter: Scaled[Any], dtype: torch.dtype, *, with_alpha: bool) -> Scaled[Any]:
