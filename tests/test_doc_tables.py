@@ -159,7 +159,7 @@ def test_a_tick_in_the_table_of_programs_is_what_an_inspection_says(
             KINDS.get(kind, LORA),
             form=form.name,
             naming=naming,
-            alpha=form.scale == "alpha",
+            alpha=form.scale == "alpha" or form.name == "lycoris",  # as their programs write it
             dora_over_base=kind == "DoRA" and form.dora == "base",
         )
         readers = spec.adapters.rules.readers(layout, inside)

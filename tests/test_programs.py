@@ -18,7 +18,7 @@ from ditkit_core.adapters.files.identify import find_adapter, layers_of, paramet
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, FORMATS, AdapterLayout
-from ditkit_core.models.adapter_programs import NOT_TRIED, kinds_of
+from ditkit_core.models.adapter_programs import NO_MODEL, NOT_TRIED, kinds_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_flux2.presets import Flux2Arch
@@ -168,7 +168,8 @@ def test_of_a_file_of_differences_is_said_what_was_measured(tmp_path, preset, fo
     else:
         assert said == ""
     assert "loads no file of differences" in readers.pop("diffusers")
-    assert set(readers.values()) - {"has no model of Wan"} == {NOT_TRIED}
+    assert readers.pop("sd-scripts") == NO_MODEL
+    assert set(readers.values()) - {NO_MODEL} == {NOT_TRIED}
 
 
 def test_differences_of_norms_and_modulation_were_not_tried(tmp_path):
@@ -184,11 +185,10 @@ def test_an_inspection_lists_programs_for_differences_alone(tmp_path, capsys):
     assert cli.run(WAN, "export", ["--inspect", str(file)]) == 0
     text = capsys.readouterr().out
     assert "\n  ComfyUI: loads all of it\n" in text
-    assert "\n  not tried: DiffSynth, musubi-tuner, LyCORIS, kohya's scripts, ai-toolkit\n" in text
+    assert "\n  not tried: DiffSynth, musubi-tuner, LyCORIS, ai-toolkit\n" in text
     assert NOT_TRIED not in text
-    assert NOT_TRIED not in loaded_by(
-        readers_of(WAN, "official", modules_of("t2v-1.3b"), use_dora=False)
-    )
+    line = loaded_by(readers_of(WAN, "official", modules_of("t2v-1.3b"), use_dora=False))
+    assert NOT_TRIED not in line and NO_MODEL not in line
 
 
 SIZES = {"dim": 48, "ffn_dim": 64, "heads": 2, "layers": 1, "text_dim": 20, "freq_dim": 16}

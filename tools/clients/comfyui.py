@@ -278,12 +278,8 @@ def compare_adapter(comfy: Any, patcher: Any, name: str, kind: str, form: str, f
 
 
 def compare_differences(comfy: Any, patcher: Any, name: str, form: str, folder: Path) -> str:
-    """A row about a file of differences of the blocks' weights and biases; AssertionError where it
-    is not loaded whole.
-
-    Z-Image's in musubi-tuner's names are left out in part: ComfyUI has the names of its attention
-    by its own only.
-    """
+    """A row about a file of differences of the blocks' weights and biases; AssertionError where
+    our word of it is not so."""
     base, generator = base_file(folder, name), torch.Generator().manual_seed(3)
     ends, differences = {"weight": "diff", "bias": "diff_b"}, dict[str, Tensor]()
     for key, tensor in load_file(base).items():
@@ -314,10 +310,11 @@ def compare_differences(comfy: Any, patcher: Any, name: str, form: str, folder: 
     apart = distance(theirs, predict(load_ours(name, base, merge=[str(file)]), item_of(name)))
     left = sum("not loaded" in line for line in log.lines)
     row = f"| {name} | differences | {form} | {len(differences)} keys | {left} | {apart:.1e} | |"
-    partly = ARCHS[name][0] is ZIMAGE and form == "musubi"
-    assert (left > 0 and apart > SAME) if partly else (left == 0 and apart <= SAME), (
-        f"{row}: not so"
-    )
+    spec = spec_of(name)
+    found = find_adapter(file, spec)
+    word = spec.adapters.rules.readers(found.layout, found.modules)["ComfyUI"]
+    as_said = (left == 0 and apart <= SAME) if not word else (left > 0 and apart > SAME)
+    assert as_said, f"{row}: {word or 'loads all of it'}: not so"
     return row
 
 

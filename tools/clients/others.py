@@ -3,21 +3,26 @@ them.
 
     MUSUBI=FOLDER uv run tools/clients/others.py musubi
     DIFFSYNTH=FOLDER uv run tools/clients/others.py diffsynth
-    uv run tools/clients/others.py lycoris                    # with the package lycoris-lora
+    MUSUBI=FOLDER uv run tools/clients/others.py lycoris
+    uv run tools/clients/others.py lycoris-reads
 
-`MUSUBI` and `DIFFSYNTH` are clones; LyCORIS and DiffSynth work on musubi-tuner's model of Wan, so
-they need `MUSUBI` too. Each program merges a file into its model of Wan (text to video, tiny, fp32,
-CPU). The merged model's prediction is computed here and compared with ours of the same file. The
-exit status is 1 where a word is not so.
+`MUSUBI` and `DIFFSYNTH` are clones, LyCORIS is the package lycoris-lora. Each program merges a file
+into musubi-tuner's model of Wan (text to video, tiny, fp32, CPU); `lycoris-reads` has LyCORIS apply
+our files to diffusers' model of each family instead. The other prediction is compared with ours of
+the same file. The exit status is 1 where a word is not so.
 """
 
 import argparse
 import importlib
 import importlib.util
+import itertools
+import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +33,10 @@ from torch import Tensor, nn
 
 from client_models import ARCHS, base_file, distance, item_of, load_ours, predict, spec_of, trained
 from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.errors import UserError
+from ditkit_flux2.verify import DIFFUSERS as FLUX2_IN_DIFFUSERS
+from ditkit_wan.verify import DIFFUSERS as WAN_IN_DIFFUSERS
+from ditkit_zimage.verify import DIFFUSERS as ZIMAGE_IN_DIFFUSERS
 
 NAME = "t2v"
 SAME = 1e-5
@@ -102,12 +111,12 @@ class Bench:
         model.save_adapter(file, form=form, dtype="fp32")
         return file
 
-    def word(self, file: Path, program: str) -> str:
-        """Our word of a program and a file, in the architecture of the tiny model."""
-        spec = spec_of(NAME)
+    def word(self, file: Path, program: str, model: str = NAME) -> str:
+        """Our word of a program and a file, in the architecture of a tiny model."""
+        spec, base = spec_of(model), base_file(self.folder, model)
         shapes = {
             name: tuple(tensor.shape)
-            for name, tensor in load_ours(NAME, self.base).module.named_parameters()
+            for name, tensor in load_ours(model, base).module.named_parameters()
         }
         layers = {
             name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
@@ -226,10 +235,59 @@ def lycoris(bench: Bench) -> None:
         )
 
 
+def in_keys_of_lycoris(file: Path, *, alpha: bool) -> None:
+    """Write an adapter in diffusers' form again with LyCORIS' own keys, with or without alpha."""
+    ends = {
+        "lora_A.weight": "lora_down.weight",
+        "lora_B.weight": "lora_up.weight",
+        "lora_magnitude_vector": "dora_scale",
+    }
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in load_file(file).items():
+        match = re.fullmatch(r"transformer\.(.+)\.((lora|lokr|hada)_.+)", key)
+        assert match is not None, key
+        stem, end = f"lycoris_{match[1].replace('.', '_')}", ends.get(match[2], match[2])
+        tensors[f"{stem}.{end}"] = tensor[:, None].contiguous() if tensor.ndim == 1 else tensor
+        if alpha and end in ("lora_down.weight", "lokr_w2_b", "hada_w1_b"):
+            tensors[f"{stem}.alpha"] = torch.tensor(float(len(tensor)))
+    save_file(tensors, file)
+
+
+def lycoris_reads(bench: Bench) -> None:
+    """Our files in each form, and with LyCORIS' own keys, applied by it to diffusers' models."""
+    from lycoris import create_lycoris_from_weights
+
+    forms = ("official", "diffusers", "diffsynth", "musubi", "lycoris", "lycoris without alpha")
+    kinds = {**KINDS, "dora": {"r": 4, "lora_alpha": 6, "use_dora": True}}
+    for (name, verifier), kind in itertools.product(VERIFIERS.items(), kinds):
+        base = base_file(bench.folder, name)
+        ours, plain = trained(name, base, **kinds[kind]), load_ours(name, base).module
+        inputs = verifier.inputs(plain)
+        for form in forms:
+            is_theirs = form.startswith("lycoris")
+            try:
+                file = bench.save(f"{name}-{kind}", "diffusers" if is_theirs else form, ours)
+            except UserError:  # the form has no such adapter
+                continue
+            if is_theirs:
+                in_keys_of_lycoris(file, alpha=form == "lycoris")
+            merged = load_ours(name, base, merge=[str(file)]).module
+            theirs, apart = verifier.transformer(plain), math.inf
+            # It fails on a file without alpha, which is an answer.
+            with torch.no_grad(), suppress(TypeError):
+                network, _ = create_lycoris_from_weights(1.0, str(file), theirs)
+                network.apply_to()
+                expected = verifier.run(verifier.transformer(merged), inputs)
+                apart = distance(verifier.run(theirs, inputs), expected)
+            bench.row(f"{name}, {kind}, {form} |", apart, bench.word(file, "LyCORIS", name))
+
+
+VERIFIERS = {"t2v": WAN_IN_DIFFUSERS, "klein": FLUX2_IN_DIFFUSERS, "zimage": ZIMAGE_IN_DIFFUSERS}
 PROGRAMS: Mapping[str, tuple[Callable[[Bench], None], tuple[str, ...]]] = {
     "musubi": (musubi, ("MUSUBI",)),
     "diffsynth": (diffsynth, ("MUSUBI", "DIFFSYNTH")),
     "lycoris": (lycoris, ("MUSUBI",)),
+    "lycoris-reads": (lycoris_reads, ()),
 }
 
 
@@ -244,7 +302,8 @@ def main() -> int:
         if missing := [variable for variable in PROGRAMS[name][1] if variable not in os.environ]:
             parser.error(f"{name}: set {' and '.join(missing)} to the folder of a clone")
     torch.set_num_threads(1)
-    sys.path.insert(0, os.environ["MUSUBI"] + "/src")
+    if "MUSUBI" in os.environ:
+        sys.path.insert(0, os.environ["MUSUBI"] + "/src")
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         bench = Bench(Path(folder))
         for name in args.programs:

@@ -48,6 +48,7 @@ def verdict(spec: ModelSpec, program: str, layout: AdapterLayout) -> str:
             continue
         reason = row.misreads.partition(";")[0]
         if row != plain:
+            assert reason, f"{row}: a condition is of files that are not loaded"
             if row.forms:  # others are about models that the program lacks
                 example = _example(spec, row.present) if "{module}" in reason else ""
                 exceptions.append(reason.replace("{module}", example))

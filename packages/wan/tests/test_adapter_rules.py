@@ -24,7 +24,7 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterLayout
-from ditkit_core.models.adapter_programs import NOT_TRIED
+from ditkit_core.models.adapter_programs import NO_MODEL, NOT_TRIED
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -331,8 +331,8 @@ def test_other_readers() -> None:
     readers = RULES.readers(official, ["layers.0.ffn.0"])
     loading = {reader for reader, said in readers.items() if not said}
     assert loading == {"diffusers", "ComfyUI", "DiffSynth"}
-    assert readers["OneTrainer"] == "has no model of Wan"
-    assert {readers[name] for name in ("LyCORIS", "kohya's scripts", "ai-toolkit")} == {NOT_TRIED}
+    assert readers["OneTrainer"] == readers["sd-scripts"] == NO_MODEL
+    assert readers["ai-toolkit"] == NOT_TRIED
     vace = RULES.readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
     assert "rejects vace_blocks.0.ffn.0" in vace["diffusers"] and not vace["ComfyUI"]
     assert (

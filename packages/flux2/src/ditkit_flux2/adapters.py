@@ -15,6 +15,8 @@ from ditkit_core.models.adapter_formats import set_forms
 from ditkit_core.models.adapter_programs import (
     DIFFERENCES_IN_DIFFUSERS,
     DORAS,
+    LYCORIS,
+    SD_SCRIPTS,
     UNTRIED,
     AdapterRules,
     ProgramRow,
@@ -128,6 +130,8 @@ ROWS = (
     *differences_in_comfyui(r"norm|modulation|^(?!(double|single)_blocks\.)"),
     *diffsynth_rows("diffusers"),
     *musubi_rows(),
+    *LYCORIS,
+    SD_SCRIPTS,
     *UNTRIED,
 )
 """What programs do with FLUX.2's adapter files; the tests run diffusers against it, and

@@ -13,7 +13,10 @@ from ditkit_core.models.adapter_programs import (
     ALL_KINDS,
     DIFFERENCES_IN_DIFFUSERS,
     DORAS,
+    LYCORIS,
     NO_FACTORED,
+    NO_MODEL,
+    SD_SCRIPTS,
     UNTRIED,
     AdapterRules,
     ProgramRow,
@@ -121,7 +124,9 @@ ROWS = (
     *differences_in_comfyui(r"norm|modulation|^(?!layers\.)"),
     *diffsynth_rows("official"),
     *musubi_rows(unread=_NOT_IN_MUSUBI),
-    ProgramRow(program="OneTrainer", kinds=ALL_KINDS, misreads="has no model of Wan"),
+    ProgramRow(program="OneTrainer", kinds=ALL_KINDS, misreads=NO_MODEL),
+    *LYCORIS,
+    SD_SCRIPTS,
     *UNTRIED,
 )
 """What programs do with Wan's adapter files; the tests run diffusers against it, and tools/clients

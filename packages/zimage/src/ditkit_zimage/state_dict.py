@@ -15,6 +15,8 @@ from functools import partial
 from ditkit_core.models.adapter_programs import (
     DIFFERENCES_IN_DIFFUSERS,
     DORAS,
+    LYCORIS,
+    SD_SCRIPTS,
     UNTRIED,
     AdapterRules,
     ProgramRow,
@@ -169,6 +171,8 @@ ROWS = (
     ),
     *diffsynth_rows("official"),
     *musubi_rows(),
+    *LYCORIS,
+    SD_SCRIPTS,
     *UNTRIED,
 )
 """What programs do with Z-Image's adapter files; the tests run diffusers against it, and

@@ -9,6 +9,8 @@ from ditkit_core.models.adapter_formats import DIFFERENCES, AdapterLayout
 
 NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
+NO_MODEL = "has no such model"
+"""What is said of a program that lacks the family."""
 NOT_TRIED = "was not tried"
 """What is said of a program that nobody ran with such a file."""
 
@@ -92,9 +94,26 @@ def kinds_of(layout: AdapterLayout) -> set[str]:
 
 UNTRIED = tuple(
     ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
-    for program in ("LyCORIS", "kohya's scripts", "OneTrainer", "ai-toolkit")
+    for program in ("OneTrainer", "ai-toolkit")
 )
 """Rows of programs that nobody ran with a family's files."""
+
+LYCORIS = (
+    ProgramRow(
+        program="LyCORIS",
+        forms=("lycoris",),
+        alpha=False,
+        misreads="rejects a file without keys of alpha; merge it",
+    ),
+    ProgramRow(
+        program="LyCORIS", forms=("lycoris",), kinds=("lora", "dora_merged", "lokr", "loha")
+    ),
+    ProgramRow(program="LyCORIS", misreads="loads nothing of it; merge it"),
+)
+"""LyCORIS' rows: it reads the keys that it writes, with the names of any model that it is applied
+to."""
+SD_SCRIPTS = ProgramRow(program="sd-scripts", kinds=ALL_KINDS, misreads=NO_MODEL)
+"""The row of kohya's scripts (as of February 2026), for a family that they lack."""
 
 DIFFERENCES_IN_DIFFUSERS = ProgramRow(
     program="diffusers",

@@ -29,7 +29,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, set_forms
-from ditkit_core.models.adapter_programs import NO_FACTORED, NOT_TRIED
+from ditkit_core.models.adapter_programs import NO_FACTORED, NO_MODEL, NOT_TRIED
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
@@ -179,7 +179,7 @@ def loaded_by(read: Mapping[str, str]) -> str:
         ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
     )
     others = "; ".join(
-        f"{reader} {said}" for reader, said in read.items() if said not in ("", NOT_TRIED)
+        f"{reader} {said}" for reader, said in read.items() if said not in ("", NOT_TRIED, NO_MODEL)
     )
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
 
