@@ -12,7 +12,7 @@ from made_profiles import made_profile, products
 from ditkit_core.nn.eight_bit_products import product
 from ditkit_core.nn.kernels import ops
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds
+from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds
 from ditkit_core.planner.memory import Partition
 from ditkit_core.planner.memory_tracker import Kernel, fake_tensors
 from ditkit_core.planner.step_time import (
@@ -57,6 +57,14 @@ def nanoseconds(*kernels, **work):
     return compute_time(
         with_kernels(*kernels), CARD, Workload(**{"cuda_graphs": "on"} | work), backward=False
     )
+
+
+def test_the_order_of_a_set_of_kernels_does_not_change_their_time():
+    """Hashes of names differ in each process, and so the order of a set."""
+    kernels = [(Kernel("elementwise", 0, 1 + 10**9 // n), n) for n in range(1, 60)]
+    for seconds in (lambda counts: gpu_seconds(counts, CARD), host_seconds):
+        orders = [random.Random(seed).sample(kernels, len(kernels)) for seed in range(20)]
+        assert len({seconds(tuple(order)) for order in orders}) == 1
 
 
 def test_a_narrow_matmul_takes_the_time_of_its_bytes_and_a_small_one_the_time_to_start():

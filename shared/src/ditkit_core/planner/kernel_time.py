@@ -8,6 +8,7 @@ shares of their own published rates. `tools/bench/time_truth.py` compares what f
 two tables with the measurements that they are from.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -140,14 +141,15 @@ def kernel_seconds(kernel: Kernel, gpu: Rates, attention: str = "sdpa") -> float
 @cache
 def gpu_seconds(kernels: KernelCounts, gpu: Rates, attention: str = "sdpa") -> float:
     """Seconds that a GPU is busy with kernels, one after the other."""
-    return sum(count * kernel_seconds(kernel, gpu, attention) for kernel, count in kernels)
+    # A set has another order in each process; `fsum` gives the same sum in every order.
+    return math.fsum(count * kernel_seconds(kernel, gpu, attention) for kernel, count in kernels)
 
 
 @cache
 def host_seconds(kernels: KernelCounts) -> float:
     """Seconds that the host takes to launch them, operation by operation."""
     kinds = [(kernel.kind.partition("_")[0], count) for kernel, count in kernels]
-    return sum(count * LAUNCHED[_LAUNCHED_AS.get(kind, "other")] for kind, count in kinds)
+    return math.fsum(count * LAUNCHED[_LAUNCHED_AS.get(kind, "other")] for kind, count in kinds)
 
 
 def is_launched_slowly(
