@@ -1,6 +1,8 @@
 """Cuts chosen by what a step holds: against trying all, and the same for a run as for its plan."""
 
+import functools
 import itertools
+import operator
 import random
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from ditkit_core.planner.partition import (
     budgets_here,
     budgets_of,
     choose_split_points,
+    divide,
     streamed_of,
     weights_profile,
 )
@@ -87,6 +90,34 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
     every = [cuts for cuts in itertools.combinations(range(1, 9), num_devices - 1) if 3 not in cuts]
     assert cuts in every
     assert fullest(cuts) == min(map(fullest, every)) < float("inf")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("total", [max, operator.add])
+def test_a_division_costs_least_of_all_that_are_possible(num_devices, total):
+    """With parts that a device cannot have."""
+    draw = random.Random(num_devices)
+    for _ in range(20):
+        costs = {
+            (device, *span): draw.choice((None, *range(9)))
+            for device in range(num_devices)
+            for span in itertools.combinations(range(8), 2)
+        }
+
+        def cost(device, start, end, costs=costs):
+            return costs[device, start, end]
+
+        every = []
+        for cuts in itertools.combinations((1, 2, 4, 5, 6), num_devices - 1):
+            spans = enumerate(itertools.pairwise((0, *cuts, 7)))
+            parts = [costs[device, *span] for device, span in spans]
+            if None not in parts:
+                every.append((functools.reduce(total, parts), cuts))
+        starts = [0, 1, 2, 4, 5, 6]
+        assert divide(7, num_devices, starts, cost, total, sorted) == sorted(every)
+        least = divide(7, num_devices, starts, cost, total)
+        assert [price for price, _ in least] == [price for price, _ in sorted(every)[:1]]
+        assert set(least) <= set(every)
 
 
 def test_what_is_streamed_makes_room_for_other_blocks():

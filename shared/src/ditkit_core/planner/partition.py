@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,46 +93,79 @@ def choose_split_points(
         budget = budgets[device]
         return bytes_held(kinds[device], start, end, counts[device], budget) / budget.available
 
-    split_points = least_full(len(blocks), len(budgets), starts, fullness)
-    assert split_points is not None, "there are enough blocks for all"
-    return split_points
+    ((_, split_points),) = divide(len(blocks), len(budgets), starts, fullness)
+    return split_points  # there are enough blocks for all
 
 
-def least_full(
+Division = tuple[Any, tuple[int, ...]]
+"""The total cost of a division of blocks among devices, and its split points."""
+
+
+def cheapest(divisions: list[Division]) -> list[Division]:
+    """The division that costs least; of equals the one with the earliest split points."""
+    return [min(divisions)]
+
+
+def divide(
     num_blocks: int,
     num_devices: int,
     starts: Sequence[int],
-    fullness: Callable[[int, int, int], float | None],
-) -> tuple[int, ...] | None:
-    """Split points with which the fullest device is as empty as possible; of equals the earliest.
-    None if no split is possible.
+    cost: Callable[[int, int, int], Any],
+    total: Callable[[Any, Any], Any] = max,
+    keep: Callable[[list[Division]], list[Division]] = cheapest,
+) -> list[Division]:
+    """Divide blocks among devices so that the total cost is least. Dynamic programming covers every
+    division.
 
-    Dynamic programming covers every split, so no other is better. `starts` are blocks that can be
-    the first of a device. `fullness` is of (device, start, end): how full the device is with the
-    blocks from start to before end; None if it cannot have them.
+    Args:
+        num_devices: At least 1; each has at least one block.
+        starts: Blocks that can be the first of a device; the first device begins with block 0.
+        cost: Of (device, start, end), the blocks from start to before end; None if the device
+            cannot have them.
+        total: The cost of the devices so far and of the next one together. It must not fall where
+            the first of them rises.
+        keep: Which divisions of the same blocks among the devices so far are worth continuing.
+
+    Returns:
+        What `keep` leaves of the divisions of all blocks, its order too; empty if there is none.
     """
-    # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
-    # Only the last device has to reach the end; all others may stop before any block that can begin
-    # a device.
+    # The first device's blocks, then those of the first two, ..: by the block at which they end.
+    divisions: dict[int, list[Division]] = {0: []}
     for device in range(num_devices):
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        longer: dict[int, list[Division]] = {}
+        # Only the last device has to reach the end; all others may stop before any block that can
+        # begin a device.
         for end in [num_blocks] if device == num_devices - 1 else starts:
-            options = (
-                (max(fullest, share), (*split_points, end))
-                for start, (fullest, split_points) in best.items()
-                if start < end and (share := fullness(device, start, end)) is not None
-            )
-            if (least := min(options, default=None)) is not None:
-                following[end] = least
-        best = following
-    return best[num_blocks][1][:-1] if num_blocks in best else None
+            options: list[Division] = []
+            for start, shorter in divisions.items():
+                if start >= end or (price := cost(device, start, end)) is None:
+                    continue
+                options += [(total(before, price), (*cuts, start)) for before, cuts in shorter]
+                if not device:
+                    options.append((price, ()))
+            if options:
+                longer[end] = keep(options)
+        divisions = longer
+    return divisions.get(num_blocks, [])
 
 
 def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -> frozenset[int]:
     """The streamed blocks of a device that has the blocks from `start` to before `end`."""
     alone = Placement(embed=_ANY, blocks=(_ANY,) * (end - start), head=_ANY)
     return frozenset(start + i for i in choose_streamed(alone, [count], has_weights[start:end]))
+
+
+def partition_of(
+    has_weights: Sequence[bool], split_points: Sequence[int], swap_blocks: Sequence[int]
+) -> Partition:
+    """Blocks divided at these points, each device with its number of streamed ones."""
+    spans = list(pairwise((0, *split_points, len(has_weights))))
+    streamed = [
+        streamed_of(has_weights, start, end, count)
+        for (start, end), count in zip(spans, swap_blocks, strict=True)
+    ]
+    devices = tuple(device for device, (start, end) in enumerate(spans) for _ in range(start, end))
+    return Partition(devices=devices, streamed=frozenset().union(*streamed))
 
 
 def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:

@@ -6,12 +6,14 @@ exhaustively: memory and time of a device depend only on its own blocks, so each
 evaluated once, spans of equal blocks share the result, and dynamic programming combines the spans.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from operator import add
+from typing import Any
 
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
@@ -26,7 +28,7 @@ from ditkit_core.planner.memory import (
     compose,
     on_host,
 )
-from ditkit_core.planner.partition import least_full, streamed_of
+from ditkit_core.planner.partition import Division, cheapest, divide, partition_of, streamed_of
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import (
@@ -184,33 +186,8 @@ def _passes(check: Callable[[], object]) -> bool:
 
 # Only the peak is asked for where this is used, so the budget must not matter.
 _ENDLESS = Budget(name="", total=2**62)
-_CAPS = 12
+_BOUNDS = 12
 """Number of bounds on the slowest device's time to try, if micro-batches overlap."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchedSpan:
-    """The blocks of a device, from `start` to before `end`, some of them streamed."""
-
-    start: int
-    end: int
-    num_streamed: int
-    time: StageTime
-    host: int
-    """Bytes on the host: streamed weights and offloaded activations."""
-
-
-class _Way(NamedTuple):
-    """A choice of spans for the GPUs so far."""
-
-    time: float
-    host: int
-    spans: tuple[SearchedSpan, ...]
-
-
-Judge = Callable[[GPU, int, int], SearchedSpan | None]
-"""The blocks from start to before end on a GPU, with the fewest of them streamed; None if they do
-not fit."""
 
 
 class Search:
@@ -244,15 +221,20 @@ class Search:
         """The fastest split across all chosen GPUs (indices of the task's), in their order, within
         a share of the memory that is available on each; None if none fits."""
         gpus = [self._task.gpus[i] for i in chosen]
-        spans = self._fastest_spans(gpus, share)
-        if spans is None:
+        split_points = self._fastest_split(gpus, share)
+        if split_points is None:
             return None
-        division, profile, work = self._division(spans), self._profile, self._work
-        swap_blocks = tuple(span.num_streamed for span in spans)
+        bounds = pairwise((0, *split_points, self._num_blocks))
+        swap_blocks = tuple(
+            self._fewest_streamed(gpu, start, end, share) or 0
+            for gpu, (start, end) in zip(gpus, bounds, strict=True)
+        )
+        division = partition_of(self._has_weights, split_points, swap_blocks)
+        profile, work = self._profile, self._work
         return Candidate(
             execution=replace(
                 self._execution,
-                split_points=tuple(span.start for span in spans[1:]),
+                split_points=split_points,
                 swap_blocks=swap_blocks if any(swap_blocks) else (),
             ),
             gpus=chosen,
@@ -267,8 +249,14 @@ class Search:
     def least_host(self, chosen: tuple[int, ...]) -> int | None:
         """The fewest bytes on the host with which the model fits these GPUs; None if it does
         not."""
-        ways = self._divide([self._task.gpus[i] for i in chosen], self._judge(1.0), 2**62)
-        return sum(span.host for span in ways[-1]) if ways else None
+        gpus = [self._task.gpus[i] for i in chosen]
+
+        def num_bytes(device: int, start: int, end: int) -> int | None:
+            needs = self._needs(gpus[device], start, end, 1.0)
+            return None if needs is None else needs[1]
+
+        divided = divide(self._num_blocks, len(chosen), self._starts, num_bytes, add)
+        return divided[0][0] if divided else None
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
         """Bytes that the fullest GPU lacks with all blocks streamed and the best split points; 0 if
@@ -276,96 +264,64 @@ class Search:
         gpus = [self._task.gpus[i] for i in chosen]
 
         def lacking(device: int, start: int, end: int) -> int:
-            return max(
-                0, self._least_held(gpus[device], start, end) - gpus[device].budget.available
-            )
+            gpu = gpus[device]
+            return max(0, self._least_held(gpu, start, end) - gpu.budget.available)
 
-        split_points = least_full(self._num_blocks, len(chosen), self._starts, lacking)
-        assert split_points is not None, "there are enough blocks for all"
-        bounds = enumerate(pairwise((0, *split_points, self._num_blocks)))
-        return max(lacking(device, start, end) for device, (start, end) in bounds)
+        ((missing, _),) = divide(self._num_blocks, len(chosen), self._starts, lacking)
+        return int(missing)
 
-    def _fastest_spans(self, gpus: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
-        judge, host = self._judge(share), self._task.host
-        divisions = self._divide(gpus, judge, host)
-        if not divisions or not self._work.pipelined:
-            return divisions[0] if divisions else None
-        # With overlap the slowest device decides, which is not a sum: search again with ever
-        # tighter bounds on it.
-        times = [span.time.forward + span.time.backward for span in divisions[0]]
-        slowest, least = max(times), sum(times) / len(times)
-        ways = divisions
-        # Bounds between the slowest device so far and a perfectly even split.
-        for step in range(_CAPS):
-            ways = [
-                *ways,
-                *self._divide(gpus, judge, host, least * (slowest / least) ** (step / _CAPS)),
-            ]
-
-        def seconds(spans: Sequence[SearchedSpan]) -> int:
-            split_points = [span.start for span in spans[1:]]
-            return step_time(
-                sending(self._profile, [span.time for span in spans], split_points, gpus),
-                self._work,
-            )
-
-        return min(ways, key=seconds)
-
-    def _division(self, spans: Sequence[SearchedSpan]) -> Partition:
-        devices = tuple(i for i, span in enumerate(spans) for _ in range(span.start, span.end))
-        streamed = (self._streamed(span.start, span.end, span.num_streamed) for span in spans)
-        return Partition(devices=devices, streamed=frozenset().union(*streamed))
-
-    def _judge(self, share: float) -> Judge:
-        @cache
-        def judge(gpu: GPU, start: int, end: int) -> SearchedSpan | None:
-            count = self._fewest_streamed(gpu, start, end, int(gpu.budget.available * share))
-            if count is None:
-                return None
-            time, host = self._time(gpu, start, end, count)
-            return SearchedSpan(start=start, end=end, num_streamed=count, time=time, host=host)
-
-        return judge
-
-    def _divide(
-        self, gpus: Sequence[GPU], judge: Judge, host: int | None, bound: float | None = None
-    ) -> list[tuple[SearchedSpan, ...]]:
-        """Spans with the least total time, none longer than `bound`. The fastest come first, then
-        slower ones that use less of a limited host; empty if nothing fits."""
+    def _fastest_split(self, gpus: Sequence[GPU], share: float) -> tuple[int, ...] | None:
+        """The split points of the shortest step within a share of each GPU and the host's limit."""
+        profile, work, host = self._profile, self._work, self._task.host
         # Without overlap the devices' times add up over micro-batches; with it, sums only rank the
-        # candidates.
-        count = 1 if self._work.pipelined else self._work.micro_batches
-        # best[k]: ways of the GPUs so far to hold the first k blocks
-        best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}
-        for index, gpu in enumerate(gpus):
-            following: dict[int, list[_Way]] = {}
-            for start, ways in best.items():
-                sent = (
-                    sum(crossing_time(self._profile, start, (gpus[index - 1], gpu))) if index else 0
-                )
-                for end in [self._num_blocks] if index == len(gpus) - 1 else self._starts:
-                    if end <= start:
-                        continue
-                    span = judge(gpu, start, end)
-                    if span is None or (bound and span.time.forward + span.time.backward > bound):
-                        break  # more blocks need more memory and time
-                    taken = (
-                        span.time.forward + span.time.backward + sent
-                    ) * count + span.time.update
-                    following.setdefault(end, []).extend(
-                        _Way(way.time + taken, way.host + span.host, (*way.spans, span))
-                        for way in ways
-                        if host is None or way.host + span.host <= host
-                    )
-            best = {
-                end: _undominated(ways, 1 if host is None else None)
-                for end, ways in following.items()
-            }
-        return [way.spans for way in best.get(self._num_blocks, [])]
+        # divisions.
+        count = 1 if work.pipelined else work.micro_batches
+        needs = cache(partial(self._needs, share=share))  # GPUs may be equal
 
-    def _fewest_streamed(self, gpu: GPU, start: int, end: int, capacity: int) -> int | None:
-        """The fewest streamed blocks with which a device stays within `capacity`; None if streaming
+        def cost(bound: float, device: int, start: int, end: int) -> tuple[float, int] | None:
+            """Time, and bytes on the host; None if a micro-batch takes longer than `bound`."""
+            if (span := needs(gpus[device], start, end)) is None:
+                return None
+            time, num_bytes = span
+            if (passes := time.forward + time.backward) > bound:
+                return None
+            if device:
+                passes += sum(crossing_time(profile, start, (gpus[device - 1], gpus[device])))
+            return passes * count + time.update, num_bytes
+
+        def divided(bound: float) -> list[tuple[int, ...]]:
+            keep = cheapest if host is None else partial(_within, host)
+            within = partial(cost, bound), lambda a, b: (a[0] + b[0], a[1] + b[1]), keep
+            return [way for _, way in divide(self._num_blocks, len(gpus), self._starts, *within)]
+
+        def times(split_points: Sequence[int]) -> list[StageTime]:
+            bounds = pairwise((0, *split_points, self._num_blocks))
+            spans = [needs(gpu, *span) for gpu, span in zip(gpus, bounds, strict=True)]
+            return [span[0] for span in spans if span is not None]
+
+        divisions = divided(math.inf)
+        if not divisions or not work.pipelined:
+            return divisions[0] if divisions else None
+        # With overlap the slowest device decides, which is not a sum: search again with bounds on
+        # it, between the slowest so far and a perfectly even split.
+        passes = [time.forward + time.backward for time in times(divisions[0])]
+        slowest, least = max(passes), sum(passes) / len(passes)
+        for step in range(_BOUNDS):
+            divisions += divided(least * (slowest / least) ** (step / _BOUNDS))
+        return min(
+            divisions, key=lambda cuts: step_time(sending(profile, times(cuts), cuts, gpus), work)
+        )
+
+    def _needs(self, gpu: GPU, start: int, end: int, share: float) -> tuple[StageTime, int] | None:
+        """Time and bytes on the host of a span with the fewest streamed blocks; None if it does not
+        fit a share of the GPU."""
+        count = self._fewest_streamed(gpu, start, end, share)
+        return None if count is None else self._time(gpu, start, end, count)
+
+    def _fewest_streamed(self, gpu: GPU, start: int, end: int, share: float) -> int | None:
+        """The fewest streamed blocks with which a span fits a share of the GPU; None if streaming
         all is not enough."""
+        capacity = int(gpu.budget.available * share)
         if self._bytes_held(gpu, start, end, 0) <= capacity:
             return 0
         if self._least_held(gpu, start, end) > capacity:
@@ -415,11 +371,12 @@ class Search:
         return start == 0, end == self._num_blocks, tuple(self._kinds[start:end]), crossed
 
 
-def _undominated(ways: list[_Way], most: int | None) -> list[_Way]:
-    """The choices that no other beats in both time and host memory, the fastest first."""
-    kept: list[_Way] = []
-    for way in sorted(ways, key=lambda way: way[:2])[:most]:
-        # Sorted by time, so a later choice is only worth keeping if it needs less host memory.
-        if not kept or way.host < kept[-1].host:
+def _within(host: int, ways: list[Division]) -> list[Division]:
+    """Of divisions by time and bytes on the host the fastest, then slower ones that use less of the
+    host; none that uses more than it has."""
+    kept: list[Division] = []
+    for way in sorted(ways):
+        num_bytes = way[0][1]
+        if num_bytes <= host and (not kept or num_bytes < kept[-1][0][1]):
             kept.append(way)
     return kept

@@ -17,7 +17,7 @@ from ditkit_core.io.files import local_path
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host
-from ditkit_core.planner.partition import budgets_of, streamed_of
+from ditkit_core.planner.partition import budgets_of, partition_of
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import span_time, step_seconds
@@ -157,13 +157,7 @@ def _profile_of_one(step: PlannedStep, size: Size) -> Profile:
 
 def _division(config: RunConfig, costs: Profile) -> Partition:
     """The device of each block and the streamed ones, as a plan has them."""
-    count = len(costs.blocks)
-    bounds = [0, *config.train.split_points, count]
-    swap = config.train.swap_blocks or (0,) * (len(bounds) - 1)
+    split_points = config.train.split_points
+    swap_blocks = config.train.swap_blocks or (0,) * (1 + len(split_points))
     has_weights = [block.weights + block.adapters > 0 for block in costs.blocks]
-    devices: list[int] = []
-    streamed: set[int] = set()
-    for device, (start, end) in enumerate(pairwise(bounds)):
-        devices += [device] * (end - start)
-        streamed |= streamed_of(has_weights, start, end, swap[device])
-    return Partition(devices=tuple(devices), streamed=frozenset(streamed))
+    return partition_of(has_weights, split_points, swap_blocks)
