@@ -117,16 +117,14 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
 
 def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     """A cell: the choice of `--fit` for these GPUs, and its cost."""
-    searched = fit_levels(
-        row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False
+    level, _, result = fit_levels(
+        row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus)
     )
-    chosen = searched.fit.chosen
+    chosen = result.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
     seconds = chosen.seconds
-    changed = "".join(
-        f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in searched.level.changed
-    )
+    changed = "".join(f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in level.changed)
     return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
 
 

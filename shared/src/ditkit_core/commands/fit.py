@@ -218,14 +218,13 @@ def _fit_process(
 ) -> FitResult:
     """The settings of a process alone."""
 
-    @cache
     def task_with(config: RunConfig) -> FitTask:
         changed = with_config(run, config)
         check_plannable(changed, here=False)
         return replace(task_for(changed, gpus), host=host)
 
-    searched = fit_levels(run.config, task_with)
-    task, level, chosen = searched.task, searched.level, searched.fit.chosen
+    level, task, result = fit_levels(run.config, task_with)
+    chosen = result.chosen
     changed = [f"changed: {change}" for change in level.changed]
     if chosen is None:
         return FitResult(
@@ -238,14 +237,7 @@ def _fit_process(
             f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them",
             *changed,
         ]
-    lines += explained(searched.fit, task, names)
-    for later, candidate in searched.later:
-        host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
-        cost = "; ".join(change.cost for change in later.changed if change not in level.changed)
-        lines.append(
-            f"not chosen, because it changes more: {later.short}: "
-            f"{in_words(candidate, names)}{host_gib}; price: {cost}"
-        )
+    lines += explained(result, task, names)
     execution, used = chosen.execution, [task.gpus[i] for i in chosen.gpus]
     if run.config.base.compute != "dtype":  # what it gains with the choice
         job = planned_step(with_config(run, level.config), gpus=used).job

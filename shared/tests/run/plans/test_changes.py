@@ -24,8 +24,12 @@ def config_of(**flags):
     )
 
 
+def short(level):
+    return ", ".join(f"{change.key} = {change.value}" for change in level.changed)
+
+
 def shorts(config):
-    return [level.short for level in levels(config)]
+    return list(map(short, levels(config)))
 
 
 FUSED = "optim.fused_backward = true, train.clip_by = last_step"
@@ -91,9 +95,7 @@ def test_each_change_says_what_it_was_and_what_it_costs():
     assert [str(each).partition(" (was ")[2].partition(")")[0] for each in last.changed] == [
         "false", "step", "fp32", "nearest", "adamw", "default",
     ]  # fmt: skip
-    keys = {change.key for level in levels(config_of()) for change in level.changed} | {
-        "base.compute"
-    }  # offered alone
+    keys = {change.key for level in levels(config_of()) for change in level.changed}
     assert keys == {key.partition(" = ")[0] for key in COSTS if not key.startswith("encode.")}
 
 
@@ -115,8 +117,8 @@ def task_of(gpus, *, host=None, refused=()):
 
 
 def test_what_fits_as_configured_is_not_changed():
-    found = fit_levels(config_of(), task_of("141GiB,141GiB"), later=False)
-    assert found.level.changed == () and found.fit.chosen is not None
+    level, _, found = fit_levels(config_of(), task_of("141GiB,141GiB"))
+    assert level.changed == () and found.chosen is not None
 
 
 @pytest.mark.parametrize(
@@ -130,33 +132,25 @@ def test_what_fits_as_configured_is_not_changed():
 def test_the_first_level_that_fits_is_chosen(host, expected):
     """12 blocks of half a billion weights each: what is streamed has to be on the host, whose limit
     decides how far the levels go."""
-    found = fit_levels(config_of(), task_of("24GiB", host=None if host is None else host * GIB))
-    assert found.level.short == expected
-    assert all(plan.fits for plan in found.fit.chosen.plan)
-    assert host is None or found.fit.chosen.host <= host * GIB
-    before = found.fit.chosen
-    for level, later in found.later:
-        assert len(level.changed) >= len(found.level.changed) and all(
-            plan.fits for plan in later.plan
-        )
-        assert later.seconds < before.seconds or later.host < before.host
-        before = later
+    level, _, found = fit_levels(
+        config_of(), task_of("24GiB", host=None if host is None else host * GIB)
+    )
+    assert short(level) == expected
+    assert all(plan.fits for plan in found.chosen.plan)
+    assert host is None or found.chosen.host <= host * GIB
 
 
 def test_a_level_that_contradicts_another_setting_is_passed_over():
-    found = fit_levels(config_of(), task_of("24GiB", host=20 * GIB, refused=("adamw8bit",)))
-    assert found.level.short.endswith("optim.name = adafactor")
+    level, *_ = fit_levels(config_of(), task_of("24GiB", host=20 * GIB, refused=("adamw8bit",)))
+    assert short(level).endswith("optim.name = adafactor")
 
 
 def test_where_nothing_fits_the_last_level_is_what_lacks_least():
-    found = fit_levels(config_of(), task_of("2GiB"))
-    assert found.fit.chosen is None and found.level.short.endswith(
-        f"optim.name = adafactor, {FAST}"
-    )
-    assert not found.later
+    level, _, found = fit_levels(config_of(), task_of("2GiB"))
+    assert found.chosen is None and short(level).endswith(f"optim.name = adafactor, {FAST}")
     first, last = (
         state_bytes(task_of("2GiB")(each).profile_of("full", "none"))
-        for each in (config_of(), found.level.config)
+        for each in (config_of(), level.config)
     )
     assert last < first / 7
 
@@ -187,65 +181,15 @@ def adapting(gpus, made_for):
     return task
 
 
-def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
-    config, made_for = resolve(RunConfig, flags=LORA), []
-    found = fit_levels(config, adapting("24GiB", made_for))
-    chosen, ((level, offer),) = found.fit.chosen, found.later
-    assert (
-        not found.level.changed and level.short == FAST and "1.1 to 1.2 %" in level.changed[-1].cost
-    )
-    assert all(plan.fits for plan in offer.plan)
-    assert offer.score <= 0.9 * chosen.score or offer.host < 0.75 * chosen.host
-    assert "fast" in made_for
-
-
-def test_it_is_not_planned_where_nothing_is_recomputed_or_streamed():
+@pytest.mark.parametrize(
+    ("gpus", "expected", "planned"),
+    [("24GiB", "", ["default"]), ("3.5GiB", FAST, ["default", "fast"])],
+)
+def test_a_lora_takes_the_narrow_residual_only_where_nothing_else_fits(gpus, expected, planned):
     made_for = []
-    found = fit_levels(resolve(RunConfig, flags=LORA), adapting("48GiB", made_for))
-    assert found.fit.chosen.execution.checkpointing == "none" and not found.later
-    assert made_for == ["default"]
-
-
-def test_a_lora_that_fits_no_other_way_takes_it():
-    found = fit_levels(resolve(RunConfig, flags=LORA), adapting("3.5GiB", []))
-    assert found.level.short == FAST and all(plan.fits for plan in found.fit.chosen.plan)
-
-
-def storing_8_bits(computed, compute="dtype"):
-    """The search for a LoRA that only fits in int8, whose matmuls take a share of their time when
-    they are computed in it."""
-    config = resolve(RunConfig, flags=LORA | {"base.compute": compute, "base.quantize": "int8"})
-
-    def task(config):
-        is_computed = config.base.compute == "int8"
-
-        def profile_of(policy, quantize):
-            work = computed if is_computed else 1.0
-            made = made_profile(policy, quantize, num_blocks=24)
-            scaled = {
-                name: frozenset(
-                    (kernel._replace(flops=int(kernel.flops * work)), n)
-                    for kernel, n in getattr(made.blocks[0], name)
-                )
-                for name in ("kernels_forward", "kernels_backward")
-            }
-            return replace(made, blocks=(replace(made.blocks[0], **scaled),) * 24)
-
-        return FitTask(
-            gpus=parse_gpus("24GiB"), profile_of=profile_of, quantizations=("int8",), streams=False
-        )
-
-    return fit_levels(config, task)
-
-
-def test_products_in_8_bits_are_offered_where_they_are_a_tenth_faster():
-    found = storing_8_bits(0.7)
-    offers = {level.short: (level, offer) for level, offer in found.later}
-    level, offer = offers["base.compute = int8"]
-    assert offer.seconds < 0.9 * found.fit.chosen.seconds and level.config.base.quantize == "int8"
-    assert "4.9 % instead of 4.4" in level.changed[-1].cost
-    for other in (storing_8_bits(0.95), storing_8_bits(0.7, compute="int8")):
-        assert "base.compute = int8" not in {level.short for level, _ in other.later}
+    level, _, found = fit_levels(resolve(RunConfig, flags=LORA), adapting(gpus, made_for))
+    assert short(level) == expected and all(plan.fits for plan in found.chosen.plan)
+    assert made_for == planned, "what is not chosen is not planned"
 
 
 def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():

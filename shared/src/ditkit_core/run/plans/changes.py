@@ -4,15 +4,13 @@
 finds nothing for the run as it is configured, its `levels` are tried: one lever after the other is
 added to those before it, in the order of what changes numbers least, until something fits. They are
 how a full fine-tune stores and updates its weights; then, for any run, the dtype of the residual
-stream. Among the settings of one such level the fastest are chosen. The next level that would be
-faster, or need less host memory, is printed too, and so are `precision.preset = fast` and, for
-weights in 8 bits, `base.compute`, because their price is the user's to judge.
+stream. Among the settings of one such level the fastest are chosen.
 
 If no level fits, there are `levers`: fewer or smaller samples, a lower rank, larger GPUs. Each is
 planned, none is guessed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,16 +20,12 @@ from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, as_sold
 from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.search.fit import POLICIES, Fit, candidates, fit, shortest_seconds
-from ditkit_core.planner.search.task import Candidate, FitTask
+from ditkit_core.planner.search.fit import Fit, fit
+from ditkit_core.planner.search.task import FitTask
 from ditkit_core.run.config import RunConfig
 
 T = TypeVar("T")
 
-_FASTER, _LESS_HOST = 0.9, 0.75
-"""Shares of the choice's seconds and host memory from which on a later level is worth a line."""
-_QUICK = "full"
-"""The policy with which later levels are planned: each of them takes seconds."""
 GPU_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
 """GiB of GPUs on the market."""
 
@@ -46,8 +40,6 @@ COSTS = {
     "precision.preset": "residual stream, norms and modulation are rounded to model.dtype: over models with random weights the prediction is off by "
     "1.1 to 1.2 % instead of 0.4 to 0.5, the gradient by 0.5 to 1.8 % instead of 0.3 to 0.9; "
     "--audit-precision measures this run",
-    "base.compute": "inputs and gradients of frozen matrices are rounded to 8 bits too: on the Wan demo the gradient is off by 4.9 % instead of 4.4 in "
-    "int8, by 15 % instead of 14 in fp8; --audit-precision measures this run",
     "encode.vae_tiling": "latents differ a little, and seams of tiles may show",
     "encode.streaming": "the text encoder is read layer by layer, which is slower",
     "encode.device": "encoding is much slower; its results stay in the cache",
@@ -79,11 +71,6 @@ class Level:
     config: RunConfig
     changed: tuple[Changed, ...] = ()
 
-    @property
-    def short(self) -> str:
-        """The changed values alone."""
-        return ", ".join(f"{change.key} = {change.value}" for change in self.changed)
-
     def then(self, section: str, **values: Any) -> "Level":
         """The next level: these values of a section too. A key that was changed before counts
         once."""
@@ -109,19 +96,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LevelFit:
-    """The level that was chosen, or the last one if nothing fits."""
-
-    level: Level
-    task: FitTask
-    fit: Fit
-    later: tuple[tuple[Level, Candidate], ...] = ()
-    """The next level that changes more and is faster, or needs less host memory, and the same of
-    the chosen level with `precision.preset = fast`, and with `base.compute`; without those that are
-    not."""
-
-
 def levels(config: RunConfig, *, in_backward: bool = True) -> Iterator[Level]:
     """The run as it is, then with one lever more each time. With several ranks the optimizer cannot
     step in the backward."""
@@ -131,14 +105,8 @@ def levels(config: RunConfig, *, in_backward: bool = True) -> Iterator[Level]:
         for following in _of_updates(level, in_backward=in_backward):
             level = following
             yield level
-    yield from _with_narrow_residual(level)
-
-
-def _with_narrow_residual(level: Level) -> Iterator[Level]:
-    """The level with the preset `fast`; nothing where that changes no dtype, or other dtypes are
-    configured."""
-    config = level.config
-    if config.model.dtype != "fp32" and config.precision == PrecisionConfig():
+    # Where that changes a dtype, and no other dtypes are configured.
+    if level.config.model.dtype != "fp32" and config.precision == PrecisionConfig():
         yield level.then("precision", preset="fast")
 
 
@@ -185,11 +153,10 @@ def accepted(
 
 
 def fit_levels(
-    config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, later: bool = True
-) -> LevelFit:
-    """The first level with which something fits; `later` plans levels behind it too. `task_of` is
-    the search problem of a run with another configuration; cached."""
-    tried: list[LevelFit] = []
+    config: RunConfig, task_of: Callable[[RunConfig], FitTask]
+) -> tuple[Level, FitTask, Fit]:
+    """The first level with which something fits, with its search; the last level if nothing fits.
+    `task_of` is the search problem of a run with another configuration."""
     for level, task in accepted(levels(config), task_of):
         state = 0
         if (
@@ -197,63 +164,10 @@ def fit_levels(
         ):  # what is frozen can be streamed, so it need not fit
             state = state_bytes(task.profile_of("full", "none"))
         cannot_fit = state > sum(gpu.budget.available for gpu in task.gpus)
-        tried.append(
-            LevelFit(level=level, task=task, fit=Fit(others={}) if cannot_fit else fit(task))
-        )
-        if tried[-1].fit.chosen is not None:
+        result = Fit(others={}) if cannot_fit else fit(task)
+        if result.chosen is not None:
             break
-    best = tried[-1]
-    if best.fit.chosen is None or not later:
-        return best
-    chosen, passed = best.fit.chosen, {attempt.level for attempt in tried}
-    updates = (
-        level
-        for level in levels(config)
-        if level not in passed and level.config.precision == config.precision
-    )
-    offered = [*_better(chosen, accepted(updates, task_of), [_QUICK])]
-    # Blocks that keep less could be better with the present policy if something is streamed or
-    # quantized, and with the next faster one; not if no step of this run can be that much faster.
-    policy, quantize = str(chosen.execution.checkpointing), chosen.execution.quantize
-    index = POLICIES.index(policy) if policy in POLICIES else 0
-    policies = POLICIES[index : index + 2]
-    if not chosen.host and quantize == "none":
-        policies = policies[1:] if shortest_seconds(best.task) <= _FASTER * chosen.score else ()
-    if policies:
-        offered += _better(chosen, accepted(_with_narrow_residual(best.level), task_of), policies)
-    if best.level.config.base.compute == "dtype" and quantize in ("int8", "fp8"):
-        # Products in the 8 bits in which the weights are stored.
-        level = replace(best.level, config=_with(best.level.config, "base", quantize=quantize))
-        codes = iter([level.then("base", compute=quantize)])
-        offered += _better(
-            chosen, accepted(codes, task_of), [policy if policy in POLICIES else _QUICK]
-        )
-    return replace(best, later=tuple(offered))
-
-
-def _better(
-    best: Candidate, others: Iterator[tuple[Level, FitTask]], policies: Sequence[str]
-) -> Iterator[tuple[Level, Candidate]]:
-    """The first of other levels that is faster or needs less host memory under one of these
-    policies: those behind it are not planned."""
-    for level, task in others:
-        formats = [
-            quantize
-            for quantize in task.quantizations
-            if quantize in ("none", best.execution.quantize)
-        ]
-        every = (
-            candidate
-            for policy in policies
-            for quantize in formats
-            for candidate in candidates(task, policy, quantize)
-        )
-        one = min(every, key=lambda candidate: candidate.score, default=None)
-        if one is not None and (
-            one.score <= _FASTER * best.score or one.host < _LESS_HOST * best.host
-        ):
-            yield level, one
-            return
+    return level, task, result
 
 
 def state_bytes(profile: Profile) -> int:
