@@ -19,7 +19,7 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.models.spec import build_on_meta
-from ditkit_core.planner import partition as division
+from ditkit_core.planner import targets
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.memory import Budget, Profile, StageCost
 from ditkit_core.planner.report import plan_json
@@ -228,7 +228,7 @@ def resolved(run: RunContext):
 def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(monkeypatch, capsys):
     peaks = [make_report(run_of(policy)).devices[0].peak for policy in ("full", "none")]
     free = sum(peaks) // 2
-    monkeypatch.setattr(division, "free_memory_bytes", lambda device: free)
+    monkeypatch.setattr(targets, "free_memory_bytes", lambda device: free)
     report = make_report(run_of("budget"))
     capsys.readouterr()
     placed = resolved(run_of("budget"))
@@ -280,7 +280,7 @@ def test_a_plan_for_a_gpu_that_does_not_multiply_a_format_is_refused():
 @pytest.mark.slow
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
-    monkeypatch.setattr(division, "free_memory_bytes", lambda device: 2**16)
+    monkeypatch.setattr(targets, "free_memory_bytes", lambda device: 2**16)
     for decide in (make_report, resolved):
         with pytest.raises(
             UserError, match="budget: nothing fits; with full for all blocks cpu lacks"

@@ -18,13 +18,12 @@ from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, compose
 from ditkit_core.planner.partition import (
-    budgets_here,
-    budgets_of,
     choose_split_points,
     divide,
     streamed_of,
     weights_profile,
 )
+from ditkit_core.planner.targets import budgets_here, budgets_of
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run

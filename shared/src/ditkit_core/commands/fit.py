@@ -20,8 +20,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import check_formats, notes_on_codes
+from ditkit_core.planner.plan import notes_on_codes
 from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.planner.ranks.divided import profile_of_rank
 from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of, parse_links
@@ -44,6 +43,7 @@ from ditkit_core.planner.search.task import (
     weights_in_words,
 )
 from ditkit_core.planner.step_time import BUFFERS, assumptions
+from ditkit_core.planner.targets import check_formats, host_limit
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig

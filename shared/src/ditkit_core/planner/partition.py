@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.inject import canonical_name
-from ditkit_core.config.sizes import parse_size, per_device
+from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
@@ -31,7 +31,6 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
-from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import (
     Budget,
     DeviceSpan,
@@ -43,8 +42,8 @@ from ditkit_core.planner.memory import (
 )
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.targets import Targets, budgets_here, targets_of
 from ditkit_core.planner.workload import PLAIN, Workload
-from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
 
 _ANY = torch.device("cuda")
 
@@ -168,39 +167,6 @@ def partition_of(
     return Partition(devices=devices, streamed=frozenset().union(*streamed))
 
 
-def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:
-    """The budgets of GPUs, numbered if there are several."""
-    if len(gpus) == 1:
-        return (gpus[0].budget,)
-    return tuple(replace(gpu.budget, name=f"{index}: {gpu.name}") for index, gpu in enumerate(gpus))
-
-
-def budgets_here(
-    devices: Sequence[torch.device], reserve_gib: Sequence[float]
-) -> tuple[Budget, ...]:
-    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`;
-    for the host its free memory."""
-    kinds = {device.type for device in devices}
-    if len(kinds) > 1:
-        raise UserError(
-            f"train.devices = {[str(device) for device in devices]}: GPUs and the host cannot be "
-            f"compared; set "
-            "train.split_points, the blocks before which the next device begins"
-        )
-    if kinds == {"cpu"}:
-        free = free_memory_bytes(devices[0])
-        return (Budget(name="cpu", total=free, workspace=0),) * len(devices)
-    return budgets_of(keeping_reserves(gpus_here(devices), reserve_gib))
-
-
-def host_limit(host: str, *, here: bool) -> int | None:
-    """Bytes that streamed weights may use on the host, as `--host` says; without it the free memory
-    of this machine, or None, no limit, for a plan for others."""
-    if host:
-        return parse_size(host, "--host")
-    return max(0, free_memory_bytes(torch.device("cpu")) - MARGIN_BYTES) if here else None
-
-
 def weights_profile(
     model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False
 ) -> Profile:
@@ -240,21 +206,6 @@ def weights_profile(
         crossing_back=nothing,
         trains_all=all(parameter.requires_grad for parameter in model.parameters()),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """The devices of a planned step."""
-
-    kind: str
-    """`cuda` or `cpu`."""
-    devices: tuple[torch.device, ...]
-    budgets: tuple[Budget, ...] = ()
-    """Budgets of these devices; not needed if split points are set."""
-    gpus: tuple[GPU, ...] = ()
-    """The GPUs with their rates."""
-    host: int | None = None
-    """Bytes available on the host in addition; None for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,24 +351,15 @@ def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> 
     the job's batch may be empty unless `needs_profile`.
     """
     execution = job.execution
-    devices, planned = execution.torch_devices, training and needs_profile(execution)
-    several, on_gpus = (
-        len(devices) > 1 and not execution.split_points,
-        planned and devices[0].type == "cuda",
-    )
-    targets = Targets(
-        kind=devices[0].type,
-        devices=devices,
-        budgets=budgets_here(devices, execution.reserve) if several or planned else (),
-        gpus=gpus_here(devices) if on_gpus else (),
-        host=host_limit("", here=True) if on_gpus else None,  # a CPU is the host itself
-    )
-    if not planned:
-        return replace(
-            _split(model, job, targets), checkpointing=execution.schedule if training else None
-        )
+    if not (training and needs_profile(execution)):
+        devices = execution.torch_devices
+        several = len(devices) > 1 and not execution.split_points
+        budgets = budgets_here(devices, execution.reserve) if several else ()
+        targets = Targets(kind=devices[0].type, devices=devices, budgets=budgets)
+        placement = _split(model, job, targets)
+        return replace(placement, checkpointing=execution.schedule if training else None)
     start = time.monotonic()
-    solution = solve(job, model, targets, job.work, profiles_of(job))
+    solution = solve(job, model, targets_of(execution), job.work, profiles_of(job))
     if solution.chosen:
         say(solution.chosen)
     if is_compared(execution):

@@ -10,32 +10,22 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.placement import Placement
-from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.models.spec import ModelSpec, build_on_meta
-from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
-from ditkit_core.planner.kernel_time import rate_of_codes
+from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
-from ditkit_core.planner.partition import (
-    Solution,
-    Targets,
-    budgets_here,
-    budgets_of,
-    host_limit,
-    profiles_of,
-    solve,
-)
+from ditkit_core.planner.partition import Solution, profiles_of, solve
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.step_time import Comparison, assumptions, both_orders, step_seconds
+from ditkit_core.planner.targets import Targets, targets_of
 from ditkit_core.planner.workload import Workload
 from ditkit_core.training.optim.optimizers import OptimConfig
 
@@ -183,52 +173,6 @@ def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) 
     return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
 
 
-def targets_of(
-    execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None
-) -> Targets:
-    """The devices of a process, with what is free on them: `gpus` of one machine, or without any
-    the devices that `execution` names on this machine. `host` is the memory for streamed weights
-    there: if it is empty, the free memory of this machine, or no limit with `gpus`. The ranks of a
-    layout share the machine."""
-    per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
-    if not gpus and execution.torch_devices[0].type == "cpu":
-        if host:
-            raise UserError(
-                f"--host {host} is memory for weights that are streamed to GPUs, and this run is "
-                f"planned for the CPU; leave it out, "
-                "or name the GPUs to plan for: --gpus 24GiB"
-            )
-        # The device is the host itself, so there is no other memory to limit.
-        devices = execution.torch_devices
-        budgets = budgets_here(devices, reserve)
-        if per_machine > 1:  # a rank's part of the host, which all ranks of a machine share
-            budgets = tuple(
-                replace(
-                    budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine
-                )
-                for budget in budgets
-            )
-        return Targets(kind="cpu", devices=devices, budgets=budgets)
-    hardware = parse_gpus(gpus) if gpus else gpus_here(execution.torch_devices)
-    check_formats(execution.compute, hardware)
-    if layout is not None:
-        hardware = (weakest(hardware),)
-    devices = _names_for(execution, len(hardware)) if gpus else execution.torch_devices
-    hardware = keeping_reserves(hardware, reserve)
-    limit, budgets = host_limit(host, here=not gpus), budgets_of(hardware)
-    if layout is not None:
-        budgets = tuple(
-            replace(budget, name=f"{budget.name} of {layout.size}") for budget in budgets
-        )
-    return Targets(
-        kind="cuda",
-        devices=devices,
-        budgets=budgets,
-        gpus=hardware,
-        host=None if limit is None else limit // per_machine,
-    )
-
-
 def notes_on_codes(
     job: StepJob, costs: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
 ) -> Iterator[str]:
@@ -246,22 +190,3 @@ def notes_on_codes(
         else ": too little for the accuracy that it costs, so leave it out here"
     )
     yield f"base.compute = {job.execution.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
-
-
-def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
-    """Refuse products in 8 bits on a GPU that has none of that format."""
-    for gpu in gpus if compute != "dtype" else ():
-        if gpu.bf16_flops and not rate_of_codes(gpu, compute):
-            raise UserError(
-                f"base.compute = {compute}: {gpu.name} has no products of this format; leave "
-                f"base.compute out"
-            )
-
-
-def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
-    """Devices for GPUs that need not exist, with the configured names, because policies can be set
-    per device name."""
-    names = execution.device_names
-    if len(names) != count or not all(name.startswith("cuda:") for name in names):
-        names = tuple(f"cuda:{index}" for index in range(count))
-    return tuple(map(torch.device, names))

@@ -17,10 +17,11 @@ from ditkit_core.io.files import local_path
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host
-from ditkit_core.planner.partition import budgets_of, partition_of
+from ditkit_core.planner.partition import partition_of
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import span_time, step_seconds
+from ditkit_core.planner.targets import budgets_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.jobs import Jobs
