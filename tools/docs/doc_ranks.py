@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditkit_core.commands.fit import division_of, tasks_of
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.io.console import doing
@@ -15,6 +14,7 @@ from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.search.fit import RankFit
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.fit import division_of, tasks_of
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 

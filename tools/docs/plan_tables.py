@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
@@ -28,6 +27,7 @@ from ditkit_core.planner.search.task import Candidate, FitTask
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.changes import fit_levels, levers
+from ditkit_core.run.plans.fit import task_for
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import work_as_run
@@ -12,6 +11,7 @@ from ditkit_core.planner.search.fit import HARDLY_LONGER, POLICIES, candidates, 
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.fit import task_for
 from ditkit_flux2.spec import FLUX2
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

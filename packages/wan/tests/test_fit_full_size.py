@@ -2,7 +2,6 @@
 
 import pytest
 
-from ditkit_core.commands.fit import changes, task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.search.fit import HARDLY_LONGER, candidates, fit, least_missing
@@ -10,6 +9,7 @@ from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import PLAIN
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.fit import changes, task_for
 from ditkit_wan.spec import WAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

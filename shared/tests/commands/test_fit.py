@@ -10,7 +10,6 @@ from made_profiles import made_full_profiles, made_profile
 
 from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
-from ditkit_core.commands.fit import apply, changes, gpus_to_fit
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
@@ -22,9 +21,11 @@ from ditkit_core.planner.search.task import FitTask
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans import fit as search
 from ditkit_core.run.plans import plan as plan_stage
 from ditkit_core.run.plans.changes import levels as update_levels
 from ditkit_core.run.plans.changes import levers
+from ditkit_core.run.plans.fit import apply, changes, gpus_to_fit
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.optim.fused_checks import check_fused_backward
@@ -104,8 +105,8 @@ def test_why_adds_what_the_times_are_estimated_from(run_file, ranks, capsys):
 )
 def test_the_gpu_that_samples_previews_is_not_trained_on(device, names):
     config = config_of(sample={"device": device})
-    assert fit_stage.gpus_to_fit(config, "2x24GiB")[1] == names
-    gpus, (left,) = fit_stage.gpus_to_fit(config, "24GiB")
+    assert gpus_to_fit(config, "2x24GiB")[1] == names
+    gpus, (left,) = gpus_to_fit(config, "24GiB")
     chosen = fit(replace(made_task(gpus, config), quantizations=("none",))).chosen
     assert left == names[0]
     for given, kept in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", ""), (left, left)):
@@ -187,7 +188,11 @@ BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(fit_stage, "task_for", lambda run, gpus: made_task(gpus, run.config))
+    monkeypatch.setattr(
+        search,
+        "task_for",
+        lambda run, gpus, host=None: replace(made_task(gpus, run.config), host=host),
+    )
     monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
 
 
@@ -391,7 +396,7 @@ FULL = ["--adapter.method", "full", "--model.dtype", "fp32", "--train.accumulati
 
 
 def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
-    def task_for(run, gpus):
+    def task_for(run, gpus, host=None):
         streams, profiles = run.config.optim.fused_backward, made_full_profiles(run.config)
         return FitTask(
             gpus=gpus,
@@ -400,10 +405,10 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
             quantizations=("none",),
             adapts=False,
             streams_trained=streams,
-            schedules=True,
+            host=host,
         )
 
-    monkeypatch.setattr(fit_stage, "task_for", task_for)
+    monkeypatch.setattr(search, "task_for", task_for)
     monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
     sections = {
         "adapter": {"method": "full"},
@@ -452,11 +457,11 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(
     gpu, name, monkeypatch, capsys
 ):
     """Here none can divide a weight, because each block is clipped by itself."""
-    full = {"quantizations": ("none",), "adapts": False, "schedules": True}
+    full = {"quantizations": ("none",), "adapts": False}
     monkeypatch.setattr(
-        fit_stage,
+        search,
         "task_for",
-        lambda run, gpus: FitTask(
+        lambda run, gpus, host=None: FitTask(
             gpus=gpus, profile_of=made_full_profiles(run.config), execution=run.execution, **full
         ),
     )
@@ -485,7 +490,7 @@ def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward(
     _, *fused = update_levels(config)
     assert len(fused) == 6
     for level in fused:
-        task = fit_stage.task_for(create_run(TOY, level.config), parse_gpus("24GiB,24GiB"))
+        task = search.task_for(create_run(TOY, level.config), parse_gpus("24GiB,24GiB"))
         task = replace(task, profile_of=made_full_profiles(level.config))
         one, both = candidates(task, "full", "none")
         assert len(one.gpus) == 1 and len(both.gpus) == 2
@@ -501,8 +506,8 @@ def test_a_search_knows_what_goes_with_an_update_in_the_backward():
     for fused in (False, True):
         sections = {"adapter": {"method": "full"}, "model": {"dtype": "fp32", "preset": "tiny"}}
         config = config_of(optim={"fused_backward": fused}, train={"clip_by": "block"}, **sections)
-        task = fit_stage.task_for(create_run(TOY, config), parse_gpus("24GiB"))
-        assert (task.overlaps, task.streams_trained, task.schedules) == (not fused, fused, True)
+        task = search.task_for(create_run(TOY, config), parse_gpus("24GiB"))
+        assert (task.overlaps, task.streams_trained, task.adapts) == (not fused, fused, False)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
     with_setting(folder)
     from made_profiles import made_profile
 
-    from ditkit_core.commands.fit import apply
+    from ditkit_core.run.plans.fit import apply
     from ditkit_core.config.help import format_help
     from ditkit_core.config.json_schema import json_schema
     from ditkit_core.config.resolve import resolve

@@ -1,36 +1,28 @@
 """`--fit`: choose the settings with which a run fits its devices, and print the configuration with
 them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
-
-import torch
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
-from ditkit_core.config.sizes import GIB, per_device
+from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path, write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
-from ditkit_core.planner.memory import Profile
+from ditkit_core.planner.gpus import GPU, weakest
 from ditkit_core.planner.plan import notes_on_codes
 from ditkit_core.planner.planned_step import with_planned_kernels
-from ditkit_core.planner.ranks.divided import profile_of_rank
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of, parse_links
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search.fit import (
     POLICIES,
     Fit,
     RankFit,
     fit,
-    fit_ranks,
     least_host,
     least_missing,
 )
@@ -38,31 +30,31 @@ from ditkit_core.planner.search.task import (
     PRICE,
     Candidate,
     FitTask,
-    formats_of,
-    task_of,
     weights_in_words,
 )
 from ditkit_core.planner.step_time import BUFFERS, assumptions
-from ditkit_core.planner.targets import check_formats, host_limit
+from ditkit_core.planner.targets import host_limit
 from ditkit_core.planner.workload import Workload
-from ditkit_core.run.checks import check_preview_device, check_ranks
+from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
-from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.changes import (
     Level,
-    SuggestedChange,
-    accepted,
-    fit_levels,
-    levels,
-    levers,
     state_bytes,
+)
+from ditkit_core.run.plans.fit import (
+    after_change,
+    apply,
+    auxiliary_of,
+    changes,
+    fit_over_ranks,
+    fit_process,
+    gpus_to_fit,
+    with_encoding,
 )
 from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
 from ditkit_core.run.plans.planned_step import job_of
 
-_FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
-"""Device that a name without an index means on a machine with a GPU."""
 _CHANGED_TOO = (
     "nothing fits as configured, so these settings are changed too, from what changes numbers least"
 )
@@ -139,7 +131,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
     # The search is about training steps; encoders and samples get the memory that it leaves, and
     # are checked afterwards.
-    level, rows = _with_encoding(result.level, auxiliary)
+    level, rows = with_encoding(result.level, auxiliary)
     fitted, lacking = level.config, [row for row in rows if row.fits is False]
     short = "the times are estimates; --why says from what"
     lines = [*result.lines, *(result.assumed if options.why else [short])]
@@ -164,66 +156,11 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     return DOES_NOT_FIT if lacking else 0
 
 
-def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
-    """The GPUs to choose among, of the `--gpus` flag or of this machine, with train.reserve kept
-    free, and the name of each in train.devices."""
-    if gpus:
-        candidates = parse_gpus(gpus)
-        # One name more than GPUs: the device that generates previews is skipped.
-        free = [f"cuda:{i}" for i in range(len(candidates) + 1) if not _samples_on(config, i)]
-        names = tuple(free[: len(candidates)])
-    else:
-        devices = _devices_here(config)
-        candidates, names = gpus_here(devices), tuple(map(str, devices))
-    return keeping_reserves(candidates, config.train.reserve), names
-
-
-def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
-    if config.train.devices:
-        return choose_devices(config.train.devices)
-    if config.train.device == "auto":
-        devices = (
-            choose_devices(("all",))
-            if torch.cuda.is_available()
-            else (choose_device("auto", "train.device"),)
-        )
-        training = [
-            device
-            for device in devices
-            if device.type == "cpu" or not _samples_on(config, device.index)
-        ]
-        return tuple(training) or devices
-    return choose_devices((config.train.device,))
-
-
-def _samples_on(config: RunConfig, index: int) -> bool:
-    """Whether previews are generated on this GPU, which then does not train."""
-    name = config.sample.device
-    return (
-        name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
-    )
-
-
-def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
-    """The search problem of a run on these GPUs."""
-    check_formats(run.config.base.compute, gpus)
-    job = planned_step(run, gpus=gpus).job
-    # The run's, in which train.kernels is what the configuration has, and not yet resolved as in a
-    # plan.
-    return replace(task_of(job, gpus, formats_of(job)), execution=run.execution)
-
-
 def _fit_process(
     run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None
 ) -> FitResult:
     """The settings of a process alone."""
-
-    def task_with(config: RunConfig) -> FitTask:
-        changed = with_config(run, config)
-        check_plannable(changed, here=False)
-        return replace(task_for(changed, gpus), host=host)
-
-    level, task, result = fit_levels(run.config, task_with)
+    level, task, result = fit_process(run, gpus, host)
     chosen = result.chosen
     changed = [f"changed: {change}" for change in level.changed]
     if chosen is None:
@@ -264,71 +201,14 @@ def _fit_over_ranks(
 ) -> FitResult:
     """How ranks divide a run, and the settings of each, under the first level with which something
     fits."""
-    gpu, lacking = weakest(gpus), list[tuple[int, Level]]()
-    host_of_rank = None if host is None else host // ranks.nproc
-
-    def divide(config: RunConfig) -> RankFit | int:
-        changed = with_config(run, config)
-        check_plannable(changed, here=False)
-        return division_of(changed, tasks_of(changed, gpu, host_of_rank), ranks, link)
-
-    for level, division in accepted(levels(run.config, in_backward=False), divide):
-        if isinstance(division, RankFit):
-            return _division_in_words(run, level, division, gpu)
-        lacking.append((division, level))
-    missing, level = min(lacking, key=lambda pair: pair[0])
-    words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {missing / GIB:.2f} GiB"
+    gpu, host_of_rank = weakest(gpus), None if host is None else host // ranks.nproc
+    level, division = fit_over_ranks(run, gpu, ranks, link, host_of_rank)
+    if isinstance(division, RankFit):
+        return _division_in_words(run, level, division, gpu)
+    words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {division / GIB:.2f} GiB"
     return FitResult(
         level=level, lines=[*(f"changed: {change}" for change in level.changed), words]
     )
-
-
-def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
-    """The search problems of a rank with the whole model, by the number of ranks that share each
-    sample; each is made once. `host` is the page-locked memory of each rank in bytes; None for no
-    limit."""
-    return cache(
-        lambda context: replace(
-            task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host
-        )
-    )
-
-
-def division_of(
-    run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str
-) -> RankFit | int:
-    """How ranks divide a run, by problems from `tasks_of`; or the bytes that each lacks if nothing
-    fits."""
-    parse_links(link, ranks)  # a mistake in it is reported before the search
-    refused: list[str] = []
-
-    def task_of_rank(layout: RankLayout) -> FitTask | None:
-        try:
-            check_ranks(_divided(run, layout), layout.size)
-        except UserError as error:
-            refused.append(str(error))
-            return None
-        task = tasks(layout.context)
-
-        @cache
-        def profile_of(policy: str, quantize: str) -> Profile:
-            return profile_of_rank(
-                task.profile_of(policy, quantize), layout, run.precision.reduction
-            )
-
-        return replace(task, profile_of=profile_of, streams=layout.shard == 1)
-
-    division = fit_ranks(task_of_rank, ranks, link)
-    if division is None:
-        raise UserError(refused[0])
-    return division
-
-
-def _divided(run: RunContext, layout: RankLayout) -> RunContext:
-    """The run with ranks that divide it so, and without the settings that the search chooses."""
-    train = replace(run.config.train, swap_blocks=(), checkpointing=POLICIES[0])
-    ranks = replace(run.config.ranks, shard=layout.shard, context=layout.context)
-    return with_config(run, replace(run.config, train=train, ranks=ranks))
 
 
 def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GPU) -> FitResult:
@@ -367,64 +247,6 @@ def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GP
     fitted = replace(level, config=config)
     return FitResult(
         level=fitted, lines=lines, chosen=division.chosen, title=title, assumed=assumed
-    )
-
-
-def _with_encoding(
-    level: Level, auxiliary: Callable[[RunConfig], tuple[AuxiliaryRow, ...]]
-) -> tuple[Level, tuple[AuxiliaryRow, ...]]:
-    """Change how a run encodes, one setting after the other, until encoders fit. With the plan of
-    its encoders and samples."""
-
-    def num_lacking(rows: Sequence[AuxiliaryRow]) -> int:
-        return sum(row.fits is False for row in rows if row.stage == "encode")
-
-    rows = auxiliary(level.config)
-    changes: tuple[dict[str, Any], ...] = (
-        {"vae_tiling": True},
-        {"streaming": "always"},
-        {"device": "cpu"},
-    )
-    for values in changes:
-        if not num_lacking(rows):
-            break
-        attempt = level.then("encode", **values)
-        rows_of_attempt = auxiliary(attempt.config)
-        if num_lacking(rows_of_attempt) < num_lacking(rows):
-            level, rows = attempt, rows_of_attempt
-    return level, rows
-
-
-def auxiliary_of(
-    run: RunContext, chosen: Candidate, *, gpus: bool, per_machine: int = 1, host: int | None = None
-) -> tuple[AuxiliaryRow, ...]:
-    """Memory of encoding and sampling next to the chosen steps, for a run with their settings."""
-    return plan_auxiliary(
-        planned_step(run),
-        chosen.plan,
-        chosen.division.blocks,
-        gpus=gpus,
-        streamed=chosen.weights_on_host,
-        per_machine=per_machine,
-        host=host,
-    )
-
-
-def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
-    """The configuration with the chosen settings; everything that is not searched stays as it
-    is."""
-    execution, used = chosen.execution, [names[i] for i in chosen.gpus]
-    if len(used) > 1:
-        device, devices = "auto", tuple(used)
-    else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
-        before = execution.device
-        keeps = len(names) == 1 and not execution.devices and _FIRST.get(before, before) == used[0]
-        device, devices = before if keeps else used[0], ()
-    reserve = execution.reserve
-    if len(reserve) > 1:
-        reserve = tuple(per_device(reserve, len(names), "train.reserve")[i] for i in chosen.gpus)
-    return config.with_execution(
-        replace(execution, device=device, devices=devices, reserve=reserve)
     )
 
 
@@ -498,34 +320,9 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
         yield f"{change.words}: {'fits' if not change.missing else f'still lacks {change.missing / GIB:.2f} GiB'}"
     if planned and not planned[0].missing:
         best = planned[0]
-        fit_after = fit(_after(best, spec, config, task))
+        fit_after = fit(after_change(best, spec, config, task))
         assert fit_after.chosen is not None
         names = [f"cuda:{i}" for i in range(len(best.gpus))]
         yield f"the single change that helps most: {best.words}; then {in_words(fit_after.chosen, names)}"
     elif planned:
         yield f"no single change is enough; this one helps most: {planned[0].words}"
-
-
-def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[SuggestedChange]:
-    """Plans of single changes, the best first: of each kind the mildest that fits, or else the
-    strongest."""
-    planned = []
-    for lever in levers(spec, config, task.gpus):
-        for change in lever:
-            result = replace(change, missing=least_missing(_after(change, spec, config, task)))
-            if (
-                not result.missing
-            ):  # a lever lists its changes from mild to strong: stronger ones cost more quality
-                break
-        if lever:
-            planned.append(result)
-    # First those with which the run fits, the least costly first; then the others, by missing
-    # bytes.
-    return sorted(planned, key=lambda change: (change.missing, change.lost_share))
-
-
-def _after(change: SuggestedChange, spec: ModelSpec, config: RunConfig, task: FitTask) -> FitTask:
-    """The search problem after a change."""
-    if change.config is config:  # other GPUs alone: the profiles are the same
-        return replace(task, gpus=change.gpus)
-    return replace(task_for(create_run(spec, change.config), change.gpus), host=task.host)

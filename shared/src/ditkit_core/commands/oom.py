@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ditkit_core.commands.fit import apply, changes, task_for
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Full, Policy
@@ -27,6 +26,7 @@ from ditkit_core.planner.targets import host_limit
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.changes import SuggestedChange, levers
+from ditkit_core.run.plans.fit import apply, changes, task_for
 from ditkit_core.run.plans.plan import make_report, planned_step
 from ditkit_core.training.optim.optimizers import optimizers_that
 
@@ -160,7 +160,7 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
     host = host_limit("", here=True)
     if host is not None and on_host:
         host = min(host, int(UNDER_THE_PLAN * report.step.host))
-    task = replace(task_for(run, tuple(gpus)), host=host)
+    task = task_for(run, tuple(gpus), host)
     names = [str(device) for device in run.devices]
     if (chosen := fit(task).chosen) is not None:
         fullest = max(chosen.plan, key=lambda plan: plan.peak / plan.budget.available)

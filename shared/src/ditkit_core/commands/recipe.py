@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ditkit_core.commands.fit import gpus_to_fit
 from ditkit_core.commands.options import command_line, verb_of
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
@@ -24,6 +23,7 @@ from ditkit_core.planner.report import PlanReport, describe_shortfall
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.jobs import jobs_of
+from ditkit_core.run.plans.fit import gpus_to_fit
 from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
 from ditkit_core.run.plans.plan import make_report
 from ditkit_core.run.recipes import GOALS, LIST, Recipe

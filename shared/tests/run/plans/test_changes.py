@@ -110,7 +110,6 @@ def task_of(gpus, *, host=None, refused=()):
             adapts=False,
             host=host,
             streams_trained=config.optim.fused_backward,
-            schedules=True,
         )
 
     return made
@@ -196,7 +195,7 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
     """Where `none` does not fit: as many blocks as have room keep their activations."""
     config = config_of(optim__fused_backward=True, train__clip_by="block")
     task = task_of("24.5GiB")(config)
-    one_policy, several = fit(replace(task, schedules=False)).chosen, fit(task).chosen
+    one_policy, several = fit(replace(task, adapts=True)).chosen, fit(task).chosen
     assert "=" in several.execution.checkpointing and several.score <= one_policy.score * (
         1 + HARDLY_LONGER
     )

@@ -32,7 +32,7 @@ from ditkit_core.planner.plan import StepPlan
 from ditkit_core.planner.ranks.divided import work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout, parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
-from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, Search, formats_of, task_of
+from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, Search, task_of
 from ditkit_core.planner.step_time import step_seconds
 
 POLICIES = ("full", "attn_only", "none")
@@ -78,7 +78,7 @@ def fit(task: FitTask) -> Fit:
             if not (of_policy := list(candidates(task, policy, quantize))):
                 break
             fitting += of_policy
-    if task.schedules:
+    if not task.adapts:
         fitting += scheduled(task, fitting)
     if not fitting:
         # Now everything is tried, whatever its price.
@@ -303,7 +303,7 @@ def fitted(step: StepPlan) -> Execution:
         raise UserError(
             "a step is fitted to GPUs, and this plan is for a CPU; name GPUs, such as gpus='24GiB'"
         )
-    task = replace(task_of(job, targets.gpus, formats_of(job)), host=targets.host)
+    task = task_of(job, targets.gpus, targets.host)
     chosen = fit(task).chosen
     if chosen is None:
         raise UserError(
@@ -316,7 +316,7 @@ def fitted(step: StepPlan) -> Execution:
 
 def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
     first, *others = POLICIES
-    names = task.profile_of(first, quantize).attention if task.schedules else ()
+    names = () if task.adapts else task.profile_of(first, quantize).attention
     return (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
 
 

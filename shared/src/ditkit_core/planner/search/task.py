@@ -60,7 +60,8 @@ class FitTask:
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From exact to coarse; a full fine-tune has only `none`."""
     adapts: bool = True
-    """Whether adapters are trained; False if all weights are."""
+    """Whether adapters are trained; False if all weights are: then blocks may have different
+    policies."""
     host: int | None = None
     """Bytes that streamed weights and offloaded activations may use on the host; None for no
     limit."""
@@ -70,8 +71,6 @@ class FitTask:
     """Whether blocks can be streamed: those that ranks divide cannot."""
     overlaps: bool = True
     """Whether micro-batches may overlap: not where the optimizer steps in the backward."""
-    schedules: bool = False
-    """Whether blocks may have different policies."""
 
     def varied(self, policy: str, quantize: str, **others: Any) -> Execution:
         """The execution with one policy for all blocks, one format, and micro-batches one after the
@@ -132,7 +131,7 @@ class Candidate:
         return self.weights_on_host + sum(plan.host for plan in self.plan)
 
 
-def formats_of(job: StepJob) -> tuple[str, ...]:
+def _formats_of(job: StepJob) -> tuple[str, ...]:
     """The formats of the frozen weights that a search may choose, from exact to coarse; the file's
     counts as exact."""
     quantize = job.execution.quantize
@@ -146,9 +145,8 @@ def formats_of(job: StepJob) -> tuple[str, ...]:
     return ("none", *eight_bits, "nf4")
 
 
-def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitTask:
-    """The search problem of a step on these GPUs, with formats of the frozen weights from exact to
-    coarse; `none` is the format of the file."""
+def task_of(job: StepJob, gpus: tuple[GPU, ...], host: int | None = None) -> FitTask:
+    """The search problem of a step on these GPUs; `host` limits the bytes there."""
     profiles: list[Profile] = []
 
     @cache  # a profile takes seconds, and the search asks for the same one for every split and swap
@@ -163,11 +161,11 @@ def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitT
         profile_of=profile_of,
         execution=job.execution,
         work=job.work,
-        quantizations=tuple(formats),
+        quantizations=_formats_of(job),
         adapts=not job.trains_all,
+        host=host,
         streams_trained=_passes(partial(check_swap, (1,), "full", job.optim)),
         overlaps=not job.optim.fused_backward,
-        schedules=job.trains_all,
     )
 
 
