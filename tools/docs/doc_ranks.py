@@ -9,9 +9,9 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.io.console import doing
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.fit import RankFit
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.search.fit import RankFit
+from ditkit_core.planner.rank_layout import RankLayout
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.fit import division_of, tasks_of

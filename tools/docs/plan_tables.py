@@ -21,9 +21,9 @@ import torch
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.fit import least_missing
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.search.fit import least_missing
-from ditkit_core.planner.search.task import Candidate, FitTask
+from ditkit_core.planner.search import Candidate, FitTask
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.changes import fit_levels, levers

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.planner.fit import HARDLY_LONGER, POLICIES, candidates, fit
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import work_as_run
-from ditkit_core.planner.search.fit import HARDLY_LONGER, POLICIES, candidates, fit
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run

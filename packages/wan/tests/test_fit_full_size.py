@@ -3,8 +3,8 @@
 import pytest
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.planner.fit import HARDLY_LONGER, candidates, fit, least_missing
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.fit import HARDLY_LONGER, candidates, fit, least_missing
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import PLAIN
 from ditkit_core.run.config import RunConfig

@@ -15,9 +15,9 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.io import console
 from ditkit_core.planner.auxiliary import AuxiliaryRow
+from ditkit_core.planner.fit import candidates, fit, least_missing
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.fit import candidates, fit, least_missing
-from ditkit_core.planner.search.task import FitTask
+from ditkit_core.planner.search import FitTask
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run

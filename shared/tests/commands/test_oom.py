@@ -13,8 +13,7 @@ from ditkit_core.commands import oom as out_of_memory
 from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, release_frames
-from ditkit_core.planner import partition, targets
-from ditkit_core.planner.search import task
+from ditkit_core.planner import partition, search, targets
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -217,7 +216,7 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
         "mem_get_info",
         lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB)),
     )
-    for stage in (partition, task):
+    for stage in (partition, search):
         monkeypatch.setattr(
             stage,
             "profile",

@@ -12,7 +12,7 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Budget, DeviceSpan, Profile, StageCost
-from ditkit_core.planner.partition import choose_split_points, divide, weights_profile
+from ditkit_core.planner.partition import choose_split_points, divide_blocks, weights_profile
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
@@ -121,7 +121,7 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(num_devices):
         starts = [0, 1, 3, 4, 6, 8]
         some = itertools.combinations(starts[1:], num_devices - 1)
         cost = partial(fullness, given, budgets(capacities))
-        ((least, cuts),) = divide(9, num_devices, starts, cost)
+        ((least, cuts),) = divide_blocks(9, num_devices, starts, cost)
         assert set(cuts) <= set(starts)
         assert (
             least

@@ -11,10 +11,10 @@ from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import build_on_meta
+from ditkit_core.planner.fit import fitted
 from ditkit_core.planner.partition import placement_of
 from ditkit_core.planner.plan import StepPlan, plan, plan_step
 from ditkit_core.planner.planned_step import StepJob
-from ditkit_core.planner.search.fit import fitted
 from ditkit_core.planner.targets import targets_of
 from ditkit_core.testing.toy import TOY, ToyArch
 

@@ -19,7 +19,7 @@ from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gp
 from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, compose
 from ditkit_core.planner.partition import (
     choose_split_points,
-    divide,
+    divide_blocks,
     streamed_of,
     weights_profile,
 )
@@ -113,8 +113,8 @@ def test_a_division_costs_least_of_all_that_are_possible(num_devices, total):
             if None not in parts:
                 every.append((functools.reduce(total, parts), cuts))
         starts = [0, 1, 2, 4, 5, 6]
-        assert divide(7, num_devices, starts, cost, total, sorted) == sorted(every)
-        least = divide(7, num_devices, starts, cost, total)
+        assert divide_blocks(7, num_devices, starts, cost, total, sorted) == sorted(every)
+        least = divide_blocks(7, num_devices, starts, cost, total)
         assert [price for price, _ in least] == [price for price, _ in sorted(every)[:1]]
         assert set(least) <= set(every)
 

@@ -12,6 +12,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.ac_budget import BudgetTask, choose
+from ditkit_core.planner.fit import fit, shortest_seconds
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.memory import (
     Budget,
@@ -24,8 +25,7 @@ from ditkit_core.planner.memory import (
 )
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.search.fit import fit, shortest_seconds
-from ditkit_core.planner.search.task import Candidate, FitTask
+from ditkit_core.planner.search import Candidate, FitTask
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import CudaGraphs, RankGradients, Round, Workload
 from ditkit_core.run.config import RunConfig

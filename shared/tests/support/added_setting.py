@@ -35,7 +35,6 @@ def main(folder: Path) -> None:
     with_setting(folder)
     from made_profiles import made_profile
 
-    from ditkit_core.run.plans.fit import apply
     from ditkit_core.config.help import format_help
     from ditkit_core.config.json_schema import json_schema
     from ditkit_core.config.resolve import resolve
@@ -43,11 +42,12 @@ def main(folder: Path) -> None:
     from ditkit_core.config.schema import config_fields, config_values
     from ditkit_core.config.toml import read_config_file, to_toml
     from ditkit_core.execution import Execution
+    from ditkit_core.planner.fit import fit
     from ditkit_core.planner.gpus import parse_gpus
-    from ditkit_core.planner.search.fit import fit
-    from ditkit_core.planner.search.task import FitTask
+    from ditkit_core.planner.search import FitTask
     from ditkit_core.run.config import RunConfig
     from ditkit_core.run.context import create_run
+    from ditkit_core.run.plans.fit import apply
     from ditkit_core.run.plans.planned_step import job_of
     from ditkit_core.testing.toy import TOY, ToyArch
 

@@ -1,7 +1,7 @@
 """Plans of ranks next to what real ranks do: bytes alive at the peak of a step, and bytes that are
 sent, over gloo.
 
-Run as a script it starts every number of ranks once, and `planner/ranks/test_traffic.py` compares
+Run as a script it starts every number of ranks once, and `planner/test_rank_traffic.py` compares
 its table with `planned`.
 """
 
@@ -30,9 +30,8 @@ from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout, parse_links
-from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.rank_layout import RankLayout, parse_links
+from ditkit_core.planner.rank_step import RankStep, profile_of_rank, work_of_rank
 from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.replicas import forked

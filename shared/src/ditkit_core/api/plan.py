@@ -10,9 +10,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.fit import fitted
 from ditkit_core.planner.plan import StepPlan, plan_step
 from ditkit_core.planner.plan import plan as plan_batch
-from ditkit_core.planner.search.fit import fitted
 
 
 def plan(

@@ -13,12 +13,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path, write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.gpus import GPU, weakest
-from ditkit_core.planner.plan import notes_on_codes
-from ditkit_core.planner.planned_step import with_planned_kernels
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
-from ditkit_core.planner.report import describe_shortfall
-from ditkit_core.planner.search.fit import (
+from ditkit_core.planner.fit import (
     POLICIES,
     Fit,
     RankFit,
@@ -26,7 +21,12 @@ from ditkit_core.planner.search.fit import (
     least_host,
     least_missing,
 )
-from ditkit_core.planner.search.task import (
+from ditkit_core.planner.gpus import GPU, weakest
+from ditkit_core.planner.plan import notes_on_codes
+from ditkit_core.planner.planned_step import with_planned_kernels
+from ditkit_core.planner.rank_layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.report import describe_shortfall
+from ditkit_core.planner.search import (
     PRICE,
     Candidate,
     FitTask,

@@ -17,11 +17,11 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.fit import fit
 from ditkit_core.planner.gpus import RESERVE_BYTES, default_reserve, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
-from ditkit_core.planner.search.fit import fit
 from ditkit_core.planner.targets import host_limit
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config

@@ -11,7 +11,7 @@ from pathlib import Path
 from ditkit_core.commands.options import TYPED, TrainOptions, command_line
 from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.ranks.layout import PlannedLaunch
+from ditkit_core.planner.rank_layout import PlannedLaunch
 from ditkit_core.planner.report import plan_json, print_plan
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run

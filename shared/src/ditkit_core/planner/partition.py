@@ -92,7 +92,7 @@ def choose_split_points(
         budget = budgets[device]
         return bytes_held(kinds[device], start, end, counts[device], budget) / budget.available
 
-    ((_, split_points),) = divide(len(blocks), len(budgets), starts, fullness)
+    ((_, split_points),) = divide_blocks(len(blocks), len(budgets), starts, fullness)
     return split_points  # there are enough blocks for all
 
 
@@ -105,7 +105,7 @@ def cheapest(divisions: list[Division]) -> list[Division]:
     return [min(divisions)]
 
 
-def divide(
+def divide_blocks(
     num_blocks: int,
     num_devices: int,
     starts: Sequence[int],
@@ -128,7 +128,7 @@ def divide(
     Returns:
         What `keep` leaves of the divisions of all blocks, its order too; empty if there is none.
     """
-    # The first device's blocks, then those of the first two, ..: by the block at which they end.
+    # By the block at which they end: first of one device, then of two, and so on.
     divisions: dict[int, list[Division]] = {0: []}
     for device in range(num_devices):
         longer: dict[int, list[Division]] = {}

@@ -21,8 +21,8 @@ from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, 
 from ditkit_core.planner.partition import Solution, profiles_of, solve
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout
+from ditkit_core.planner.rank_layout import RankLayout
+from ditkit_core.planner.rank_step import profile_of_rank, work_of_rank
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.step_time import Comparison, assumptions, both_orders, step_seconds
 from ditkit_core.planner.targets import Targets, targets_of

@@ -30,8 +30,8 @@ from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
-from ditkit_core.planner.ranks.replicas import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
+from ditkit_core.planner.replicas import RecordedRanks
 from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_state import TrainState

@@ -10,7 +10,7 @@ from ditkit_core.io.console import say
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.plan import StepPlan
-from ditkit_core.planner.ranks.traffic import RanksPlan
+from ditkit_core.planner.rank_step import RanksPlan
 from ditkit_core.planner.workload import Workload
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")

@@ -12,7 +12,7 @@ from ditkit_core.execution import Execution
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.kernel_time import rate_of_codes
 from ditkit_core.planner.memory import Budget
-from ditkit_core.planner.ranks.layout import RankLayout
+from ditkit_core.planner.rank_layout import RankLayout
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
 
 

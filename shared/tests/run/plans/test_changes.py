@@ -8,9 +8,9 @@ from made_profiles import GIB, made_full_profiles, made_profile
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.planner.fit import HARDLY_LONGER, candidates, fit, scheduled
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.fit import HARDLY_LONGER, candidates, fit, scheduled
-from ditkit_core.planner.search.task import FitTask
+from ditkit_core.planner.search import FitTask
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.plans.changes import COSTS, fit_levels, levels, state_bytes

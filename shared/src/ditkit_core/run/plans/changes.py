@@ -18,10 +18,10 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.fit import Fit, fit
 from ditkit_core.planner.gpus import GPU, as_sold
 from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.search.fit import Fit, fit
-from ditkit_core.planner.search.task import FitTask
+from ditkit_core.planner.search import FitTask
 from ditkit_core.run.config import RunConfig
 
 T = TypeVar("T")

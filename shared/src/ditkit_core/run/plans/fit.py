@@ -1,6 +1,6 @@
 """What `--fit` searches for a run, and what it changes in it: GPUs, settings of the steps, encoders.
 
-`task_for` is the search problem of a run, which `planner/search/` solves. Start reading at
+`task_for` is the search problem of a run, which `planner/fit.py` solves. Start reading at
 `fit_process`.
 """
 
@@ -16,12 +16,12 @@ from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
+from ditkit_core.planner.fit import POLICIES, Fit, RankFit, fit_ranks, least_missing
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.ranks.divided import profile_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout, parse_links
-from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit_ranks, least_missing
-from ditkit_core.planner.search.task import Candidate, FitTask, task_of
+from ditkit_core.planner.rank_layout import RankLayout, parse_links
+from ditkit_core.planner.rank_step import profile_of_rank
+from ditkit_core.planner.search import Candidate, FitTask, task_of
 from ditkit_core.planner.targets import check_formats
 from ditkit_core.run.checks import check_ranks
 from ditkit_core.run.config import RunConfig

@@ -11,8 +11,8 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.plan import notes_on_codes, plan_step
-from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of, parse_links
-from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.rank_layout import PlannedLaunch, layout_of, parse_links
+from ditkit_core.planner.rank_step import RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.planner.targets import targets_of
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training

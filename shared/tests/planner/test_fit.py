@@ -14,9 +14,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.data.config import DataConfig
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement
-from ditkit_core.planner.gpus import of_size, parse_gpus
-from ditkit_core.planner.memory import Partition, compose
-from ditkit_core.planner.search.fit import (
+from ditkit_core.planner.fit import (
     HARDLY_LONGER,
     POLICIES,
     ROOM,
@@ -25,7 +23,9 @@ from ditkit_core.planner.search.fit import (
     least_missing,
     shortest_seconds,
 )
-from ditkit_core.planner.search.task import PRICE, FitTask
+from ditkit_core.planner.gpus import of_size, parse_gpus
+from ditkit_core.planner.memory import Partition, compose
+from ditkit_core.planner.search import PRICE, FitTask
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig

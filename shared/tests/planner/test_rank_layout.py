@@ -4,7 +4,7 @@ import pytest
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.rank_layout import PlannedLaunch, RankLayout, layout_of
 from ditkit_core.run.config import RunConfig
 
 

@@ -28,7 +28,13 @@ from ditkit_core.planner.memory import (
     compose,
     on_host,
 )
-from ditkit_core.planner.partition import Division, cheapest, divide, partition_of, streamed_of
+from ditkit_core.planner.partition import (
+    Division,
+    cheapest,
+    divide_blocks,
+    partition_of,
+    streamed_of,
+)
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import (
@@ -253,7 +259,7 @@ class Search:
             needs = self._needs(gpus[device], start, end, 1.0)
             return None if needs is None else needs[1]
 
-        divided = divide(self._num_blocks, len(chosen), self._starts, num_bytes, add)
+        divided = divide_blocks(self._num_blocks, len(chosen), self._starts, num_bytes, add)
         return divided[0][0] if divided else None
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
@@ -265,7 +271,7 @@ class Search:
             gpu = gpus[device]
             return max(0, self._least_held(gpu, start, end) - gpu.budget.available)
 
-        ((missing, _),) = divide(self._num_blocks, len(chosen), self._starts, lacking)
+        ((missing, _),) = divide_blocks(self._num_blocks, len(chosen), self._starts, lacking)
         return int(missing)
 
     def _fastest_split(self, gpus: Sequence[GPU], share: float) -> tuple[int, ...] | None:
@@ -290,7 +296,9 @@ class Search:
         def divided(bound: float) -> list[tuple[int, ...]]:
             keep = cheapest if host is None else partial(_within, host)
             within = partial(cost, bound), lambda a, b: (a[0] + b[0], a[1] + b[1]), keep
-            return [way for _, way in divide(self._num_blocks, len(gpus), self._starts, *within)]
+            return [
+                way for _, way in divide_blocks(self._num_blocks, len(gpus), self._starts, *within)
+            ]
 
         def times(split_points: Sequence[int]) -> list[StageTime]:
             bounds = pairwise((0, *split_points, self._num_blocks))

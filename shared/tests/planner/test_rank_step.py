@@ -5,9 +5,8 @@ from made_profiles import products
 
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import ParameterRows, Partition, Profile, StageCost
-from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout, parse_links
-from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.rank_layout import RankLayout, parse_links
+from ditkit_core.planner.rank_step import RankStep, profile_of_rank, work_of_rank
 from ditkit_core.planner.workload import Workload
 
 ROWS = (ParameterRows(4096, 8192, False), ParameterRows(32, 16384, True))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ditkit_core.planner.ranks.replicas import replica_sums
+from ditkit_core.planner.replicas import replica_sums
 from ditkit_core.planner.workload import Workload
 
 

@@ -29,10 +29,9 @@ from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, StageCost, compose, mixed
 from ditkit_core.planner.plan import StepPlan
-from ditkit_core.planner.ranks.divided import work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout, parse_links
-from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
-from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, Search, task_of
+from ditkit_core.planner.rank_layout import RankLayout, parse_links
+from ditkit_core.planner.rank_step import RanksPlan, RankStep, work_of_rank
+from ditkit_core.planner.search import PRICE, Candidate, FitTask, Search, task_of
 from ditkit_core.planner.step_time import step_seconds
 
 POLICIES = ("full", "attn_only", "none")

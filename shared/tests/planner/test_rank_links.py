@@ -3,7 +3,7 @@
 import pytest
 
 from ditkit_core.errors import UserError
-from ditkit_core.planner.ranks.layout import LINK_SHARE, LINKS, RankLayout, parse_links
+from ditkit_core.planner.rank_layout import LINK_SHARE, LINKS, RankLayout, parse_links
 
 NODE, CLUSTER = RankLayout(nproc=8), RankLayout(nproc=8, nodes=4)
 
