@@ -13,7 +13,7 @@ from ditkit_core.commands import oom as out_of_memory
 from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, release_frames
-from ditkit_core.planner import partition, search, targets
+from ditkit_core.planner import partition, targets
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -216,12 +216,11 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
         "mem_get_info",
         lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB)),
     )
-    for stage in (partition, search):
-        monkeypatch.setattr(
-            stage,
-            "profile",
-            lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch)),
-        )
+    monkeypatch.setattr(
+        partition,
+        "profile",
+        lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch)),
+    )
     monkeypatch.setattr(targets, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}
     config = resolve(

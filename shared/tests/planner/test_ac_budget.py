@@ -235,7 +235,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert report.policy == str(placed.checkpointing) == plan_json(report)["checkpointing"]
     said = capsys.readouterr().out
     assert (
-        report.step.solution.chosen in said
+        report.step.chosen in said
         and f"train.checkpointing = budget chose {report.policy}: " in said
     )
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
@@ -302,7 +302,7 @@ def test_gpus_with_names_have_policies_of_their_own():
         == report.devices
     )
     again = make_report(run_of("budget(1GiB)"), "2x24GiB")
-    assert again.policy == "none" and "1.00 GiB, " in again.step.solution.chosen
+    assert again.policy == "none" and "1.00 GiB, " in again.step.chosen
 
 
 @pytest.mark.slow

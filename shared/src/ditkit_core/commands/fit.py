@@ -22,6 +22,7 @@ from ditkit_core.planner.fit import (
     least_missing,
 )
 from ditkit_core.planner.gpus import GPU, weakest
+from ditkit_core.planner.partition import weights_in_words
 from ditkit_core.planner.plan import notes_on_codes
 from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.planner.rank_layout import PlannedLaunch, RankLayout, layout_of
@@ -30,7 +31,6 @@ from ditkit_core.planner.search import (
     PRICE,
     Candidate,
     FitTask,
-    weights_in_words,
 )
 from ditkit_core.planner.step_time import BUFFERS, assumptions
 from ditkit_core.planner.targets import host_limit

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ditkit_core.engine.placement import Placement
 from ditkit_core.planner.kernel_time import Rates, is_launched_slowly
 from ditkit_core.planner.memory_tracker import KernelCounts, flops_in
 from ditkit_core.planner.workload import PLAIN, Round, Workload
@@ -224,6 +225,13 @@ class Partition:
     """Index of the device of each block, in execution order."""
     streamed: frozenset[int] = frozenset()
     """Blocks whose weights stay on the host."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> "Partition":
+        """A placement, without the names of its devices."""
+        order = list(dict.fromkeys(placement.blocks))
+        devices = tuple(map(order.index, placement.blocks))
+        return cls(devices=devices, streamed=placement.streamed)
 
     @property
     def bounds(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ gets at least one block; omit a device to leave it unused.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -208,35 +208,23 @@ def weights_profile(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """Placement and profile of a step."""
-
-    placement: Placement
-    profile: Profile
-    """Costs of the stages under the policies of `placement.checkpointing`."""
-    chosen: str = ""
-    """One line on the policies that a checkpointing budget chose; empty without one."""
-
-    @property
-    def division(self) -> Partition:
-        """The placement, for the planner."""
-        return _partition_of(self.placement)
-
-
 def solve(
     job: StepJob,
     model: StagedModel,
     targets: Targets,
     work: Workload,
     profile_of: Callable[[Policy], Profile],
-) -> Solution:
+) -> tuple[Placement, Profile, str]:
     """Split a model across devices and choose each block's policy; a run and its plan use the same.
 
     Args:
         model: The model with its adapters, also on `meta`.
         work: Of one rank, if several share the step.
         profile_of: The profile of a step in which all blocks have the policy; cached.
+
+    Returns:
+        The placement; the costs of the stages under its policies; one line on the policies that a
+        checkpointing budget chose, empty without one.
     """
 
     def placed(profiles: Callable[[], Sequence[Profile]]) -> Placement:
@@ -257,7 +245,7 @@ def solve(
             host = max(0, host - on_host(profile_of(Full()), placement.streamed))
         task = BudgetTask(
             profile_of=profile_of,
-            division=_partition_of(placement),
+            division=Partition.of(placement),
             budgets=limits,
             work=work,
             host=host,
@@ -266,9 +254,7 @@ def solve(
         )
         choice = choose(task)
         placement = replace(placement, checkpointing=choice.schedule)
-        return Solution(
-            placement=placement, profile=under(choice.policies), chosen=choice.described()
-        )
+        return placement, under(choice.policies), choice.described()
     # A policy can be set per device, whose blocks are not known yet. Each device is judged as if
     # all blocks had its policy.
     alone = [
@@ -278,7 +264,7 @@ def solve(
     placement = placed(lambda: [under(of_device.policies([None] * count)) for of_device in alone])
     policies = schedule.policies(placement.blocks)
     resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
-    return Solution(placement=replace(placement, checkpointing=resolved), profile=under(policies))
+    return replace(placement, checkpointing=resolved), under(policies), ""
 
 
 def _split(
@@ -307,39 +293,35 @@ def _split(
     )
 
 
-def _partition_of(placement: Placement) -> Partition:
-    order = list(dict.fromkeys(placement.blocks))
-    return Partition(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
+def weights_in_words(quantize: str) -> str:
+    """The format of weights, for a line of the log."""
+    return "exact weights" if quantize == "none" else f"{quantize} weights"
 
 
-def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
-    """A function from a policy of all blocks to the step's profile; each is made once."""
+def profiles_of(job: StepJob) -> Callable[..., Profile]:
+    """A function from a policy of all blocks to the step's profile, and from a policy and a format
+    of the frozen weights; each is made once."""
     profiles: list[Profile] = []
 
     @cache
-    def profile_of(policy: Policy) -> Profile:
-        doing(f"planning a training step, checkpointing {policy}")
-        alone = job.with_execution(checkpointing=ACSchedule.everywhere(policy))
+    def profile_of(policy: Policy | str, quantize: str = "") -> Profile:
+        weights = f", {weights_in_words(quantize)}" if quantize else ""
+        doing(f"planning a training step, checkpointing {policy}{weights}")
+        quantize = quantize or job.execution.quantize
+        alone = job.with_execution(checkpointing=str(policy), quantize=quantize)
         profiles.append(profile(alone, like=profiles[0] if profiles else None))
         return profiles[-1]
 
     return profile_of
 
 
-def is_compared(execution: Execution) -> bool:
-    """Whether a training step is split by its memory on each device: only GPUs have memory of their
-    own to compare."""
-    devices = execution.torch_devices
-    return (
-        len(devices) > 1
-        and not execution.split_points
-        and all(device.type == "cuda" for device in devices)
-    )
-
-
 def needs_profile(execution: Execution) -> bool:
-    """Whether `placement_of` runs a training step on fake tensors, and so needs its batch."""
-    return is_compared(execution) or execution.schedule.budget is not None
+    """Whether `placement_of` runs a training step on fake tensors, and so needs its batch: for a
+    budget, and to split a model by the memory of each device, which only GPUs have of their own."""
+    devices, budget = execution.torch_devices, execution.schedule.budget
+    if budget is not None or execution.split_points or len(devices) == 1:
+        return budget is not None
+    return all(device.type == "cuda" for device in devices)
 
 
 def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
@@ -358,13 +340,13 @@ def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> 
         targets = Targets(kind=devices[0].type, devices=devices, budgets=budgets)
         placement = _split(model, job, targets)
         return replace(placement, checkpointing=execution.schedule if training else None)
-    start = time.monotonic()
-    solution = solve(job, model, targets_of(execution), job.work, profiles_of(job))
-    if solution.chosen:
-        say(solution.chosen)
-    if is_compared(execution):
+    start, targets = time.monotonic(), targets_of(execution)
+    placement, _, chosen = solve(job, model, targets, job.work, profiles_of(job))
+    if chosen:
+        say(chosen)
+    if targets.kind == "cuda" and len(targets.devices) > 1 and not execution.split_points:
         say(
             f"split points chosen by the memory of a step on each device, planned in "
             f"{time.monotonic() - start:.0f} s"
         )
-    return solution.placement
+    return placement

@@ -18,7 +18,7 @@ from ditkit_core.execution import Execution
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
-from ditkit_core.planner.partition import Solution, profiles_of, solve
+from ditkit_core.planner.partition import profiles_of, solve
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.rank_layout import RankLayout
@@ -41,25 +41,20 @@ class StepPlan:
 
     job: StepJob
     targets: Targets
-    solution: Solution
+    placement: Placement
+    """Device and policy of each block, and the streamed blocks; a loader takes it."""
+    profile: Profile
+    """Costs of each stage."""
+    chosen: str
+    """One line on the policies that a checkpointing budget chose; empty without one."""
     work: Workload
     devices: tuple[DevicePlan, ...]
     """Memory of each device: its peak, by purpose, next to its budget."""
 
-    @property
-    def placement(self) -> Placement:
-        """Device and policy of each block, and the streamed blocks; a loader takes it."""
-        return self.solution.placement
-
-    @property
+    @cached_property
     def partition(self) -> Partition:
-        """The same by the index of each device."""
-        return self.solution.division
-
-    @property
-    def profile(self) -> Profile:
-        """Costs of each stage."""
-        return self.solution.profile
+        """The placement by the index of each device."""
+        return Partition.of(self.placement)
 
     @property
     def fits(self) -> bool:
@@ -167,10 +162,18 @@ def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) 
         model = build_on_meta(job.spec, job.arch, job.precision)
     else:  # with its adapters, because the split by weights counts trained parameters
         model = reduced_model(job, of_each=None).full_model
-    solution = solve(job, model, targets, work, profile_of)
-    work = work_as_run(solution.profile, solution.division, targets.gpus, work)
-    devices = compose(solution.profile, solution.division, targets.budgets, work)
-    return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
+    placement, costs, chosen = solve(job, model, targets, work, profile_of)
+    division = Partition.of(placement)
+    work = work_as_run(costs, division, targets.gpus, work)
+    return StepPlan(
+        job=job,
+        targets=targets,
+        placement=placement,
+        profile=costs,
+        chosen=chosen,
+        work=work,
+        devices=compose(costs, division, targets.budgets, work),
+    )
 
 
 def notes_on_codes(

@@ -94,7 +94,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "model": report.model,
         "fits": report.fits,
         "checkpointing": report.policy,
-        "checkpointing_chosen": step.solution.chosen or None,
+        "checkpointing_chosen": step.chosen or None,
         "quantize": report.work.quantize,
         "bucket": report.bucket,
         "tokens": report.tokens,
@@ -280,8 +280,8 @@ def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
         yield f"sent to the next device in each forward: {sent}"
-    if step.solution.chosen:
-        yield step.solution.chosen
+    if step.chosen:
+        yield step.chosen
     held = {"streamed weights": step.streamed, "offloaded activations": step.host - step.streamed}
     if any(held.values()):
         available = (

@@ -17,7 +17,6 @@ from typing import Any
 
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
-from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import (
     Budget,
@@ -33,10 +32,10 @@ from ditkit_core.planner.partition import (
     cheapest,
     divide_blocks,
     partition_of,
+    profiles_of,
     streamed_of,
 )
 from ditkit_core.planner.planned_step import StepJob
-from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import (
     StageTime,
     crossing_time,
@@ -153,18 +152,9 @@ def _formats_of(job: StepJob) -> tuple[str, ...]:
 
 def task_of(job: StepJob, gpus: tuple[GPU, ...], host: int | None = None) -> FitTask:
     """The search problem of a step on these GPUs; `host` limits the bytes there."""
-    profiles: list[Profile] = []
-
-    @cache  # a profile takes seconds, and the search asks for the same one for every split and swap
-    def profile_of(policy: str, quantize: str) -> Profile:
-        doing(f"planning a training step, checkpointing {policy}, {weights_in_words(quantize)}")
-        step = job.with_execution(checkpointing=policy, quantize=quantize)
-        profiles.append(profile(step, like=profiles[0] if profiles else None))
-        return profiles[-1]
-
     return FitTask(
         gpus=gpus,
-        profile_of=profile_of,
+        profile_of=profiles_of(job),
         execution=job.execution,
         work=job.work,
         quantizations=_formats_of(job),
@@ -173,11 +163,6 @@ def task_of(job: StepJob, gpus: tuple[GPU, ...], host: int | None = None) -> Fit
         streams_trained=_passes(partial(check_swap, (1,), "full", job.optim)),
         overlaps=not job.optim.fused_backward,
     )
-
-
-def weights_in_words(quantize: str) -> str:
-    """The format of weights, for a line of the log."""
-    return "exact weights" if quantize == "none" else f"{quantize} weights"
 
 
 def _passes(check: Callable[[], object]) -> bool:
