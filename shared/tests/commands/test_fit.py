@@ -183,7 +183,11 @@ def made_task(gpus, config, run=None):
     )
 
 
-BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
+BIG = {
+    "model": {"preset": "tiny"},
+    "data": {"frames": 49, "height": 480, "width": 832},
+    "adapter": {"rank": 4},
+}
 
 
 @pytest.fixture
@@ -193,7 +197,7 @@ def made(monkeypatch):
         "task_for",
         lambda run, gpus, host=None: replace(made_task(gpus, run.config), host=host),
     )
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: ())
 
 
 def test_what_is_chosen_is_set_and_nothing_else():
@@ -298,7 +302,7 @@ def test_what_does_not_fit_next_to_the_steps_is_said_with_the_status_of_a_plan(
         weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: (row,))
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: (row,))
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
@@ -409,7 +413,7 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
         )
 
     monkeypatch.setattr(search, "task_for", task_for)
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: ())
     sections = {
         "adapter": {"method": "full"},
         "model": {"dtype": "fp32", "preset": "tiny"},
@@ -465,7 +469,7 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(
             gpus=gpus, profile_of=made_full_profiles(run.config), execution=run.execution, **full
         ),
     )
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: ())
     config = config_of(
         adapter={"method": "full"},
         model={"dtype": "fp32", "preset": "tiny"},

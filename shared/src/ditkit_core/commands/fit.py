@@ -38,6 +38,7 @@ from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
+from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.changes import (
     Level,
     state_bytes,
@@ -45,7 +46,6 @@ from ditkit_core.run.plans.changes import (
 from ditkit_core.run.plans.fit import (
     after_change,
     apply,
-    auxiliary_of,
     changes,
     fit_over_ranks,
     fit_process,
@@ -120,13 +120,14 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
     def auxiliary(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
         per_machine = 1 if ranks is None else ranks.nproc
-        host_of_rank = None if host is None else host // per_machine
-        return auxiliary_of(
-            create_run(spec, config),
-            chosen,
+        return plan_auxiliary(
+            planned_step(create_run(spec, config)),
+            chosen.plan,
+            chosen.division.blocks,
             gpus=bool(options.gpus),
+            streamed=chosen.weights_on_host,
             per_machine=per_machine,
-            host=host_of_rank,
+            host=None if host is None else host // per_machine,
         )
 
     # The search is about training steps; encoders and samples get the memory that it leaves, and

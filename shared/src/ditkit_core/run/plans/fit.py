@@ -26,7 +26,6 @@ from ditkit_core.planner.targets import check_formats
 from ditkit_core.run.checks import check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
-from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.changes import (
     Level,
     SuggestedChange,
@@ -196,21 +195,6 @@ def with_encoding(
         if num_lacking(rows_of_attempt) < num_lacking(rows):
             level, rows = attempt, rows_of_attempt
     return level, rows
-
-
-def auxiliary_of(
-    run: RunContext, chosen: Candidate, *, gpus: bool, per_machine: int = 1, host: int | None = None
-) -> tuple[AuxiliaryRow, ...]:
-    """Memory of encoding and sampling next to the chosen steps, for a run with their settings."""
-    return plan_auxiliary(
-        planned_step(run),
-        chosen.plan,
-        chosen.division.blocks,
-        gpus=gpus,
-        streamed=chosen.weights_on_host,
-        per_machine=per_machine,
-        host=host,
-    )
 
 
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
