@@ -129,7 +129,7 @@ def divide_blocks(
         What `keep` leaves of the divisions of all blocks, its order too; empty if there is none.
     """
     # By the block at which they end: first of one device, then of two, and so on.
-    divisions: dict[int, list[Division]] = {0: []}
+    divisions: dict[int, list[Division]] = {0: [(None, ())]}
     for device in range(num_devices):
         longer: dict[int, list[Division]] = {}
         # Only the last device has to reach the end; all others may stop before any block that can
@@ -137,11 +137,11 @@ def divide_blocks(
         for end in [num_blocks] if device == num_devices - 1 else starts:
             options: list[Division] = []
             for start, shorter in divisions.items():
-                if start >= end or (price := cost(device, start, end)) is None:
-                    continue
-                options += [(total(before, price), (*cuts, start)) for before, cuts in shorter]
-                if not device:
-                    options.append((price, ()))
+                if start < end and (price := cost(device, start, end)) is not None:
+                    options += [
+                        (total(before, price), (*cuts, start)) if device else (price, cuts)
+                        for before, cuts in shorter
+                    ]
             if options:
                 longer[end] = keep(options)
         divisions = longer

@@ -3,7 +3,7 @@ settings with their memory and time.
 
 `Search` finds the fastest split of a model across GPUs that it fits, for one policy and one format,
 exhaustively: memory and time of a device depend only on its own blocks, so each span of blocks is
-evaluated once, spans of equal blocks share the result, and dynamic programming combines the spans.
+evaluated once, spans of equal blocks share the result, and `divide_blocks` combines the spans.
 """
 
 import math
