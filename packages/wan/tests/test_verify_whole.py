@@ -15,9 +15,10 @@ from tiny_variants import SIZES, VARIANTS
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.diffusers_model import load_whole
-from ditkit_core.adapters.files.export import NO_READER, VERIFIED, export_merged
+from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import NO_READER, VERIFIED
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_world import World
 
-from ditkit_core.adapters.files.export import VERIFIED, VERIFIED_LATER
+from ditkit_core.adapters.files.export import VERIFIED_LATER
 from ditkit_core.commands import cli
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.adapter_formats import FORMATS
+from ditkit_core.models.adapter_formats import FORMATS, VERIFIED
 from ditkit_core.models.adapter_programs import AdapterRules, ProgramRow
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.precision import Precision

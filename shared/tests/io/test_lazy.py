@@ -16,6 +16,15 @@ assert {name!r} in vars({package}) and dir({package}) == sorted(["__version__", 
 """
 
 
+def test_the_page_of_a_run_is_served_without_torch() -> None:
+    """It is read from files, next to a run that needs the memory."""
+    code = "import ditkit_core.diagnostics.report.server, sys; assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("package", "name", "torch"),
     [("ditkit_core", "LoraConfig", False), ("ditkit_core", "load", True)],

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files.export import (
-    VERIFIED,
     VERIFIED_LATER,
     check_export,
     export_adapter,
@@ -44,6 +43,7 @@ from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
+from ditkit_core.models.adapter_formats import VERIFIED
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig

@@ -8,6 +8,10 @@ from typing import Literal
 
 DIFFERENCES = "differences"
 """`AdapterLayout.method` of a file that only adds to whole parameters."""
+VERIFIED = "ditkit.verified"
+"""Key in the header of an exported file: what verifies it, or that nothing can."""
+NO_READER = "no reader: "
+"""Start of its value where nothing can."""
 
 
 @dataclass(frozen=True, kw_only=True)

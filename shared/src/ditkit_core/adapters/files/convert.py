@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
-from ditkit_core.adapters.files.export import VERIFIED
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes
 from ditkit_core.adapters.files.read import AdapterFile, FileModule, refuse_damaged
 from ditkit_core.adapters.files.write import LoraAdapter, Scaled, write_adapter, zero_adapter
 from ditkit_core.adapters.products import reduce_product, relative_difference
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, VERIFIED
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fused_tensors import LoraMatrices

@@ -28,7 +28,7 @@ from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapt
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS, set_forms
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, NO_READER, VERIFIED, set_forms
 from ditkit_core.models.adapter_programs import NO_FACTORED, NO_MODEL, NOT_TRIED
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import StagedModel
@@ -45,14 +45,10 @@ SHARD_BYTES = {"diffusers": 5_000_000_000}
 """By form, the maximum bytes in one file of a transformer: as on the hub. ComfyUI, which reads the
 official form, reads a model from one file."""
 
-VERIFIED = "ditkit.verified"
-"""Key in the header of an exported file: what verifies it, or that nothing can."""
-NO_READER = "no reader: "
-"""Start of its value where nothing can."""
 VERIFIED_LATER = (
     "loaded in diffusers after it was written; the result is in verified.json of the run"
 )
-"""Its value where something does, so that the file need not change after it was verified."""
+"""The value of `VERIFIED` where something does, so that the file need not change after it was verified."""
 
 _Tensors = Mapping[str, About]
 

@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ditkit_core.adapters.files.export import NO_READER, VERIFIED
 from ditkit_core.adapters.files.export_names import ExportName
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import NO_READER, VERIFIED
 
 _WHOLE = "transformer_"
 
@@ -141,6 +140,9 @@ def _exports(folder: RunFolder) -> Iterator[Exported]:
 def _step(path: Path) -> int | None:
     """The step in an export's header; None if it is incomplete, has no reader to verify it with, or
     is of an earlier version."""
+    # Here: it imports torch, and who serves a run's page waits seconds for that.
+    from ditkit_core.io.safetensors import SafetensorsSource
+
     try:
         header = SafetensorsSource.open(path).metadata
     except (UserError, OSError):
