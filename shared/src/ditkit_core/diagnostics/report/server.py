@@ -104,6 +104,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def sample_file(folder: Path, url_path: str) -> Path:
+    """The sample of a run at a path of a URL, as the page links it; NotFound for everything
+    else."""
+    parts = url_path.split("/")[1:]
+    # No part may leave the folder, by its name or as a link to elsewhere.
+    if len(parts) in (2, 3) and parts[-2] == "samples" and not any(map(_is_odd, parts)):
+        file = folder.joinpath(*parts)
+        is_linked = any(path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1]))
+        if file.suffix in _KINDS and not is_linked and file.is_file():
+            return file
+    raise NotFound
+
+
 class ReportServer(ThreadingMixIn, WSGIServer):
     """A server of one run's page.
 
@@ -154,19 +167,6 @@ class ReportServer(ThreadingMixIn, WSGIServer):
                 logs=logs,
             )
 
-    def sample(self, url_path: str) -> Path:
-        """The sample at a path of a URL, as the page links it; NotFound for everything else."""
-        parts = url_path.split("/")[1:]
-        # No part may leave the folder, by its name or as a link to elsewhere.
-        if len(parts) in (2, 3) and parts[-2] == "samples" and not any(map(_is_odd, parts)):
-            file = self.folder.joinpath(*parts)
-            is_linked = any(
-                path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1])
-            )
-            if file.suffix in _KINDS and not is_linked and file.is_file():
-                return file
-        raise NotFound
-
     def _answer(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         """Answer GET and HEAD, as WSGI wants it."""
         try:
@@ -188,7 +188,7 @@ class ReportServer(ThreadingMixIn, WSGIServer):
         if request.path == "/":
             return Response(self.page(), content_type="text/html; charset=utf-8")
         try:
-            return send_file(self.sample(request.path), request.environ)
+            return send_file(sample_file(self.folder, request.path), request.environ)
         except (
             OSError,
             ValueError,
