@@ -38,6 +38,7 @@ HELPERS = [
     ROOT / "tests",
     ROOT / "shared" / "tests" / "support",
     *sorted(ROOT.glob("packages/*/tests/support")),
+    ROOT / "ui" / "tests" / "support",
 ]
 # Modules that name shapes. Types alone are mypy's work: checking each call of every module took a
 # third of the tests' time.

@@ -47,6 +47,7 @@ include_patterns = [
     "packages/*/README.md",
     "packages/*/api.rst",
     "shared/README.md",
+    "ui/README.md",
     "shared/tests/README.md",
     "tools/README.md",
 ]

@@ -28,6 +28,7 @@ from ditkit_core.encoding.cache_maintenance import parse_rule
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.run.config import RunConfig
+from ditkit_ui.cli import page_parser
 from pages import PAGES, blocks, code_in, prose
 from workspace import MEMBERS, MODELS, ROOT, read_toml
 
@@ -39,7 +40,7 @@ NAMES = "|".join(FAMILIES)
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 PROGRAMS = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|"
-    rf"(?:{NAMES}|zed)-(?:train|encode|sample|export|watch|caption)\b|(?:pytest|ruff|sphinx-build|tools/\S+\.py) )"
+    rf"(?:{NAMES}|zed)-(?:train|encode|sample|export|watch|caption)\b|ditkit-ui\b|(?:pytest|ruff|sphinx-build|tools/\S+\.py) )"
 )
 OF_A_SHELL = {"uv", "uvx", "pip", "git", "rsync", "ssh", "tmux", "docker", "sbatch", ".ci/run"}
 """Programs that a reader has without the environment of the clone; `uv run` starts all others."""
@@ -70,6 +71,7 @@ OTHERS = {
         "--train_data_meta",
     ),  # of DiffSynth and VideoX-Fun
     *(f"--{word}" for word in FOREIGN_WORDS),
+    *(flag for action in page_parser()._actions for flag in action.option_strings),
     *(
         flag
         for tool in ROOT.glob("tools/**/*.py")
@@ -142,6 +144,8 @@ class Checker:
         family, _, command = words[0].partition("-")
         if family in FAMILIES and command in OPTIONS:
             self.of_family(family, command, words[1:])
+        elif words[0] == "ditkit-ui":
+            self.of_page(words[1:])
         elif words[0] == "srun":
             self.check(words[words.index("torchrun") :])
         elif words[0] == "torchrun":
@@ -188,6 +192,13 @@ class Checker:
         for option, read in READ_LATER.items():
             if text := getattr(given, option, ""):
                 read(text)
+
+    def of_page(self, argv: list[str]) -> None:
+        """By the page's own parser."""
+        try:
+            page_parser().parse_args(argv)
+        except SystemExit as stopped:
+            raise Refused(self.capture().strip()) from stopped
 
     def of_torchrun(self, words: list[str]) -> None:
         """By torchrun's own parser, and then the module's command."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml, source
+from workspace import CORE, MEMBERS, MODELS, ROOT, UI, Member, read_toml, source
 
 NOT_ON_AN_INDEX = {"flash_attn_interface", "sageattention"}
 """Imported where somebody built it, never required: FlashAttention 3 and SageAttention 2 are
@@ -68,6 +68,16 @@ def test_no_member_imports_a_model_package_but_itself(member):
     models = {model.package for model in MODELS} - {member.package}
     imports = {file: imported_packages(file) & models for file in member.modules}
     assert {file.relative_to(ROOT): names for file, names in imports.items() if names} == {}
+
+
+@pytest.mark.parametrize("member", [CORE, *MODELS], ids=lambda member: member.name)
+def test_a_training_package_knows_nothing_of_the_page(member):
+    """Machines that train, and programs with the library, install none of its dependencies."""
+    pages_own = declared(UI) - declared(CORE) - {CORE.name} | {UI.name}
+    assert "nicegui" in pages_own
+    assert declared(member) & pages_own == set()
+    names = {UI.package, *(name.replace("-", "_") for name in pages_own)}
+    assert [file for file in member.modules if imported_packages(file) & names] == []
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)

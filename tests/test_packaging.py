@@ -54,7 +54,7 @@ def test_the_root_lists_no_model_package():
     folder."""
     root = read_toml(ROOT / "pyproject.toml")
     assert "project" not in root
-    assert root["tool"]["uv"]["workspace"]["members"] == ["shared", "packages/*"]
+    assert root["tool"]["uv"]["workspace"]["members"] == ["shared", "packages/*", "ui"]
     assert root["tool"]["uv"]["sources"] == {CORE.name: {"workspace": True}}
 
 

@@ -49,10 +49,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def members() -> list[Member]:
-    """The core first, then the model packages."""
+    """The core first, then the model packages, then the page."""
     folders = [
         ROOT / "shared",
         *sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml")),
+        ROOT / "ui",
     ]
     return [Member(folder, read_toml(folder / "pyproject.toml")["project"]) for folder in folders]
 
@@ -64,7 +65,7 @@ def source(file: Path) -> File:
 
 
 MEMBERS = members()
-CORE, *MODELS = MEMBERS
+CORE, *MODELS, UI = MEMBERS
 
 
 def in_git() -> bool:

@@ -1,0 +1,44 @@
+"""The model families that are installed, found by their train commands."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from ditkit_core.commands.cli import Family
+from ditkit_core.config.toml import flatten
+from ditkit_core.io.files import json_part
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_ui import texts
+
+
+@cache
+def installed_families() -> Mapping[str, Family]:
+    """The families by name, such as `wan`: each module behind a command `NAME-train` has a
+    `FAMILY`.
+
+    Raises:
+        SystemExit: If none is installed.
+    """
+    entries = entry_points(group="console_scripts")
+    modules = sorted({entry.module for entry in entries if entry.name.endswith("-train")})
+    families = [vars(import_module(module)).get("FAMILY") for module in modules]
+    by_name = {family.name: family for family in families if isinstance(family, Family)}
+    if not by_name:
+        raise SystemExit(texts.NO_FAMILY)
+    return by_name
+
+
+def family_of(folder: RunFolder, tables: Mapping[str, object]) -> str:
+    """The family that a run file is most likely for: of the run in its folder, or by its preset or
+    base; the first one otherwise. The page shows it, and it can be changed there."""
+    families = installed_families()
+    if (name := json_part(folder.about, "model").get("family")) in families:
+        return str(name)
+    values = flatten(tables)
+    for family in families.values():
+        if values.get("model.preset") in family.presets:
+            return family.name
+    base = str(values.get("model.base", "")).lower().replace("-", "").replace(".", "")
+    named = [name for name in families if name in base]
+    return named[0] if named else next(iter(families))

@@ -1,0 +1,163 @@
+"""Runs as their folders show them, and starting them: each is a command of its own session, which
+goes on when the page ends."""
+
+import json
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ditkit_core.commands.options import command_line
+from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.diagnostics.report.server import last_lines
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import ListedSample, RunFolder, is_locked, listed_samples
+from ditkit_ui import texts
+
+OUTPUT = ".started.log"
+"""What a command prints that the page started, in the run's folder; hidden, because a folder with
+other files is no new run's."""
+_STARTED: dict[Path, "subprocess.Popen[bytes]"] = {}
+"""The commands that this page started, by the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What a run does now."""
+
+    kind: str
+    """A key of `texts.STATES`."""
+    step: int = 0
+
+    @property
+    def text(self) -> str:
+        """A line about it."""
+        return texts.STATES[self.kind].format(step=self.step)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process works on it."""
+        return self.kind in ("starting", "running")
+
+
+def run_state(folder: RunFolder) -> RunState:
+    """The state of a run, by the files in its folder and the commands that this page started."""
+    started = _STARTED.get(folder.path.resolve())
+    status = started.poll() if started else None
+    if is_locked(folder.path):
+        return RunState(kind="running", step=last_step(folder))
+    if started and status is None:
+        return RunState(kind="starting")
+    step = last_step(folder)
+    if (completed := folder.completed_step()) is not None and not status:
+        return RunState(kind="complete", step=completed)
+    if folder.owner() or (status is not None and status < 0):
+        return RunState(kind="killed", step=step)  # who ends by itself takes its name out
+    if status not in (None, 0, 130):
+        return RunState(kind="failed", step=step)
+    is_new = not folder.config_file.exists()
+    return RunState(kind="new") if is_new else RunState(kind="stopped", step=step)
+
+
+def last_step(folder: RunFolder) -> int:
+    """The last step with a logged number, of the expert that trains if there are several."""
+    steps = [0]
+    for metrics in (folder.metrics, *folder.path.glob("*/metrics.jsonl")):
+        for line in last_lines(metrics):  # of a long file the end alone: this is asked every second
+            with suppress(ValueError, TypeError, AttributeError):
+                steps.append(int(json.loads(line).get("step", 0)))
+    return max(steps)
+
+
+def runs_below(folders: Sequence[Path]) -> list[RunFolder]:
+    """The runs in `runs/` of some folders, the newest first."""
+    found = {
+        file.parent.resolve(): file.stat().st_mtime
+        for folder in folders
+        for file in folder.glob("runs/*/config.toml")
+    }
+    return [RunFolder(path) for path in sorted(found, key=found.__getitem__, reverse=True)]
+
+
+def program(family: str, name: str) -> str:
+    """The command of a family, in the environment that this page runs in."""
+    scripts = sysconfig.get_path("scripts")
+    path = shutil.which(f"{family}-{name}", path=scripts) or shutil.which(f"{family}-{name}")
+    if path is None:
+        raise UserError(
+            f"there is no program {family}-{name} in {scripts}; install ditkit-{family}"
+        )
+    return path
+
+
+def start_run(family: str, file: Path, folder: RunFolder) -> None:
+    """Start or continue the run of a run file, as the command in a shell would.
+
+    Raises:
+        UserError: If it runs already, or cannot be started.
+    """
+    if run_state(folder).is_alive:
+        raise UserError(f"{folder.path} runs already")
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with open(folder.path / OUTPUT, "wb") as output:
+            _STARTED[folder.path.resolve()] = subprocess.Popen(
+                [program(family, "train"), str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            )
+    except OSError as error:
+        raise UserError(f"cannot start in {folder.path}: {error.strerror or error}") from error
+
+
+def shell_command(family: str, file: Path) -> str:
+    """The same for a shell."""
+    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return command_line(f"{family}-train", str(path))
+
+
+def last_output(folder: RunFolder) -> list[str]:
+    """The last lines of the command that trains it."""
+    return last_lines(folder.path / OUTPUT) or last_lines(folder.log)
+
+
+def samples_by_step(folder: RunFolder) -> Mapping[int, list[ListedSample]]:
+    """The samples that were generated while it trained."""
+    lists = sorted(folder.samples.glob("step-*.json"))
+    steps = {int(path.stem.removeprefix("step-")): listed_samples(path) for path in lists}
+    return {
+        step: [sample for sample in samples if sample.file.is_file()]
+        for step, samples in steps.items()
+    }
+
+
+def best_step(folder: RunFolder) -> int | None:
+    """The step with the lowest validation loss after the start; None if it was not measured."""
+    sections = read_sections(folder.path)
+    measured = sections[0].series.get("held_out") if sections else None
+    later = (
+        [(v, s) for s, v in zip(measured.steps, measured.values, strict=True) if s]
+        if measured
+        else []
+    )
+    return min(later)[1] if later else None
+
+
+def export_run(family: str, folder: RunFolder, arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Call the export command; its exit status and its lines."""
+    done = subprocess.run(
+        [program(family, "export"), "--run", str(folder.path), *arguments],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]

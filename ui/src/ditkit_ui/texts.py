@@ -1,0 +1,150 @@
+"""Every English text of the page."""
+
+TITLE = "ditkit"
+SKIP = "Skip to the content"
+
+TABS = {"": "Begin", "data": "Data", "settings": "Settings", "run": "Run", "compare": "Compare"}
+"""The pages by path."""
+
+STARTED = "page:     {address} (Ctrl-C ends it; runs go on)"
+TUNNEL = "          from another computer: {command}, then open this address there"
+PUBLIC = (
+    "{host} is not only this machine: whoever has the address with its token can start programs "
+    "here"
+)
+PORT_TAKEN = (
+    "cannot listen at {host}:{port} ({reason}); choose another --port, or --port 0 for a free one"
+)
+NO_FAMILY = "no model family is installed; install ditkit-wan, ditkit-flux2 or ditkit-zimage"
+
+NOT_OPENED = "{path} is in no folder that was opened; open its folder on the first page"
+NO_FOLDER = "{path} is no folder; {remedy}"
+OPEN_FOLDER = "Open {folder}"
+REFUSED_HOST = "this page is for the computer itself: open it as localhost"
+REFUSED_ORIGIN = "another site asked for this, and only the page itself may"
+REFUSED_TOKEN = (
+    "this page needs its token: open the address that ditkit-ui printed when it was started"
+)
+
+WHAT = "What do you want?"
+MODEL = "Model"
+EVERY_MODEL = "all models"
+GPU = "GPU"
+GPU_HELP = "Of this machine, or a name or size: rtx3060, 24GiB, 2x24GiB"
+GPU_HERE = "Empty: this machine ({gpus})"
+NO_GPU = "This machine has no GPU: runs can be planned and written here, and trained elsewhere."
+FOLDER = "Folder of your pictures or clips"
+FOLDER_HELP = "Captions are text files next to them: cat.png and cat.txt"
+PROMISED = "for {machine}; at most {hours} h"
+PLANNING = "planning …"
+COSTS = "{peaks} GiB of the GPU, {host:.1f} GiB of the host, {hours} h here"
+FITS = "Fits"
+FITS_NOT = "Does not fit as set"
+CHOOSE = "Choose"
+FOLDER_FIRST = "Type the folder of your pictures or clips first."
+NO_RECIPE = "No recipe for this; choose another model or goal."
+DEMO = "Try it without a GPU"
+DEMO_ABOUT = (
+    "A whole run in minutes on this CPU, with a tiny model. Without a folder it writes pictures of "
+    "its own."
+)
+DEMO_CHOOSE = "Try"
+EXISTING = "Run files here"
+NO_EXISTING = "None yet."
+EXISTS = "{file} exists; open it below, or move it"
+WRITTEN = "Written: {file}"
+FAMILY_OF = "Command that reads it"
+
+NO_FILE = "Choose or open a run file on the first page."
+UNDO = "Undo"
+UNDONE = "Undone."
+NOTHING_TO_UNDO = "There is nothing to undo."
+
+SEARCH_KEYS = "Search all {count} keys"
+NO_KEY = "No key has these words."
+DEFAULT = "default: {value}"
+UNSET = "(default)"
+RUN_FILE = "Run file"
+RUN_FILE_HELP = "Edit here or in the form; both show the same file. It is saved when it is valid."
+SAVED = "Saved."
+NOT_SAVED = "Not saved: {error}"
+CHANGED_ON_DISK = "{file} was changed by another program; load it again"
+RELOAD = "Load again"
+PLAN = "Plan"
+PLAN_FOR = "Plan for GPU"
+THIS_MACHINE = "this machine"
+STEP = "{step} s a step, {hours} for {steps} steps"
+NO_TIME = "no time is known for this device"
+STREAMED = "{size} GiB of weights stay on the host"
+FIT = "Fit"
+FIT_ABOUT = "Search settings that fit"
+SEARCHING = "searching …"
+FIT_CHANGES = "Would change"
+FIT_NOTHING = "Nothing to change: it fits best as it is."
+APPLY = "Apply"
+BYTES_OF = {
+    "weights": "weights",
+    "adapters": "adapter",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average",
+    "activations": "activations",
+    "workspace": "workspace",
+}
+PEAK = "{peak} of {total} GiB on {name}"
+
+READING = "reading the folder …"
+COUNT = "{files} files, {samples} trained, {without} left out"
+NO_MEDIA = "No pictures or clips in {folder}."
+REPLACE = "Replace in all captions"
+FIND = "Find"
+WITH = "Replace by"
+REPLACED = "Replaced in {count} captions."
+FOUND_NONE = "No caption contains this."
+CAPTION_SAVED = "Caption saved: {file}"
+CAPTION_CHANGED = "{file} was changed by another program meanwhile; load the page again"
+IN_A_LIST = "{file} has the captions of this folder: edit them there"
+CAPTION_OF = "Caption of {name}"
+PICTURE_OF = "Show {name} larger"
+CUT_AWAY = "{share} % cut away, trained as {width}×{height}"
+TRAINED_AS = "trained as {width}×{height}"
+CHECK = "Check the data"
+CHECKING = "checking …"
+NO_FINDINGS = "Nothing wrong was found."
+FILTER = "Show only files with findings"
+CLOSE = "Close"
+
+STATES = {
+    "new": "Not started",
+    "starting": "Starting",
+    "running": "Training",
+    "complete": "Complete at step {step}",
+    "stopped": "Stopped at step {step}; it can be continued",
+    "killed": "Killed at step {step}: its process is gone. Continue from the last save.",
+    "failed": "Ended with an error; the last lines say which",
+}
+START = "Start"
+CONTINUE = "Continue"
+REQUESTS = {"sample": "Sample now", "save": "Save now", "stop": "Stop after this step"}
+STARTED_RUN = "Started. It goes on when this page is closed."
+LOG = "Last lines"
+REPORT = "Page of the run"
+OWN_PAGE = "Open in a tab of its own"
+NO_REPORT = "The page of the run appears here after its first step."
+COMMAND = "The same in a shell"
+LONGER = "For a longer run raise train.steps in Settings, then continue."
+
+STEP_OF = "Step"
+LEFT, RIGHT = "Left", "Right"
+PROMPT = "Prompt"
+NO_SAMPLES = "No samples yet: set sample.prompts, or press Sample now on the page Run."
+BEST = "best by validation"
+SAMPLE_AT = "{prompt}, step {step}"
+EXPORT = "Export"
+EXPORT_STEP = "Save"
+LATEST, BEST_SAVE = "latest", "best by validation"
+EXPORT_FORM = "Names of tensors"
+AS_CONFIGURED = "as configured"
+EXPORTING = "exporting …"
+VERIFIED = "verified"
+DIFFERS = "differs"

@@ -1,0 +1,110 @@
+"""What all pages share: the opened folders, the worker process, the run files that are edited, and
+the frame around a page."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlencode
+
+from nicegui import ui
+
+from ditkit_core.config.toml import read_toml
+from ditkit_core.errors import UserError
+from ditkit_ui import texts
+from ditkit_ui.captions import CaptionEdits
+from ditkit_ui.families import family_of, installed_families
+from ditkit_ui.folders import OpenedFolders
+from ditkit_ui.run_file import RunFile
+from ditkit_ui.worker import Worker
+
+_STYLE = Path(__file__).with_name("page.css")
+
+
+@dataclass(kw_only=True)
+class Workbench:
+    """The values that the pages of one process share."""
+
+    opened: OpenedFolders
+    worker: Worker
+    captions: CaptionEdits
+    files: dict[Path, RunFile] = field(default_factory=dict)
+    """Run files that were opened, so that an undo outlives a change of the page."""
+    gpus: str = ""
+    """What was last planned for, as `--gpus` takes it; empty for this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a page is about: a run file, and the family whose commands read it."""
+
+    file: RunFile
+    family: str
+
+    @property
+    def query(self) -> dict[str, str]:
+        """It as part of an address."""
+        return {"file": str(self.file.path), "family": self.family}
+
+
+def address(path: str, query: dict[str, str]) -> str:
+    """The address of a page."""
+    return f"/{path}?{urlencode(query)}" if query else f"/{path}"
+
+
+def subject_of(bench: Workbench, file: str, family: str) -> Subject:
+    """The run file that an address names.
+
+    Raises:
+        UserError: If it is in no opened folder, or cannot be read; a text that is no run file is
+            shown to be corrected.
+    """
+    path = bench.opened.checked(file)
+    if path not in bench.files:
+        try:
+            bench.files[path] = RunFile(path)
+        except UserError as error:
+            raise UserError(texts.NOT_SAVED.format(error=error)) from error
+    run_file = bench.files[path]
+    if family not in installed_families():
+        family = family_of(run_file.config.run_folder, read_toml(path))
+    return Subject(file=run_file, family=family)
+
+
+@contextmanager
+def errors_shown(page: ui.element) -> Iterator[None]:
+    """Inside the block a mistake of the user is shown as a message on the page, and messages find
+    it: the button that was pressed may be gone by then."""
+    with page:
+        try:
+            yield
+        except UserError as error:
+            if not page.is_deleted:  # its reader may have gone on
+                ui.notify(
+                    str(error),
+                    type="negative",
+                    multi_line=True,
+                    timeout=0,
+                    close_button=texts.CLOSE,
+                )
+
+
+@contextmanager
+def page_frame(path: str, subject: Subject | None) -> Iterator[ui.element]:
+    """The head of a page with the way to the others; inside the block is its content, which is
+    yielded."""
+    ui.colors(primary="#1257a8")  # white on it has a contrast of 7
+    ui.add_css(_STYLE.read_text(encoding="utf-8"))
+    ui.page_title(f"{texts.TABS[path]} · {texts.TITLE}")
+    query = subject.query if subject else {}
+    with ui.header().classes("head"):
+        ui.link(texts.SKIP, "#content").classes("skip")
+        with ui.element("nav"):
+            for name, title in texts.TABS.items():
+                link = ui.link(title, address(name, query if name else {}))
+                if name == path:
+                    link.props["aria-current"] = "page"
+        if subject:
+            ui.label(f"{subject.file.path.name} · {subject.family}").classes("subject")
+    with ui.element("div").classes("content").props("id=content") as content:
+        yield content

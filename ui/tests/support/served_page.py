@@ -1,0 +1,107 @@
+"""The page as its command serves it, and a browser without a window that looks at it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+NAMES = ("google-chrome", "chromium", "chromium-browser")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser is installed (looked for {', '.join(NAMES)})"
+)
+SECONDS = 90
+"""Longest wait for anything: the worker imports torch, on machines that are busy."""
+HOSTILE = (
+    "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>{{7*7}}"
+)
+
+
+def write_pictures(folder: Path, count: int = 4, *, without_caption: int = -1) -> None:
+    """Small pictures of two shapes, the first with a hostile caption."""
+    folder.mkdir(parents=True)
+    for index in range(count):
+        size = (64, 48) if index % 2 else (48, 64)
+        Image.new("RGB", size, (60 * index % 256, 90, 160)).save(folder / f"p{index}.png")
+        if index != without_caption:
+            text = f"a card {index}" if index else f"a card {HOSTILE}"
+            (folder / f"p{index}.txt").write_text(text, encoding="utf-8")
+
+
+@dataclass
+class Served:
+    """A page that is served, and what a browser said of it."""
+
+    url: str
+    """With the token."""
+    process: "subprocess.Popen[str]"
+    said: list[str] = field(default_factory=list)
+    """Messages of the browser's console, and addresses elsewhere that were asked for."""
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[Served]:
+    """Serve the page in a folder, in a process of its own."""
+    program = shutil.which("ditkit-ui", path=sysconfig.get_path("scripts"))
+    assert program is not None
+    # NiceGUI serves a test of its own where it finds pytest's variable.
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    process = subprocess.Popen(
+        [program, "--no-browser", "--port=0", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**environment, "XDG_CACHE_HOME": str(folder / ".cache")},
+    )
+    assert process.stdout is not None
+    try:
+        address = re.search(r"http\S+", process.stdout.readline())
+        assert address is not None
+        yield Served(address[0], process)
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
+        process.stdout.close()
+
+
+@contextmanager
+def opened(page_of: Served, width: int = 1280) -> Iterator[Page]:
+    """The first page in a browser."""
+    expect.set_options(timeout=1000 * SECONDS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(1000 * SECONDS)
+        page.on("console", lambda message: page_of.said.append(message.text))
+        page.on("pageerror", lambda error: page_of.said.append(str(error)))
+        page.on("request", lambda request: _note_elsewhere(page_of, request.url))
+        for _ in range(100):  # the address is printed before the socket listens
+            try:
+                page.goto(page_of.url)
+                break
+            except Exception as error:  # noqa: BLE001 (playwright's own class covers all of it)
+                assert "ERR_CONNECTION_REFUSED" in str(error) and page_of.process.poll() is None
+                page.wait_for_timeout(200)
+        yield page
+        browser.close()
+
+
+def _note_elsewhere(page_of: Served, url: str) -> None:
+    if not re.match(r"(http://127\.0\.0\.1:|data:|blob:|about:)", url):
+        page_of.said.append(url)
+
+
+def overflows(page: Page, width: int) -> bool:
+    """Whether the page is wider than a window of this width."""
+    page.set_viewport_size({"width": width, "height": 800})
+    page.wait_for_timeout(300)
+    return int(page.evaluate("document.documentElement.scrollWidth")) > width

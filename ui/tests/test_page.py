@@ -1,0 +1,218 @@
+"""The page in a real browser without a window."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+from made_runs import write_run
+from playwright.sync_api import Page, expect
+from served_page import HOSTILE, needs_browser, opened, overflows, served, write_pictures
+
+from ditkit_core.config.toml import to_toml
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_ui.run_file import checked
+from ditkit_ui.runs import run_state
+
+pytestmark = [needs_browser, pytest.mark.timeout(290)]
+
+
+def go(page: Page, tab: str) -> None:
+    page.get_by_role("link", name=tab, exact=True).click()
+    page.wait_for_url(f"**/{tab.lower()}?**")
+
+
+def looked_at(page: Page, name: str) -> None:
+    """Nothing is wider than a phone; with DITKIT_SCREENSHOTS both widths are kept to be looked
+    at."""
+    folder = os.environ.get("DITKIT_SCREENSHOTS")
+    for width in (400, 1280):
+        assert not overflows(page, width), f"{name} at {width} px"
+        if folder:
+            page.screenshot(path=f"{folder}/{name}-{width}.png")
+
+
+def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded_from_elsewhere(
+    tmp_path: Path,
+) -> None:
+    write_pictures(tmp_path / "photos", without_caption=3)
+    hostile = tmp_path / "photos" / f"{HOSTILE.replace('/', '_')[:80]}.txt"
+    hostile.with_suffix(".png").write_bytes((tmp_path / "photos" / "p1.png").read_bytes())
+    hostile.write_text("a card")
+    run = write_run(tmp_path / "runs" / "cards", captions=HOSTILE)
+    text = '[run]\nfolder = "runs/cards"\n[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n'
+    text += f"[data]\nfolder = \"photos\"\non_bad = \"skip\"\ntrigger = '''{HOSTILE}'''\n"
+    (tmp_path / "cards.toml").write_text(text, encoding="utf-8")
+    (run / "config.toml").write_text(to_toml(checked(text, Path("cards.toml"))), encoding="utf-8")
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        expect(page.get_by_text("Try it without a GPU")).to_be_visible()
+        looked_at(page, "begin")
+        page.get_by_role("link", name="cards.toml").click()
+        expect(page.get_by_label("data.trigger")).to_have_value(HOSTILE)
+        expect(page.get_by_label("Run file")).to_have_value(text)
+        expect(page.get_by_label("train.mask_weight")).to_have_count(0)
+        page.get_by_label("Search all").fill("loss mask weight")
+        expect(page.get_by_label("train.mask_weight")).to_be_visible()
+        expect(page.get_by_label("data.trigger")).to_have_count(0)
+        go(page, "Data")
+        expect(page.get_by_label("Caption of p0.png")).to_have_value(f"a card {HOSTILE}")
+        expect(page.get_by_text("5 files, 4 trained, 1 left out")).to_be_visible()
+        expect(page.get_by_text("p3.png has no caption")).to_be_visible()
+        page.get_by_label("Show p0.png larger").click()
+        expect(page.get_by_role("dialog").locator("img")).to_be_visible()
+        page.keyboard.press("Escape")
+        page.get_by_label("Find", exact=True).fill("card")
+        page.get_by_label("Replace by").fill("<b>")
+        page.get_by_role("button", name="Replace in all").click()
+        expect(page.get_by_label("Caption of p1.png")).to_have_value("a <b> 1")
+        assert (tmp_path / "photos" / "p2.txt").read_text() == "a <b> 2"
+        page.get_by_role("button", name="Undo").click()
+        expect(page.get_by_label("Caption of p1.png")).to_have_value("a card 1")
+        assert (tmp_path / "photos" / "p2.txt").read_text() == "a card 2"
+        looked_at(page, "data")
+        go(page, "Run")
+        expect(page.get_by_role("status").first).to_contain_text("topped at step 40")
+        frame = page.frame_locator("iframe")
+        expect(frame.get_by_text("Validation loss").first).to_be_visible()
+        looked_at(page, "run")
+        go(page, "Compare")
+        expect(page.locator("figure").last).to_contain_text("step 40")
+        page.get_by_label("Left: Step").press("ArrowRight")
+        looked_at(page, "compare")
+        assert "owned" not in page.title() and "49" not in page.title()
+        assert not page.evaluate("document.querySelectorAll('img[src=x]').length")
+    assert page_of.said == []
+
+
+def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    write_pictures(here / "photos")
+    write_pictures(tmp_path / "elsewhere")
+    (here / "photos" / "link.png").symlink_to(tmp_path / "elsewhere" / "p1.png")
+    (here / "other.toml").write_text(f'[data]\nfolder = "{tmp_path}/elsewhere"\n')
+    (tmp_path / "outside.toml").write_text("[train]\nsteps = 5\n")
+    refused = [
+        *(f"/{route}?path={quote(str(path))}" for route in ("thumbnail", "media", "sample")
+          for path in (tmp_path / "elsewhere" / "p1.png", here / "photos" / "link.png",
+                       f"{here}/photos/../../elsewhere/p1.png", "/etc/passwd", "\0")),
+        *(f"/media?path={quote(str(here / name))}" for name in ("photos/p1.txt", "other.toml")),
+        "/report/Li4/", "/report/L2V0Yw==/passwd", "/report/ä/",
+    ]  # fmt: skip
+    with served(here) as page_of, opened(page_of) as page:
+        origin = page_of.url.partition("/?")[0]
+        answers = {path: page.request.get(origin + path).status for path in refused}
+        assert {path: status for path, status in answers.items() if status != 404} == {}
+        own = quote(str(here / "photos" / "p1.png"))
+        assert page.request.get(f"{origin}/media?path={own}").status == 200
+        assert page.request.get(f"{origin}/thumbnail?path={own}").headers["content-type"] == (
+            "image/jpeg"
+        )
+        foreign = {"origin": "http://evil.example"}
+        assert page.request.post(f"{origin}/", headers=foreign).status == 403
+        port = urlsplit(origin).port
+        assert page.request.get(f"{origin}/", headers={"host": f"evil:{port}"}).status == 403
+        page.goto(f"{origin}/settings?file={quote(str(tmp_path / 'outside.toml'))}")
+        expect(page.get_by_text("is in no folder that was opened")).to_be_visible()
+        page.goto(f"{origin}/data?file=other.toml&family=zimage")
+        expect(page.get_by_role("button", name="Open ")).to_be_visible()
+        assert page.locator("textarea").count() == 0
+
+
+@pytest.mark.slow
+def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) -> None:
+    """Begin, a caption, a key until it fits, start, stop, continue, compare, export; a killed page
+    leaves the run alive, and the page says so when the run is killed."""
+    write_pictures(tmp_path / "photos", 8, without_caption=3)
+    folder = RunFolder(tmp_path / "runs" / "photos-demo")
+    clicks = 0
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        page.get_by_label("Folder of your pictures").fill("photos")
+        page.get_by_role("button", name="Try").click()
+        page.wait_for_url("**/data?**")
+        clicks += 2
+        caption = page.get_by_label("Caption of p3.png")
+        caption.fill("a card with words")
+        caption.press("Tab")
+        expect(page.get_by_text("Caption saved: p3.txt")).to_be_visible()
+        assert (tmp_path / "photos" / "p3.txt").read_text() == "a card with words"
+        go(page, "Settings")
+        file = tmp_path / "photos-demo.toml"
+        shorter(page, file)
+        until_it_fits(page, file)
+        looked_at(page, "settings")
+        go(page, "Run")
+        page.get_by_role("button", name="Start").click()
+        clicks += 2
+        expect(page.get_by_text("Training", exact=True)).to_be_visible()
+        wait_for(lambda: run_state(folder).step >= 2)
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_text("it can be continued")).to_be_visible()
+        stopped = run_state(folder).step
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_text("Training", exact=True)).to_be_visible()
+        wait_for(lambda: run_state(folder).step > stopped)
+        page_of.process.kill()  # the run goes on
+    last = run_state(folder).step
+    wait_for(lambda: run_state(folder).step > last)
+    assert clicks <= 10
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        page.get_by_role("link", name="photos-demo.toml").click()
+        go(page, "Run")
+        expect(page.get_by_text("Training", exact=True)).to_be_visible()
+        kill_run(folder)
+        expect(page.get_by_text("Killed at step")).to_be_visible()
+        go(page, "Settings")
+        page.get_by_label("train.steps", exact=True).fill(str(run_state(folder).step + 2))
+        expect(page.get_by_text("Saved.")).to_be_visible()
+        go(page, "Run")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_text("Complete at step")).to_be_visible()
+        looked_at(page, "complete")
+        go(page, "Compare")
+        expect(page.locator("figure").first).to_contain_text("step 0")
+        page.get_by_role("button", name="Export").click()
+        expect(page.get_by_text(": verified").first).to_be_visible()
+        expect(page.locator(".log")).to_contain_text("photos-demo")
+        looked_at(page, "export")
+    assert page_of.said == []
+    assert list(folder.exports.glob("*export*.safetensors"))
+
+
+def shorter(page: Page, file: Path) -> None:
+    """Make the demo shorter in the text of the run file."""
+    text = file.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^prompts = .*$", 'prompts = ["a red square"]', text)
+    text = re.sub(r"(?m)^every_steps = 250$", "every_steps = 1000", text)
+    text = text.replace("clips = 9", "clips = 2").replace("steps = 20", "steps = 2")
+    text = text.replace("steps = 250", "steps = 2000").replace("num_control_prompts = 2\n", "")
+    page.get_by_label("Run file").fill(text)
+    expect(page.get_by_text("Saved.")).to_be_visible()
+    assert file.read_text(encoding="utf-8") == text
+
+
+def until_it_fits(page: Page, file: Path) -> None:
+    """A size that does not fit a small GPU is seen to, and one that fits."""
+    page.get_by_label("Plan for GPU").fill("2GiB")
+    for size, verdict in (("4096", "Does not fit as set"), ("64", "Fits")):
+        for key in ("data.height", "data.width"):
+            page.get_by_label(key, exact=True).fill(size)
+            wait_for(lambda key=key, size=size: f"{key[5:]} = {size}\n" in file.read_text("utf-8"))
+        expect(page.locator(".verdict")).to_have_text(verdict)
+    page.get_by_label("Plan for GPU").fill("")
+
+
+def kill_run(folder: RunFolder) -> None:
+    process = int(folder.owner().split()[1])
+    subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(process)], check=True)
+
+
+def wait_for(condition: object, seconds: float = 120) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
