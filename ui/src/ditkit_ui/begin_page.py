@@ -15,7 +15,7 @@ from ditkit_core.run.recipes import GOALS, Recipe, read_recipes
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
 from ditkit_ui.runs import run_state
-from ditkit_ui.workbench import Workbench, address, errors_shown, page_frame, subject_of
+from ditkit_ui.workbench import Workbench, address, errors_shown, page_frame, subject_of, tell
 
 EXAMPLE_GPU = "24GiB"
 """What is planned for where a machine has no GPU and nobody named one."""
@@ -169,8 +169,9 @@ class BeginPage:
             await self._bench.worker.ask("write_demo", family=family, folder=run)
         head = f"# {recipe}, for {family}-train\n\n"
         write_text(file, head + printed["out"])
-        ui.notify(texts.WRITTEN.format(file=file.name), type="positive")
-        ui.navigate.to(address("data", {"file": str(file), "family": family}))
+        tell(self._page, texts.WRITTEN.format(file=file.name), type="positive")
+        with self._page:
+            ui.navigate.to(address("data", {"file": str(file), "family": family}))
 
     def _list_files(self) -> None:
         ui.label(texts.EXISTING).classes("title")

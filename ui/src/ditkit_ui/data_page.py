@@ -1,6 +1,7 @@
 """Data: the pictures and clips of a run as they are trained, their captions, and what the doctor
 says about them."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_ui import texts
 from ditkit_ui.thumbnails import crop_frame
-from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame
+from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
 
 _ROW = """
 <q-tr :props="props" class="row-of-media">
@@ -140,17 +141,18 @@ class DataPage:
         self._table.rows = rows
         self._table.update()
 
-    def _edit(self, edit: Mapping[str, str]) -> None:
+    async def _edit(self, edit: Mapping[str, str]) -> None:
         """A caption was edited in its place."""
         row = self._rows[edit["path"]]
         with errors_shown(self._page):
-            if self._bench.captions.write({row["caption"]: (row["text"], edit["text"])}):
+            edits = {row["caption"]: (row["text"], edit["text"])}
+            if await asyncio.to_thread(self._bench.captions.write, edits):
                 row["text"] = edit["text"]
-                ui.notify(texts.CAPTION_SAVED.format(file=Path(row["caption"]).name))
+                tell(self._page, texts.CAPTION_SAVED.format(file=Path(row["caption"]).name))
         self._show()
 
-    def _replace(self) -> None:
-        """Replace a text in all captions."""
+    async def _replace(self) -> None:
+        """Replace a text in all captions. Thousands take seconds, each file is written safely."""
         find, by = self._find.value, self._with.value
         with errors_shown(self._page):
             rows = [
@@ -159,15 +161,16 @@ class DataPage:
                 if find and find in (r["text"] or "") and not r["fixed"]
             ]
             edits = {r["caption"]: (r["text"], r["text"].replace(find, by)) for r in rows}
-            count = self._bench.captions.write(edits)
+            count = await asyncio.to_thread(self._bench.captions.write, edits)
             for row in rows:
                 row["text"] = edits[row["caption"]][1]
-            ui.notify(texts.REPLACED.format(count=count) if count else texts.FOUND_NONE)
+            tell(self._page, texts.REPLACED.format(count=count) if count else texts.FOUND_NONE)
         self._show()
 
     async def _undo(self) -> None:
         with errors_shown(self._page):
-            ui.notify(texts.UNDONE if self._bench.captions.undo() else texts.NOTHING_TO_UNDO)
+            is_undone = await asyncio.to_thread(self._bench.captions.undo)
+            tell(self._page, texts.UNDONE if is_undone else texts.NOTHING_TO_UNDO)
         await self._read()
 
     async def _examine(self) -> None:

@@ -8,7 +8,7 @@ from nicegui import ui
 from ditkit_core.io.run_requests import ask
 from ditkit_ui import texts
 from ditkit_ui.runs import RunState, last_output, run_state, shell_command, start_run
-from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame
+from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
 
 _SECONDS = 1.0
 
@@ -80,9 +80,9 @@ class RunPage:
         with errors_shown(self._page):
             file = self._subject.file.path
             await asyncio.to_thread(start_run, self._subject.family, file, self._folder)
-            ui.notify(texts.STARTED_RUN, type="positive")
+            tell(self._page, texts.STARTED_RUN, type="positive")
         await self._look()
 
     def _ask(self, name: str) -> None:
         with errors_shown(self._page):
-            ui.notify(ask(self._folder, name))
+            tell(self._page, ask(self._folder, name))

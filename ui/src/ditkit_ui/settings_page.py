@@ -15,7 +15,7 @@ from ditkit_core.run.config import KEYS_THAT_MATTER
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
 from ditkit_ui.run_file import changed_values, checked, schema, text_of, value_of
-from ditkit_ui.workbench import Subject, Workbench, address, errors_shown, page_frame
+from ditkit_ui.workbench import Subject, Workbench, address, errors_shown, page_frame, tell
 
 _PAUSE_SECONDS = 0.4
 """Who types on is not done."""
@@ -139,7 +139,7 @@ class SettingsPage:
 
     async def _undo(self) -> None:
         with errors_shown(self._page):
-            ui.notify(texts.UNDONE if self._file.undo() else texts.NOTHING_TO_UNDO)
+            tell(self._page, texts.UNDONE if self._file.undo() else texts.NOTHING_TO_UNDO)
         await self._reshow()
 
     async def _load(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from nicegui import ui
@@ -73,20 +74,19 @@ def subject_of(bench: Workbench, file: str, family: str) -> Subject:
 
 @contextmanager
 def errors_shown(page: ui.element) -> Iterator[None]:
-    """Inside the block a mistake of the user is shown as a message on the page, and messages find
-    it: the button that was pressed may be gone by then."""
-    with page:
-        try:
-            yield
-        except UserError as error:
-            if not page.is_deleted:  # its reader may have gone on
-                ui.notify(
-                    str(error),
-                    type="negative",
-                    multi_line=True,
-                    timeout=0,
-                    close_button=texts.CLOSE,
-                )
+    """Inside the block a mistake of the user is shown as a message on the page."""
+    try:
+        yield
+    except UserError as error:
+        tell(page, str(error), type="negative", timeout=0, close_button=texts.CLOSE)
+
+
+def tell(page: ui.element, message: str, **options: Any) -> None:
+    """Show a message on a page, if its reader has not gone on; the button that was pressed may be
+    gone."""
+    if not page.is_deleted:
+        with page:
+            ui.notify(message, multi_line=True, **options)
 
 
 @contextmanager
