@@ -18,7 +18,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_ui.run_file import checked
 from ditkit_ui.runs import run_state
 
-pytestmark = [needs_browser, pytest.mark.timeout(290)]
+pytestmark = [needs_browser, pytest.mark.timeout(600)]
 
 
 def go(page: Page, tab: str) -> None:
@@ -73,6 +73,8 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
         page.get_by_role("button", name="Undo").click()
         expect(page.get_by_label("Caption of p1.png")).to_have_value("a card 1")
         assert (tmp_path / "photos" / "p2.txt").read_text() == "a card 2"
+        page.get_by_role("button", name="Check the data").click()
+        expect(page.locator(".row-of-media", has_text="p1.png")).to_contain_text("D11")
         looked_at(page, "data")
         go(page, "Run")
         expect(page.get_by_role("status").first).to_contain_text("topped at step 40")
@@ -197,11 +199,18 @@ def shorter(page: Page, file: Path) -> None:
 def until_it_fits(page: Page, file: Path) -> None:
     """A size that does not fit a small GPU is seen to, and one that fits."""
     page.get_by_label("Plan for GPU").fill("2GiB")
-    for size, verdict in (("4096", "Does not fit as set"), ("64", "Fits")):
+    for size, verdict in (("2048", "Does not fit as set"), ("64", "Fits")):
         for key in ("data.height", "data.width"):
             page.get_by_label(key, exact=True).fill(size)
             wait_for(lambda key=key, size=size: f"{key[5:]} = {size}\n" in file.read_text("utf-8"))
         expect(page.locator(".verdict")).to_have_text(verdict)
+    page.get_by_role("button", name="Fit", exact=True).click()
+    expect(page.get_by_text("Would change")).to_be_visible()
+    before = file.read_text(encoding="utf-8")
+    page.get_by_role("button", name="Apply").click()
+    wait_for(lambda: file.read_text("utf-8") != before)
+    page.get_by_role("button", name="Undo").click()
+    expect(page.get_by_label("Run file")).to_have_value(before)
     page.get_by_label("Plan for GPU").fill("")
 
 

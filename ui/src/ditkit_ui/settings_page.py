@@ -11,6 +11,7 @@ from nicegui import ui
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import read_text
 from ditkit_core.run.config import KEYS_THAT_MATTER
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
@@ -227,18 +228,20 @@ class SettingsPage:
         self._fit_body.clear()
         with self._fit_body:
             status = ui.label(texts.SEARCHING).props("role=status")
-        with errors_shown(self._page):
+        with errors_shown(self._page), TemporaryDirectory() as folder:
+            out = Path(folder) / self._file.path.name  # stdout has notes besides
+            arguments = [*self._arguments("--fit"), f"--write={out}"]
             fitted = await self._bench.worker.ask(
-                "command", family=self._family, name="train", arguments=self._arguments("--fit")
+                "command", family=self._family, name="train", arguments=arguments
             )
             if status.is_deleted:
                 return
-            status.text = fitted["err"]
+            lines = fitted["err"].splitlines()
+            status.text = "\n".join(line for line in lines if folder not in line)
             status.classes("lines")
-            if not fitted["out"].strip():
+            if not out.exists():  # nothing fits, and the lines say what lacks
                 return
-            with TemporaryDirectory() as folder:
-                after = checked(fitted["out"], Path(folder) / self._file.path.name)
+            after = checked(read_text(out), self._file.path)
             changes = changed_values(self._file.config, after)
             with self._fit_body:
                 ui.label(texts.FIT_CHANGES if changes else texts.FIT_NOTHING).classes("title")
