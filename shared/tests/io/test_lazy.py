@@ -16,8 +16,8 @@ assert {name!r} in vars({package}) and dir({package}) == sorted(["__version__", 
 """
 
 
-def test_the_page_of_a_run_is_served_without_torch() -> None:
-    """It is read from files, next to a run that needs the memory."""
+def test_the_server_of_a_runs_page_starts_without_torch() -> None:
+    """It listens at once; the first page that shows samples imports torch."""
     code = "import ditkit_core.diagnostics.report.server, sys; assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120

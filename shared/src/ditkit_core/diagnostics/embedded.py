@@ -12,7 +12,6 @@ from PIL import Image
 
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
-from ditkit_core.data.media.clip import media_kind
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.documents.document import Medium
 from ditkit_core.errors import UserError
@@ -66,7 +65,7 @@ class PageMedia(dict[Path, Medium]):
             elif self._embeds:
                 self[file] = self._embedded(image, link)
             else:
-                is_video = media_kind(image) == "video"
+                is_video = _is_video(image)
                 self[file] = Medium(source=link, link=link, is_video=is_video, preload="metadata")
         except (UserError, OSError) as error:  # one damaged file must not prevent the page
             self[file] = Medium(problem=str(error))
@@ -78,7 +77,7 @@ class PageMedia(dict[Path, Medium]):
 
     def _embedded(self, file: Path, link: str) -> Medium:
         """A file as content of the page; a link if there is no room for it."""
-        is_video, size = media_kind(file) == "video", file.stat().st_size
+        is_video, size = _is_video(file), file.stat().st_size
         is_small = is_video or self._thumbnails
         if is_video and not self._thumbnails and size <= min(VIDEO_BYTES, self._room):
             kind, content = "video/mp4", file.read_bytes()
@@ -113,3 +112,10 @@ def small_jpeg(pixels: still.RgbImage, size: tuple[int, int], most_bytes: int) -
         if buffer.tell() <= most_bytes:
             break
     return buffer.getvalue()
+
+
+def _is_video(path: Path) -> bool:
+    # Here: it imports torch, and a server of pages would wait seconds before it listens.
+    from ditkit_core.data.media.clip import media_kind
+
+    return media_kind(path) == "video"
