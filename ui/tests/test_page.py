@@ -48,8 +48,10 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
     text += f"[data]\nfolder = \"photos\"\non_bad = \"skip\"\ntrigger = '''{HOSTILE}'''\n"
     (tmp_path / "cards.toml").write_text(text, encoding="utf-8")
     (run / "config.toml").write_text(to_toml(checked(text, Path("cards.toml"))), encoding="utf-8")
+    (tmp_path / "wrong.toml").write_text("[train]\nstep = 5\n")
     with served(tmp_path) as page_of, opened(page_of) as page:
         expect(page.get_by_text("Try it without a GPU")).to_be_visible()
+        expect(page.get_by_text("wrong.toml: unknown key train.step in")).to_be_visible()
         looked_at(page, "begin")
         page.get_by_role("link", name="cards.toml").click()
         expect(page.get_by_label("data.trigger")).to_have_value(HOSTILE)

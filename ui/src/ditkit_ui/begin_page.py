@@ -180,8 +180,12 @@ class BeginPage:
             ui.label(texts.NO_EXISTING).classes("note")
         with ui.element("ul").classes("files"):
             for file in files:
-                with errors_shown(self._page), ui.element("li"):
-                    subject = subject_of(self._bench, str(file), "")
+                with ui.element("li"):
+                    try:
+                        subject = subject_of(self._bench, str(file), "")
+                    except UserError as error:
+                        ui.label(f"{file.name}: {error}").classes("bad")
+                        continue
                     ui.link(file.name, address("settings", subject.query))
                     state = run_state(subject.file.config.run_folder)
                     ui.label(f"{subject.family} · {state.text}").classes("note")

@@ -38,7 +38,7 @@ class RunFile:
         """Read the file.
 
         Raises:
-            UserError: If it is no run file; the text is there to be corrected.
+            UserError: If the command would not read it; the text is there to be corrected.
         """
         self.text = self._saved = read_text(self.path)
         self.config = checked(self.text, self.path)

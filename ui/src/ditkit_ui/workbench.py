@@ -57,15 +57,11 @@ def subject_of(bench: Workbench, file: str, family: str) -> Subject:
     """The run file that an address names.
 
     Raises:
-        UserError: If it is in no opened folder, or cannot be read; a text that is no run file is
-            shown to be corrected.
+        UserError: If it is in no opened folder, or the command would not read it.
     """
     path = bench.opened.checked(file)
     if path not in bench.files:
-        try:
-            bench.files[path] = RunFile(path)
-        except UserError as error:
-            raise UserError(texts.NOT_SAVED.format(error=error)) from error
+        bench.files[path] = RunFile(path)
     run_file = bench.files[path]
     if family not in installed_families():
         family = family_of(run_file.config.run_folder, read_toml(path))
