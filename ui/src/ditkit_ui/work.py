@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ditkit_core.commands.cli import start
-from ditkit_core.commands.fit import gpus_to_fit
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.data.dataset import NothingToTrain
@@ -24,6 +23,7 @@ from ditkit_core.planner.gpus import KNOWN_GPUS, parse_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.jobs import jobs_of
+from ditkit_core.run.plans.fit import gpus_to_fit
 from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
 from ditkit_core.run.recipes import read_recipes
 from ditkit_ui.families import installed_families
