@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from made_profiles import made_full_profiles, made_profile
+from PIL import Image
 
 from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
@@ -148,6 +149,18 @@ def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
         " exists, and nothing is overwritten" in capsys.readouterr().err
         and out.read_text() == written
     )
+
+
+def test_stdout_is_a_run_file_also_where_the_data_are_described(run_file, tmp_path, capsys):
+    for name, size in (("a", (96, 64)), ("b", (64, 96))):
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a dog")
+    data = ("--data.folder", str(tmp_path), "--data.buckets", "true", "--data.bucket_step", "16")
+    fitted = ("--fit", "--gpus", "24GiB", "--data.frames", "1")
+    assert cli.run(TOY, "train", [str(run_file), *data, *fitted]) == 0
+    said = capsys.readouterr()
+    assert tomllib.loads(said.out)["train"]["steps"] == 7
+    assert "data.folder: " in said.err
 
 
 def test_a_wrong_text_about_gpus_is_one_line(run_file, capsys):

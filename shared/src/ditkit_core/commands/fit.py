@@ -1,7 +1,9 @@
 """`--fit`: choose the settings with which a run fits its devices, and print the configuration with
 them."""
 
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 from ditkit_core.commands.options import TrainOptions
@@ -93,6 +95,23 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         raise UserError(
             f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
         )
+    with redirect_stdout(sys.stderr):  # stdout is a run file, also where the data are described
+        status, text, lines = _searched(spec, config, options)
+    if text and out is None:
+        say(text.rstrip("\n"))  # before the lines: these hundreds would push them off a terminal
+    elif text and out is not None:
+        write_text(out, text)
+        lines.append(f"written to {out}")
+    for line in lines:
+        warn(line)
+    return status
+
+
+def _searched(
+    spec: ModelSpec, config: RunConfig, options: TrainOptions
+) -> tuple[int, str, list[str]]:
+    """The exit status, the run file with the choice, empty if nothing fits, and what is said of
+    it."""
     run = create_run(spec, config)
     launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
     ranks = layout_of(
@@ -110,9 +129,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     )
     chosen = result.chosen
     if chosen is None:
-        for line in result.lines:
-            warn(line)
-        return DOES_NOT_FIT
+        return DOES_NOT_FIT, "", list(result.lines)
     if (
         not options.gpus
     ):  # a GPU that train.device or train.devices names may be the one that generates previews
@@ -147,14 +164,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         )
     changed = "".join(f"# changed: {change}\n" for change in level.changed)
     text = f"# {result.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
-    if out is None:
-        say(text.rstrip("\n"))  # before the lines: these hundreds would push them off a terminal
-    else:
-        write_text(out, text)
-        lines.append(f"written to {out}")
-    for line in lines:
-        warn(line)
-    return DOES_NOT_FIT if lacking else 0
+    return DOES_NOT_FIT if lacking else 0, text, lines
 
 
 def _fit_process(
