@@ -20,11 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ditkit_core.families.demo_edits import edited
 from ditkit_core.families.demo_places import KNOWN, LOOKS, PLACES, paint_shapes
 from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.demo import write as demo
-from ditkit_flux2.demo.media import edited
 from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.schedule import sigmas

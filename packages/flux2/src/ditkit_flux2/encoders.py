@@ -1,63 +1,17 @@
 """The VAE and the text encoders of FLUX.2.
 
-Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that
-is never run, as the official code trains and samples. The statistics are fp32 in any mode. Captions
-are read by the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, each in a chat template of its
-own.
+Captions are read by the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, each in a chat
+template of its own.
 """
 
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from ditkit_core.errors import UserError
+from ditkit_core.families.batch_norm_vae import batch_normed
 from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
-from ditkit_core.families.vae import VaeFamily, config_of_kl_file
-from ditkit_core.io.safetensors import SafetensorsSource
 
-
-def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of the patches over the VAE's own training
-    data."""
-    return vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.bn.eps)
-
-
-def _without_count(vae: Any) -> None:
-    vae.bn.register_buffer(
-        "num_batches_tracked", None
-    )  # used in training alone, and not in every file
-
-
-def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """diffusers' configuration of a single file; the small decoder differs from the usual one in
-    widths alone."""
-    if "bn.running_mean" not in source.tensors:
-        raise UserError(
-            f"{source.path} is not {VAE.label} (FLUX.1's file has the same name); {VAE.remedy}"
-        )
-    config = config_of_kl_file(VAE, source)
-    latents, patches = config["latent_channels"], source.tensors["bn.running_mean"].shape[0]
-    if patches != latents * VAE.patch**2:
-        raise UserError(
-            f"{source.path} contradicts itself: {latents} and {patches} channels; {VAE.remedy}"
-        )
-    return config
-
-
-VAE = VaeFamily(
-    kind="AutoencoderKLFlux2",
+VAE = batch_normed(
     label="the FLUX.2 VAE",
     remedy="get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder",
-    published={"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]},
-    patch=2,
-    statistics=_statistics,
-    recipe="posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, {}",
-    ignore=frozenset({"bn.num_batches_tracked"}),
-    in_fp32=frozenset({"bn.running_mean", "bn.running_var"}),
-    prepare=_without_count,
-    config_of_file=_config_of_file,
 )
 """The VAE of all FLUX.2 models."""
 

@@ -11,10 +11,9 @@ shift.
 """
 
 import re
-from collections.abc import Mapping
 
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
-from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
 
 # ours -> diffusers, before and after the blocks; the official names follow by rules, in `_official`
 _OUTSIDE = {
@@ -63,7 +62,6 @@ _BLOCKS = {
 }
 _STACKED = re.compile(r"(.*_attn)\.([qkv])\.weight")
 _ADALN = "head.adaLN_modulation.1.weight"
-_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
 
 
 def _parameters() -> dict[str, str]:
@@ -92,21 +90,11 @@ def _diffusers(ours: str, theirs: str) -> tuple[TensorSlice, ...]:
     )
 
 
-def _inverted(forms: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
-    """The names of a form, each with the parts of our parameters that make up its rows, in
-    order."""
-    by_name: dict[str, dict[int, TensorSlice]] = {}
-    for ours, parts in forms.items():
-        for index, part in enumerate(parts):
-            by_name.setdefault(part.name, {})[part.index] = TensorSlice(ours, index, len(parts))
-    return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in by_name.items()}
-
-
 _TO_OFFICIAL = {ours: _official(ours) for ours in _parameters()}
 _TO_DIFFUSERS = {ours: _diffusers(ours, theirs) for ours, theirs in _parameters().items()}
-_FROM_OFFICIAL = _inverted(_TO_OFFICIAL)
+_FROM_OFFICIAL = invert_table(_TO_OFFICIAL)
 _TO_NATIVE = {
-    **_inverted(_TO_DIFFUSERS),
+    **invert_table(_TO_DIFFUSERS),
     **_FROM_OFFICIAL,
     # Some repacked files name the weight of a norm as torch does.
     **{
@@ -116,39 +104,23 @@ _TO_NATIVE = {
 }
 
 
-def _look_up(
-    name: str, table: Mapping[str, tuple[TensorSlice, ...]]
-) -> tuple[TensorSlice, ...] | None:
-    # Tables have `*` for the number of a block: names of any depth are found without listing every
-    # block.
-    number = _NUMBER.search(name)
-    if number is None:
-        return None if "*" in name else table.get(name)
-    parts = table.get(_NUMBER.sub("*", name, count=1))
-    if parts is None:
-        return None
-    return tuple(
-        TensorSlice(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts
-    )
-
-
 def to_native(name: str) -> tuple[TensorSlice, ...] | None:
     """The parts of our parameters that make up an official or diffusers tensor; None if neither
     form has the name."""
-    return _look_up(name, _TO_NATIVE)
+    return look_up(name, _TO_NATIVE)
 
 
 def to_official(name: str) -> tuple[TensorSlice, ...]:
     """The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these
     names too."""
-    parts = _look_up(name, _TO_OFFICIAL)
+    parts = look_up(name, _TO_OFFICIAL)
     assert parts is not None, name
     return parts
 
 
 def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
     """The parts of a diffusers tensor that a parameter of ours is."""
-    parts = _look_up(name, _TO_DIFFUSERS)
+    parts = look_up(name, _TO_DIFFUSERS)
     assert parts is not None, name
     return parts
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES
+from ditkit_core.families.demo_edits import EXAMPLES
 from ditkit_core.families.demo_places import HELD_OUT, KNOWN, NEW, VALIDATED
 from ditkit_core.testing.demo import check_separate_words, decibels_of_places
-from ditkit_flux2.demo.media import EXAMPLES
 from ditkit_flux2.demo.write import WEIGHTS
 from ditkit_flux2.encoders import VAE
 

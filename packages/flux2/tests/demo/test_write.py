@@ -15,13 +15,13 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.loader import split_held_out
 from ditkit_core.errors import UserError
+from ditkit_core.families.demo_edits import EXAMPLES
 from ditkit_core.families.demo_places import NEW, VALIDATED, render
 from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.config import RunConfig
-from ditkit_flux2.demo.media import EXAMPLES
 from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
 from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.presets import arch_from_config

@@ -95,19 +95,19 @@ def write_text_model(
     )  # fmt: skip
     model = random_model("text encoder", resolve_name("transformers:Qwen3ForCausalLM"), config)
     if are_separate:
-        separate_words(model, tokenizer, captions)
+        separate_words(model.model, tokenizer, captions)
     write_text_encoder(folder, model, tied="lm_head.weight")
 
 
 @torch.no_grad()
-def separate_words(model: Any, tokenizer: Any, captions: Sequence[str]) -> None:
-    """Change a Qwen3 of random weights so that the features of a word are its embedding, because
+def separate_words(decoder: Any, tokenizer: Any, captions: Sequence[str]) -> None:
+    """Change the layers of a Qwen3 or Qwen3-VL, of random weights, so that the features of a word are its embedding, because
     its layers add nothing, and that the embeddings of these captions' words are orthogonal: what an
     adapter learns about one word then leaves the others alone."""
-    for layer in model.model.layers:
+    for layer in decoder.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    rows, width = model.model.embed_tokens.weight, model.config.hidden_size
+    rows, width = decoder.embed_tokens.weight, decoder.config.hidden_size
     words = {word for caption in captions for word in caption.split()[1:]}
     ids = tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in sorted(words)])
     rows.mul_(width**0.5)  # all rows to a root mean square of about 1

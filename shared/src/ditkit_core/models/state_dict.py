@@ -1,6 +1,7 @@
 """Mapping between the parameters of a model and the tensors in its files, for every form of
 file."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +19,37 @@ class TensorSlice:
     name: str
     index: int = 0
     of: int = 1
+
+
+NameTable = Mapping[str, tuple[TensorSlice, ...]]
+"""From names to parts of other tensors; `*` stands for the number of a block, so that one row
+serves all blocks of a model of any depth."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def invert_table(table: NameTable) -> dict[str, tuple[TensorSlice, ...]]:
+    """The names on the other side, each with the parts of this side's tensors that make up its
+    rows, in order."""
+    by_name: dict[str, dict[int, TensorSlice]] = {}
+    for name, parts in table.items():
+        for index, part in enumerate(parts):
+            by_name.setdefault(part.name, {})[part.index] = TensorSlice(name, index, len(parts))
+    return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in by_name.items()}
+
+
+def look_up(name: str, table: NameTable) -> tuple[TensorSlice, ...] | None:
+    """The parts that a table has for a name; None if it has none."""
+    if "*" in name:
+        return None
+    number = _NUMBER.search(name)
+    if name in table or number is None:
+        return table.get(name)
+    parts = table.get(_NUMBER.sub("*", name, count=1))
+    if parts is None:
+        return None
+    return tuple(
+        TensorSlice(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

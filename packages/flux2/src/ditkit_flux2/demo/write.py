@@ -20,8 +20,8 @@ from ditkit_core.data.media.synthetic import (
     write_text_encoder,
 )
 from ditkit_core.families.demo import separate_words, word_tokenizer
+from ditkit_core.families.demo_edits import EXAMPLES
 from ditkit_core.families.demo_places import write_dataset
-from ditkit_flux2.demo.media import EXAMPLES
 
 HEADS, AXES = 3, (8, 8, 8, 8)
 WIDTH = HEADS * sum(AXES)
@@ -116,7 +116,7 @@ def build_text_encoder(tokenizer: Any) -> Any:
     )
     model = random_model("text encoder", Qwen3ForCausalLM, config)
     separate_words(
-        model, tokenizer, [caption for example in EXAMPLES for caption in example.captions]
+        model.model, tokenizer, [caption for example in EXAMPLES for caption in example.captions]
     )
     return model
 

@@ -1,11 +1,7 @@
-"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction
-that edits one into the other.
-
-The demo's checkpoint was trained on such images and edits (tools/demo/train_demo_base_flux2.py).
-"""
+"""Images of a demo of a model that edits: those of `demo_places`, and pairs of images with the
+instruction that edits one into the other."""
 
 from dataclasses import replace
-from typing import Any
 
 from ditkit_core.families.demo_places import IMAGES, SIDE, DemoImage, Example, demo_image
 
@@ -13,8 +9,8 @@ from ditkit_core.families.demo_places import IMAGES, SIDE, DemoImage, Example, d
 def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
     """The image with another colour or shape, and the instruction for it."""
     instruction = "make the {} {} {}" if part == "colour" else "turn the {} {} into a {}"
-    change: dict[str, Any] = {part: value}
-    return replace(image, **change), instruction.format(image.colour, image.shape, value)
+    changed = replace(image, colour=value) if part == "colour" else replace(image, shape=value)
+    return changed, instruction.format(image.colour, image.shape, value)
 
 
 def _pair(index: int, look: tuple[str, str], position: str, part: str, value: str) -> Example:

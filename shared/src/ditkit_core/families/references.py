@@ -1,0 +1,38 @@
+"""The size at which a reference image, the image to edit, is encoded, for models whose token is 16
+pixels on a side."""
+
+import math
+
+from ditkit_core.errors import UserError
+
+PATCH = 16
+"""Pixels on a side of the square that becomes one token."""
+
+_MIN_SIDE = 64
+_MAX_ASPECT = 8
+
+
+def cropped_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width at which a reference image is encoded, in pixels: shrunk to at most
+    `max_pixels` in its aspect ratio, its sides cropped to multiples of 16. It is never enlarged.
+
+    Args:
+        height: Height of the file's image in pixels.
+        width: Width of the file's image in pixels.
+        max_pixels: Most pixels of the shrunk image.
+
+    Raises:
+        UserError: If the image is smaller than 64 pixels on a side, or longer than 8:1.
+    """
+    if min(height, width) < _MIN_SIDE:
+        raise UserError(
+            f"a reference image of {width}x{height} pixels is too small; each side needs at least "
+            f"{_MIN_SIDE}"
+        )
+    if max(height, width) > _MAX_ASPECT * min(height, width):
+        raise UserError(
+            f"a reference image of {width}x{height} pixels is too long; crop it to at most "
+            f"{_MAX_ASPECT}:1"
+        )
+    scale = min(1.0, math.sqrt(max_pixels / (height * width)))
+    return int(height * scale) // PATCH * PATCH, int(width * scale) // PATCH * PATCH
