@@ -78,6 +78,25 @@ class TextEncoding:
     """Whether features of padding belong to the result, because the transformer attends to them.
     Otherwise a caption has a row for each of its tokens."""
 
+    window: int = 0
+    """If not 0, a caption is padded to a multiple of this many tokens instead of `num_tokens`, which
+    then only cuts it. Padding is at position 1, as transformers 4 had it where no one said."""
+
+    planned_tokens: int = 0
+    """Tokens of a caption as plans count them, where `num_tokens` is far above what captions have;
+    0: `num_tokens`."""
+
+    def padded(self, tokens: int) -> int:
+        """Number of tokens of a caption with its padding."""
+        if not self.window:
+            return self.num_tokens
+        return min(-(-tokens // self.window) * self.window, self.num_tokens)
+
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of a caption as plans count them."""
+        return self.planned_tokens or self.num_tokens
+
     def __post_init__(self) -> None:
         if not self.models:
             raise UserError(
@@ -113,3 +132,28 @@ QWEN3 = TextFamily(
 )
 """Qwen3 as its own template asks it; its padding has id 151643. A family replaces layers and
 template where it has others."""
+
+_MULTIMODAL_ROTARY = {
+    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+    "mrope_interleaved": True,
+}  # fmt: skip
+QWEN3_VL = TextFamily(
+    name="Qwen3-VL",
+    layers=(-2,),
+    before=QWEN3.before,
+    after=QWEN3.after,
+    special=QWEN3.special,
+    padding=QWEN3.padding,
+    kind="Qwen3VLText",
+    model_type="qwen3_vl_text",
+    unstated={"rms_norm_eps": 1e-6, "rope_parameters": _MULTIMODAL_ROTARY},
+    published={
+        "Qwen3-VL 4B": {
+            **{name: value for name, value in _QWEN3.items() if name != "rope_theta"},
+            "hidden_size": 2560, "intermediate_size": 9728, "rope_parameters": _MULTIMODAL_ROTARY,
+        },
+    },
+    norms_heads=True,
+)  # fmt: skip
+"""The part of Qwen3-VL that reads: its tokens of text have one position on all three axes, so it
+differs from Qwen3 in weights and in the base of its frequencies."""

@@ -132,7 +132,7 @@ def family_spec(
         return shifted_levels(steps, shift or constant)
 
     def rows_and_columns(arch: Any) -> tuple[int, int]:
-        rows = text.num_tokens - min(model.dropped for model in text.models)
+        rows = text.usual_tokens - min(model.dropped for model in text.models)
         return (rows, arch.text_dim) if text_shape is None else text_shape(arch)
 
     def item_shapes(

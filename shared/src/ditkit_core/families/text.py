@@ -50,7 +50,7 @@ class Prompter:
     def __init__(self, folder: Path, family: TextFamily, encoding: TextEncoding):
         """Check the tokenizer's own file; the tokenizer itself is built by `load`."""
         self.file = folder / "tokenizer.json"
-        self._family, self._num_tokens = family, encoding.num_tokens
+        self._family, self._encoding, self._num_tokens = family, encoding, encoding.num_tokens
         token_ids = added_tokens(folder)
         if missing := [
             token for token in (*family.special, family.padding) if token not in token_ids
@@ -111,11 +111,10 @@ class Prompter:
         ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
         cut = max(0, len(ids) - self._num_tokens)
         ids = ids[: self._num_tokens]
-        padded = torch.full((self._num_tokens,), self._padding)
-        real = torch.zeros(self._num_tokens, dtype=torch.bool)
-        region = (
-            slice(self._num_tokens - len(ids), None) if self._family.pads_left else slice(len(ids))
-        )
+        length = self._encoding.padded(len(ids))
+        padded = torch.full((length,), self._padding)
+        real = torch.zeros(length, dtype=torch.bool)
+        region = slice(length - len(ids), None) if self._family.pads_left else slice(len(ids))
         padded[region] = torch.tensor(ids)
         real[region] = True
         return padded, real, cut
@@ -156,6 +155,9 @@ class LanguageModelEncoder:
         rows += ["after the last norm"] * self.family.last_norm
         rows += [f"without {self.family.dropped} tokens of the template"] * bool(
             self.family.dropped
+        )
+        rows += [f"padded to multiples of {self.encoding.window}, at 1"] * bool(
+            self.encoding.window
         )
         settings = (
             repr(self.family),
@@ -267,13 +269,18 @@ class LanguageModelEncoder:
         tokens = [self._tokens(item) for item in items]
         ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
         masks = [attention_mask(real.to(self._device)) for _, real in tokens]
-        texts = features(self.family, self._rotary, ids, masks, self._passing, advance)
+        positions = [self._positions(real).to(self._device) for _, real in tokens]
+        texts = features(self.family, self._rotary, ids, masks, positions, self._passing, advance)
         if self.encoding.keeps_padding:
             return [{"text": text} for text in texts]
         dropped = self.family.dropped
         return [
             {"text": text[real][dropped:]} for text, (_, real) in zip(texts, tokens, strict=True)
         ]
+
+    def _positions(self, real: Bool[Tensor, " tokens"]) -> Int64[Tensor, "1 tokens"]:
+        positions = torch.arange(len(real))
+        return (positions.masked_fill(~real, 1) if self.encoding.window else positions)[None]
 
     def _passing(self) -> LayerContext:
         """A context that gives a layer its weights: from its file when streamed; otherwise they are
@@ -300,6 +307,7 @@ def features(
     rotary: Any,
     ids: Sequence[Int64[Tensor, " tokens"]],
     masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
+    positions: Sequence[Int64[Tensor, "1 tokens"]],
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
@@ -308,32 +316,26 @@ def features(
 
     Args:
         rotary: Computes the rotary tables.
-        ids: Tokens of each caption, equally many, on the device of the weights.
+        ids: Tokens of each caption, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
+        positions: Where each caption's tokens are, on the same device.
         passing: Makes a context that loads one layer at a time; each call makes another one with
             its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
     """
     with passing()("embed_tokens") as embedding:
-        hidden = torch.stack([embedding(caption_ids[None]) for caption_ids in ids])
-    tokens = len(ids[0])
-    positions = torch.arange(tokens, device=hidden.device)[None]
-    tables = rotary(hidden[0], positions)
-    width = len(family.layers) * hidden.shape[-1]
-    texts = [torch.empty(tokens, width, dtype=hidden.dtype) for _ in ids]
+        hidden = [embedding(caption_ids[None]) for caption_ids in ids]
+    tables = [rotary(state, where) for state, where in zip(hidden, positions, strict=True)]
+    width = len(family.layers) * hidden[0].shape[-1]
+    texts = [torch.empty(state.shape[1], width, dtype=state.dtype) for state in hidden]
     # A second context: the layers share one buffer of their size, and the embedding's buffer is
     # free again.
     layer_context = passing()
     for index in range(family.layers[-1]):
         with layer_context(f"layers.{index}") as layer:
-            for state, mask in zip(hidden, masks, strict=True):
+            for state, mask, where, table in zip(hidden, masks, positions, tables, strict=True):
                 state.copy_(
-                    layer(
-                        state,
-                        attention_mask=mask,
-                        position_ids=positions,
-                        position_embeddings=tables,
-                    )
+                    layer(state, attention_mask=mask, position_ids=where, position_embeddings=table)
                 )
                 advance(1 / family.layers[-1])
         if family.last_norm and index + 1 == family.layers[-1]:
@@ -352,7 +354,7 @@ def captions_at_once(
 ) -> int:
     """Number of captions per reading of all layers, limited by memory; from the widths of features
     and hidden states."""
-    bytes_each = encoding.num_tokens * (width + hidden_size) * dtype.itemsize
+    bytes_each = encoding.usual_tokens * (width + hidden_size) * dtype.itemsize
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
@@ -424,8 +426,9 @@ def _read(
     passing: Callable[[], LayerContext],
 ) -> list[Tensor]:
     """Run padded captions, each with a mask, through the layers."""
-    tokens = encoding.num_tokens
+    tokens = encoding.usual_tokens
     ids = [torch.zeros(tokens, dtype=torch.long).to(device) for _ in range(count)]
+    positions = [torch.arange(tokens)[None].to(device) for _ in ids]
     # Most captions are padded and have a mask, so the plan has one for each.
     masks = [torch.ones((1, 1, tokens, tokens), dtype=torch.bool).to(device) for _ in ids]
-    return features(family, rotary_of(module, device), ids, masks, passing)
+    return features(family, rotary_of(module, device), ids, masks, positions, passing)
