@@ -446,6 +446,10 @@ class DiffusersModel:
     def bare_pipeline(self, transformer: Any) -> Any:
         """A pipeline that has nothing but the transformer."""
         make = resolve_name(f"diffusers:{self.pipeline(transformer)}")
+        if issubclass(make, resolve_name("diffusers:ModularPipeline")):
+            pipeline = make()  # its parts are given later
+            pipeline.update_components(transformer=transformer)
+            return pipeline
         parts = list(signature(make).parameters.values())
         return make(
             **{part.name: None for part in parts if part.default is part.empty}

@@ -1,0 +1,94 @@
+"""The demo's inputs: a complete tiny FLUX.3 klein base checkpoint with random weights, captioned
+images and editing pairs.
+
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
+layout.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.data.media.synthetic import random_model, write_inputs, write_text_encoder
+from ditkit_core.families.demo import separate_words, word_tokenizer
+from ditkit_core.families.demo_edits import EXAMPLES
+from ditkit_core.families.demo_places import write_dataset
+from ditkit_flux3.spec import SHIFT
+
+HEADS, AXES = 3, (8, 8, 8, 8)
+TOWER_BLOCKS, JOINT_BLOCKS = 1, 4
+TEXT_DIM, TEXT_LAYERS = 32, 33  # one more than are read: after the last there is a norm
+LATENT_CHANNELS = 16
+VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+CAPTIONS = tuple(caption for example in EXAMPLES for caption in example.captions)
+
+
+def write_demo(folder: Path) -> None:
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every
+    time."""
+    write_inputs(
+        folder,
+        {"images": partial(write_dataset, examples=EXAMPLES), "checkpoint": write_checkpoint},
+    )
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the complete tiny klein base checkpoint in diffusers layout."""
+    write_text(folder)
+    build_vae().save_pretrained(folder / "vae")
+    build_transformer().save_pretrained(folder / "transformer")
+
+
+def write_text(folder: Path) -> None:
+    """Write tokenizer, text encoder and scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    tokenizer = word_tokenizer(CAPTIONS)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_text_encoder(folder, build_text_encoder(tokenizer), tied="lm_head.weight")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(folder / "scheduler")
+
+
+def build_text_encoder(tokenizer: Any) -> Any:
+    """A Qwen3-VL of many thin layers, whose features of a word are its embedding."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    reading = {
+        "vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 2 * TEXT_DIM,
+        "num_hidden_layers": TEXT_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 8, "max_position_embeddings": 1024, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    seeing = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": TEXT_DIM, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=reading, vision_config=seeing, tie_word_embeddings=True,
+        architectures=["Qwen3VLForConditionalGeneration"], dtype="float32",
+    )  # fmt: skip
+    model = random_model("text encoder", Qwen3VLForConditionalGeneration, config)
+    separate_words(model.model.language_model, tokenizer, CAPTIONS)
+    return model
+
+
+def build_vae() -> Any:
+    """A VAE of few channels."""
+    from diffusers import AutoencoderKLFlux2
+
+    return random_model("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS)
+
+
+def build_transformer() -> Any:
+    """A transformer of one narrow block in each tower and four joint ones."""
+    from diffusers import Flux3Transformer2DModel
+
+    return random_model(
+        "transformer", Flux3Transformer2DModel, in_channels=4 * LATENT_CHANNELS,
+        cond_in_channels=4 * LATENT_CHANNELS, num_layers=TOWER_BLOCKS,
+        num_single_layers=JOINT_BLOCKS, num_attention_heads=HEADS, attention_head_dim=sum(AXES),
+        joint_attention_dim=8 * TEXT_DIM, axes_dims_rope=AXES,
+    )  # fmt: skip

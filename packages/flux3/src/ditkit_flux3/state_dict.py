@@ -1,0 +1,168 @@
+"""FLUX.3's parameter names: ours, the official files', and diffusers'; and which programs read
+which adapter files.
+
+Source: `convert_flux3_transformer_checkpoint_to_diffusers` in diffusers,
+loaders/single_file_utils.py.
+
+Ours are the official names, but for modules that run before the blocks, which are below `embed`,
+and after them, below `head`. Every tensor is one of ours; diffusers has the head's scale before its
+shift.
+"""
+
+import re
+from collections.abc import Collection
+
+from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
+
+# ours -> diffusers; the official names follow by rules, in `_official`
+_MODES = ("image", "image_cond", "txt")
+_OUTSIDE = {
+    **{f"embed.emb_in.{mode}": f"x_embedders.{mode}" for mode in _MODES[:2]},
+    "embed.txt_in": "context_embedder",
+    **{
+        f"embed.{ours}.{layer}": f"{theirs}.linear_{index}"
+        for ours, theirs in (
+            ("time_in", "timestep_embedder"),
+            ("ref_time_in", "target_timestep_embedder"),
+        )
+        for index, layer in ((1, "in_layer"), (2, "out_layer"))
+    },
+    **{
+        f"embed.{blocks}_stream_modulations.{mode}.lin": f"{blocks}_stream_modulations.{mode}.linear"
+        for blocks in ("early", "single")
+        for mode in _MODES
+    },
+    "head.linear": "proj_out",
+    "head.adaLN_modulation.1": "norm_out.linear",
+}
+_BLOCKS = {
+    "txt_mode_blocks.*.": "txt_mode_blocks.*.",
+    **{f"content_mode_blocks.{mode}.*.": f"mode_blocks.{mode}.*." for mode in _MODES[:2]},
+    "single_blocks.*.": "single_transformer_blocks.*.",
+}
+_LAYERS = {
+    "q_proj": "attn.to_q",
+    "k_proj": "attn.to_k",
+    "v_proj": "attn.to_v",
+    "attn_out": "attn.to_out.0",
+    "norm.query_norm": "attn.norm_q",
+    "norm.key_norm": "attn.norm_k",
+    "mlp_in": "ff.linear_in",
+    "mlp_out": "ff.linear_out",
+}
+_ADALN = "head.adaLN_modulation.1"
+_PARAMETERS = {
+    f"{ours}.weight": f"{theirs}.weight"
+    for ours, theirs in {
+        **_OUTSIDE,
+        **{
+            block + ours: their_block + theirs
+            for block, their_block in _BLOCKS.items()
+            for ours, theirs in _LAYERS.items()
+        },
+    }.items()
+}
+
+
+def _official(ours: str) -> str:
+    name = ours.removeprefix("embed.")
+    if name.startswith("head."):
+        name = f"final_layer.image.{name.removeprefix('head.')}"
+    return re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name)
+
+
+_TO_OFFICIAL = {ours: (TensorSlice(_official(ours)),) for ours in _PARAMETERS}
+_TO_DIFFUSERS = {
+    ours: (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2))
+    if ours == f"{_ADALN}.weight"  # (shift, scale) become (scale, shift)
+    else (TensorSlice(theirs),)
+    for ours, theirs in _PARAMETERS.items()
+}
+_TO_NATIVE = {**invert_table(_TO_DIFFUSERS), **invert_table(_TO_OFFICIAL)}
+
+
+def to_native(name: str) -> tuple[TensorSlice, ...] | None:
+    """The parts of our parameters that make up an official or diffusers tensor, none for heads that
+    only the authors' training uses; None if neither form has the name."""
+    return () if name.startswith("repa_projectors.") else look_up(name, _TO_NATIVE)
+
+
+def to_official(name: str) -> tuple[TensorSlice, ...]:
+    """The official tensor that a parameter of ours is."""
+    parts = look_up(name, _TO_OFFICIAL)
+    assert parts is not None, name
+    return parts
+
+
+def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
+    """The parts of a diffusers tensor that a parameter of ours is."""
+    parts = look_up(name, _TO_DIFFUSERS)
+    assert parts is not None, name
+    return parts
+
+
+NAMES = StateDictNames(
+    prefixes=("model.diffusion_model.", "diffusion_model."),
+    to_native=to_native,
+    from_native={"official": to_official, "diffusers": to_diffusers},
+    others=(
+        *OTHER_MODELS,
+        OtherModel(
+            name="Wan",
+            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
+            classes=r"^Wan",
+            header=r"^wan",
+            remedy="use the wan commands",
+        ),
+        OtherModel(
+            name="FLUX.2",
+            keys=r"double_stream_modulation|to_qkv_mlp_proj",
+            classes=r"^Flux2",
+            header=r"^flux[-_.]?2",
+            remedy="use the flux2 commands",
+        ),
+        OtherModel(
+            name="Z-Image",
+            keys=r"(noise|context)_refiner",
+            classes=r"^ZImage",
+            header=r"^z[-_]?image",
+            remedy="use the zimage commands",
+        ),
+        OtherModel(
+            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
+            keys=TWO_STREAMS,
+            classes=r"^Flux(?!3)",
+            remedy="name a file of FLUX.3, or use the flux2 commands for FLUX.2",
+        ),
+    ),
+)
+
+_CONVERT = "write it with --to diffusers"
+
+
+def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    # Measured with diffusers 0.42.1 by loading an adapter of every kind of layer in each form:
+    # `Flux3LoraLoaderMixin` renames the layers of blocks alone.
+    if layout.method != "lora":
+        return "has no reader of LoKr or LoHa for this model; merge it"
+    if layout.form not in ("official", "diffusers"):
+        return f"loads nothing of it, and only warns; {_CONVERT}"
+    if layout.up_down:
+        return f"loads nothing of lora_up and lora_down; {_CONVERT}"
+    if layout.alpha:
+        return f"rejects keys of alpha; {_CONVERT}"
+    if layout.form == "diffusers":
+        return ""
+    if left := [name for name in modules if name.startswith(("embed.", "head."))]:
+        return (
+            f"leaves {len(left)} of {len(modules)} modules out ({left[0]} …), and only warns; "
+            f"{_CONVERT}"
+        )
+    return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
+
+
+RULES = AdapterRules(readers=readers_by_program((), _diffusers))
+"""Rules for FLUX.3's adapter files. Of other programs than diffusers none was seen that knows this
+model."""
