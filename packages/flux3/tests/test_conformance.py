@@ -4,20 +4,30 @@ adapters."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from einops import rearrange
+from PIL import Image
 from torch import Tensor
 
+from ditkit_core.families.euler import NEXT_SIGMA
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import WHOLE, GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.rope import axis_angles, timestep_features
 from ditkit_core.testing.conformance import CoreChecks
+from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.suites import EverySuite
+from ditkit_core.testing.world import make_model
+from ditkit_flux3.demo.write import write_checkpoint
 from ditkit_flux3.model import Flux3Transformer, make_inputs
-from ditkit_flux3.presets import Flux3Arch
+from ditkit_flux3.presets import PRESETS, Flux3Arch, arch_from_config
 from ditkit_flux3.spec import FLUX3
-from ditkit_flux3.state_dict import to_native
+from ditkit_flux3.state_dict import to_diffusers, to_native, to_official
 from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
 
 CPU = torch.device("cpu")
@@ -171,7 +181,9 @@ def outcome(items, model, run, level, target):
         for i, item in enumerate(items)
         for name, x in item.items()
     }
-    outputs = run(model, [item["latents"] for item in items], level, items, target)
+    latents = [item["latents"] for item in items]
+    told = [item | {NEXT_SIGMA: value} for item, value in zip(items, target, strict=True)]
+    outputs = run(model, latents, level, told)
     random = torch.Generator().manual_seed(5)
     loss = sum(
         (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
@@ -186,15 +198,15 @@ def outcome(items, model, run, level, target):
     }
 
 
-def run_ours(model, latents, level, items, target):
-    return model(make_inputs(latents, level, items, 1.0, target))
+def run_ours(model, latents, level, items):
+    return model(make_inputs(latents, level, items, 1.0))
 
 
-def run_theirs(model, latents, level, items, target):
+def run_theirs(model, latents, level, items):
     """One sample at a time: diffusers has one layout for all of a batch."""
     outputs = []
     for i, item in enumerate(items):
-        inputs = make_inputs([latents[i]], level[i : i + 1], [item], 1.0, target[i : i + 1])
+        inputs = make_inputs([latents[i]], level[i : i + 1], [item], 1.0)
         arguments = diffusers_arguments(inputs, latents[i].dtype, model.config.flow_map)
         out = model(**arguments, return_dict=False)[0][0]
         outputs.append(rearrange(out, "(h w) c -> c 1 h w", h=latents[i].shape[2]))
@@ -233,3 +245,220 @@ def test_outputs_and_every_gradient_are_those_of_diffusers(arch, batch, dtype, b
     assert all("image_cond" in name for name in without)
     errors = {name: relative(ours[name], theirs[name]) for name in theirs}
     assert max(errors.values()) <= bar, max(errors.items(), key=lambda pair: pair[1])
+
+
+def test_a_flow_map_is_trained_at_jumps_of_no_length_and_sampled_at_its_steps():
+    """What it is told makes a difference, so that leaving it out would be seen."""
+    model = make_model(FLUX3, replace(ARCH, flow_map=True)).eval()
+    item, sigma = samples(0)[0], torch.tensor([0.5])
+    with torch.no_grad():
+        trained, told, jump = (
+            model(make_inputs([item["latents"]], sigma, [item | more], 1.0))[0]
+            for more in ({}, {NEXT_SIGMA: sigma[0]}, {NEXT_SIGMA: torch.tensor(0.25)})
+        )
+    assert torch.equal(trained, told) and relative(jump, trained) > 1e-3
+
+
+def test_names_and_parameters_are_those_of_diffusers_at_full_size():
+    from diffusers import Flux3Transformer2DModel
+
+    counted = {}
+    with torch.device("meta"):
+        for preset, arch in PRESETS.items():
+            theirs = Flux3Transformer2DModel(flow_map=arch.flow_map)
+            ours = Flux3Transformer(arch, Precision())
+            shapes = {to_diffusers(n)[0].name: x.shape for n, x in ours.state_dict().items()}
+            assert shapes == {name: x.shape for name, x in theirs.state_dict().items()}
+            assert arch_from_config(dict(theirs.config), {}) == arch
+            counted[preset] = sum(p.numel() for p in ours.parameters())
+            assert counted[preset] == sum(p.numel() for p in theirs.parameters())
+    assert counted == {"klein-base": 5_538_458_368, "klein": 5_548_681_984}
+
+
+def test_another_configuration_is_refused():
+    config = DIFFUSERS.config(ARCH)
+    with pytest.raises(ValueError, match="cond_in_channels 5"):
+        arch_from_config(config | {"cond_in_channels": 5}, {})
+    with pytest.raises(ValueError, match="do not add up"):
+        arch_from_config(config | {"axes_dims_rope": (8, 8)}, {})
+    with pytest.raises(KeyError):
+        arch_from_config({"num_attention_heads": 2, "in_channels": 4}, {})
+
+
+@pytest.mark.parametrize("flow_map", [False, True])
+def test_official_names_become_diffusers_by_its_own_converter(flow_map):
+    """Both ways, with the halves of the head's modulation exchanged, and without heads of the
+    authors' training."""
+    from diffusers.loaders.single_file_utils import (
+        convert_flux3_transformer_checkpoint_to_diffusers,
+    )
+
+    model = make_model(FLUX3, replace(ARCH, flow_map=flow_map))
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    official = {to_official(name)[0].name: tensor for name, tensor in state.items()}
+    assert "final_layer.image.adaLN_modulation.1.weight" in official
+    assert ("ref_time_in.in_layer.weight" in official) == flow_map
+    converted = convert_flux3_transformer_checkpoint_to_diffusers(
+        official | {"repa_projectors.0.weight": torch.zeros(1)}
+    )
+    assert converted.keys() == diffusers_model(replace(ARCH, flow_map=flow_map)).state_dict().keys()
+    for tensors in (native(official), native(converted)):
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+    assert to_native("repa_projectors.0.weight") == () and to_native("single_blocks.*.x") is None
+
+
+# Captions, samples
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint; tests only read it."""
+    folder = tmp_path_factory.mktemp("demo") / "checkpoint"
+    write_checkpoint(folder)
+    return folder
+
+
+class Processor:
+    """As transformers' processors, of which the pipeline needs the template and the tokenizer."""
+
+    def __init__(self, checkpoint: Path):
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint / "tokenizer", local_files_only=True
+        )
+        self.apply_chat_template = self.tokenizer.apply_chat_template
+
+
+@pytest.fixture(scope="session")
+def language_model(checkpoint: Path):
+    """The text encoder as transformers has it."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    return Qwen3VLForConditionalGeneration.from_pretrained(
+        checkpoint / "text_encoder", local_files_only=True
+    ).eval()
+
+
+def text_encoder(checkpoint: Path, streaming="never"):
+    encoder = FLUX3.auxiliary.text_encoder(
+        ModelPaths(base=str(checkpoint)), CPU, torch.float32, streaming
+    )
+    encoder.load()
+    return encoder
+
+
+PROMPTS = {"": 80, "a red circle": 80, "a red circle, " * 20: 160, "a blue square " * 3000: 8192}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=[str(rows) for rows in range(4)])
+def test_features_of_captions_are_those_of_the_pipeline(checkpoint, language_model, prompt):
+    """Bitwise: eight hidden layers side by side, the window, its padding and where that is. All
+    rows of padding are one."""
+    from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
+
+    with torch.no_grad():
+        (expected,) = Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(
+            language_model, Processor(checkpoint), prompt
+        )
+    encoder = text_encoder(checkpoint)
+    (ours,) = encoder.encode([prompt])
+    assert ours["text"].shape == (PROMPTS[prompt], 8 * 32) and encoder.width == 8 * 32
+    assert torch.equal(ours["text"], expected)
+    assert bool(encoder.truncated) == (PROMPTS[prompt] == 8192)
+
+
+def test_captions_of_several_windows_are_streamed_together_bitwise(checkpoint):
+    streamed, resident = (text_encoder(checkpoint, how) for how in ("always", "never"))
+    prompts = list(PROMPTS)[:3]
+    for prompt, features in zip(prompts, streamed.encode(prompts), strict=True):
+        assert torch.equal(features["text"], resident.encode([prompt])[0]["text"])
+
+
+def run_pipeline(arch, model, checkpoint, language_model, guidance, image, noise, prompts):
+    """Latents before each step and at the end, and the pixels, of diffusers' own pipeline."""
+    import diffusers
+
+    kind = "Flux3Distilled" if arch.flow_map else "Flux3"
+    blocks = getattr(diffusers, f"{kind}AutoBlocks")()
+    blocks.sub_blocks.pop("prompt_upsampler")  # a language model that rewrites prompts
+    pipeline = getattr(diffusers, f"{kind}ModularPipeline")(blocks)
+    pipeline.update_components(
+        text_encoder=language_model,
+        tokenizer=Processor(checkpoint),
+        vae=diffusers.AutoencoderKLFlux2.from_pretrained(checkpoint / "vae", local_files_only=True),
+        transformer=DIFFUSERS.transformer(model),
+    )
+    options = {"prompt": prompts[0]}
+    if not arch.flow_map:
+        pipeline.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=guidance))
+        options["negative_prompt"] = prompts[1]
+    if image is not None:
+        options["image"] = image
+    seen = []
+    pipeline.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    state = pipeline(
+        **options, height=48, width=64, num_inference_steps=3, latents=noise, output_type="pt"
+    )
+    return seen, state.get("latents"), state.get("images")[0]
+
+
+CASES = {
+    "guided": (ARCH, 3.5, 0),
+    "unguided": (ARCH, 1.0, 0),
+    "guided edit": (ARCH, 3.5, 1),
+    "edit of two": (ARCH, 1.0, 2),
+    "flow map": (replace(ARCH, flow_map=True), 3.5, 0),
+    "edit by a flow map": (replace(ARCH, flow_map=True), 3.5, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, language_model, case):
+    """From the prompt and the pictures to pixels; references whose sides are multiples of 16."""
+    arch, guidance, count = CASES[case]
+    arch = replace(arch, in_channels=64, text_dim=256)
+    model = make_model(FLUX3, arch).eval()
+    paths = ModelPaths(base=str(checkpoint))
+    prompts = ["a red circle", "a blue square at the top " * 9]
+    encoder = text_encoder(checkpoint)
+    prompt, negative = (encoder.encode([text])[0] for text in prompts)
+    pixels = [
+        torch.rand(3, 1, *sides, generator=torch.Generator().manual_seed(i)).mul(255).round()
+        for i, sides in enumerate([(64, 80), (80, 64)][:count])
+    ]
+    sampler = FLUX3.auxiliary.sampler(paths, CPU, torch.float32, ())
+    vae = FLUX3.auxiliary.media_encoder(paths, CPU, WHOLE)
+    vae.load()
+    references = [vae.encode([image / 127.5 - 1])[0]["latents"] for image in pixels]
+    job = GenerationRequest(
+        conditions=prompt, negative=negative, references=references, frames=1, height=48, width=64,
+        steps=3, guidance=guidance, shift=0.0, seed=7,
+    )  # fmt: skip
+    seen: list[Tensor] = []
+
+    def run(model, inputs):
+        seen.append(inputs.latents[0])
+        return run_plain(model, inputs)
+
+    with torch.no_grad():
+        latents = generate_latents(sampler, job, model, run)
+    images = [Image.fromarray(x[:, 0].permute(1, 2, 0).byte().numpy()) for x in pixels]
+    image = None if not images else images[0] if count == 1 else images
+    noise = torch.randn((64, 1, 3, 4), generator=generator(7, "sample"))
+    before, after, expected = run_pipeline(
+        arch, model, checkpoint, language_model, guidance, image, noise[:, 0][None], prompts
+    )
+    assert len(seen) == len(before) == (6 if "guided" in case.split() else 3)
+    scale = float(latents.std())
+    for ours, theirs in zip(seen, before, strict=True):
+        rows = rearrange(ours, "c 1 h w -> 1 (h w) c")
+        # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and
+        # sinusoid are fp32, ours fp64
+        assert (rows - theirs).abs().max() / scale < 2e-4
+    assert (latents[:, 0][None] - after).abs().max() / scale < 2e-4
+    assert (latents - seen[0]).abs().max() > 0.5
+    torch.testing.assert_close(sampler.decoder.decode(latents)[:, 0], expected, atol=2e-4, rtol=0)

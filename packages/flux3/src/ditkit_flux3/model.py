@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ditkit_core.families.euler import NEXT_SIGMA
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.token_streams import TokenStreams
@@ -66,24 +67,25 @@ def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
 
 
 def make_inputs(
-    noised: Sequence[Tensor],
-    sigma: Tensor,
-    items: Sequence[Mapping[str, Tensor]],
-    guidance: float,
-    target: Tensor | None = None,
+    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> Flux3Inputs:
     """Make the model's inputs of noised latents and training items; there is no embedding of
     guidance.
 
-    Without a target a flow map is asked for its velocity at `sigma` itself, the limit of ever
-    shorter jumps: of all its outputs the one whose regression target is noise minus data, so this
-    is how an adapter on it is trained.
+    A sampler's items have the noise level that its step goes to. In training there is none, and a
+    flow map is asked for its velocity at `sigma` itself, the limit of ever shorter jumps: of all
+    its outputs the one whose regression target is noise minus data.
     """
     device = noised[0].device
     return Flux3Inputs(
         latents=noised,
         sigma=sigma,
-        target=sigma if target is None else target,
+        target=torch.stack(
+            [
+                item.get(NEXT_SIGMA, level).to(sigma)
+                for item, level in zip(items, sigma, strict=True)
+            ]
+        ),
         text=[item["text"].to(device) for item in items],
         references=[[reference.to(device) for reference in _references(item)] for item in items],
     )

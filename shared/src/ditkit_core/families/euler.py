@@ -31,6 +31,11 @@ def classifier_free(conditional: Tensor, unconditional: Tensor, strength: float)
     return unconditional + strength * (conditional - unconditional)
 
 
+NEXT_SIGMA = "next_sigma"
+"""Field of the item in a sampler's step: the noise level that the step goes to, for models that are
+told it."""
+
+
 class EulerSampler:
     """A `Sampler` of the core for models whose inputs are made as in training."""
 
@@ -82,9 +87,8 @@ class EulerSampler:
         negative = None if job.negative is None else conditions | self._moved(job.negative)
 
         def velocity(denoiser: Denoiser, item: Mapping[str, Tensor], sigma: Tensor) -> Tensor:
-            inputs = self._make_inputs(
-                [latents], sigma[None], [{**item, "latents": latents}], denoiser.guidance
-            )
+            step = {**item, "latents": latents, NEXT_SIGMA: following}
+            inputs = self._make_inputs([latents], sigma[None], [step], denoiser.guidance)
             return denoiser(inputs)[0].to(self._device, torch.float32)
 
         levels = self._levels(size[0] * size[1] * size[2], job.steps, job.shift).to(self._device)

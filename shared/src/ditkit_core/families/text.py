@@ -305,18 +305,18 @@ class LanguageModelEncoder:
 def features(
     family: TextFamily,
     rotary: Any,
-    ids: Sequence[Int64[Tensor, " tokens"]],
-    masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
-    positions: Sequence[Int64[Tensor, "1 tokens"]],
+    ids: Sequence[Int64[Tensor, " _"]],
+    masks: Sequence[Bool[Tensor, "1 1 _ _"] | None],
+    positions: Sequence[Int64[Tensor, "1 _"]],
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
-) -> list[Float[Tensor, "tokens width"]]:
+) -> list[Float[Tensor, "_ width"]]:
     """Run captions through the layers, one layer after the other: the concatenated hidden states
     after the family's layers, on the CPU.
 
     Args:
         rotary: Computes the rotary tables.
-        ids: Tokens of each caption, on the device of the weights.
+        ids: Tokens of each caption, which may differ in number, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
         positions: Where each caption's tokens are, on the same device.
         passing: Makes a context that loads one layer at a time; each call makes another one with
