@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.rope import axis_angles, timestep_features
 from ditkit_core.testing.conformance import CoreChecks
+from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
+from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
@@ -68,6 +78,7 @@ class TestEditing(EverySuite):
     arch = ARCH
     last_layers = ("attn_out", "mlp_out")
     diffusers = DIFFUSERS
+    deeper = replace(ARCH, layers=3)
 
     def items(self, count, ragged=False):
         return samples(*(i % 3 if ragged else 0 for i in range(count)))
@@ -95,6 +106,103 @@ class TestTextToImage(TestSomeReferences):
 
     def items(self, count, ragged=False):
         return samples(*(i % 3 if ragged else 0 for i in range(count)), grids=NONE)
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = FLUX3
+    arch = replace(ARCH, tower_layers=2, layers=3)
+    size = (1, 256, 256)
+    wider: ClassVar = {"dim": 512, "axes": (64, 64, 64, 64)}
+    larger = (1, 512, 512)
+    daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
+    nightly = ("none", "full", "attn_only")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = FLUX3
+    preset = "klein-base"
+    size = (1, 1024, 1024)
+    cut = 24
+
+
+class TestSplit(FullSizeSplitConformance):
+    spec = FLUX3
+    preset = "klein-base"
+    size = (1, 1024, 1024)
+    few: ClassVar = {"tower_layers": 3, "layers": 3}
+    all_blocks = ("full", 3)
+    most_apart = 1.1 * 2 * 123e6  # no more than a block
+
+    def crossing(self, arch, cut):
+        """Three streams, one of them empty, two modulations, time, rotary table; adapters are
+        behind the streams whose tower ran."""
+        return 7, 1 if cut <= arch.tower_layers else 2
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return Demo.write(FLUX3, tmp_path_factory.mktemp("demo"))
+
+
+class TestDemo(DemoConformance):
+    spec = FLUX3
+    samples = "*.png"
+    num_samples = range(2, 100)
+    trained = "diffusion_model.single_blocks.0.q_proj.lora_A.weight"
+    trained_names = r"diffusion_model\.(txt_mode_blocks|content_mode_blocks|single_blocks)\."
+    daily = slice(0, None, 2)
+    levers = (("--adapter.targets", '["modulation"]', "--export.forms", '["diffusers"]'),)
+    forms = ("--export.forms", '["official", "diffusers"]')
+    init_from = "first_diffusers.safetensors"
+    merge_from = "first.safetensors"
+
+
+@pytest.mark.slow  # minutes
+def test_kernels_compute_what_torch_computes_under_every_policy():
+    check_kernels(TestSomeReferences)
+
+
+# and not with those of ranks, which each change waits for: the interpreter takes minutes
+@pytest.mark.slow
+class TestKernelRanks(KernelRanksConformance):
+    """A block of each kind, and images of a few tokens, one with a reference."""
+
+    spec = FLUX3
+    arch = replace(ARCH, layers=1)
+    cases = ("brief lora on nf4", "brief full", "brief full, split")
+    more = ("gated_unit", "gated_unit_backward")
+
+    def items(self, count, ragged=False):
+        return samples(0, 1, grids=([(1, 2)], [(1, 3), (1, 1)]))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample, under some policies: those of each tower by
+    themselves."""
+
+    outputs = 2e-6
+    four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 4, 4, 4))
+    subjects: ClassVar = {
+        "odd": Subject(FLUX3, four, samples(0), 3),
+        "text to image": Subject(FLUX3, four, samples(0, grids=NONE), 3),
+        "ragged": Subject(FLUX3, four, samples(0, 1, 2, grids=SOME), 3),
+        "two heads": Subject(FLUX3, replace(ARCH, layers=1), samples(0, 1), 3),
+    }
+
+
+@pytest.mark.exhaustive
+class TestContextOfEveryPolicy(ContextConformance):
+    outputs = TestContext.outputs
+    scope = "all"
+    subjects = TestContext.subjects
+    under_every_policy = ("ragged", "two heads")
+
+
+@pytest.mark.exhaustive
+class TestTwoDevices(TwoDevicesConformance):
+    module = "ditkit_flux3.train"
 
 
 # diffusers
