@@ -1,8 +1,8 @@
 """FLUX.3 against every suite of the core, and diffusers: outputs, every gradient, samples,
 adapters."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,15 +11,26 @@ import pytest
 import torch
 from einops import rearrange
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export import check_export, export_adapter
+from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
 from ditkit_core.families.euler import NEXT_SIGMA
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import WHOLE, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import axis_angles, timestep_features
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.conformance import CoreChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
@@ -30,14 +41,15 @@ from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_flux3.demo.write import write_checkpoint
 from ditkit_flux3.model import Flux3Transformer, make_inputs
 from ditkit_flux3.presets import PRESETS, Flux3Arch, arch_from_config
-from ditkit_flux3.spec import FLUX3
-from ditkit_flux3.state_dict import to_diffusers, to_native, to_official
+from ditkit_flux3.spec import FLUX3, reference_size
+from ditkit_flux3.state_dict import RULES, to_diffusers, to_native, to_official
 from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
 
 CPU = torch.device("cpu")
@@ -133,10 +145,14 @@ class TestSplit(FullSizeSplitConformance):
     all_blocks = ("full", 3)
     most_apart = 1.1 * 2 * 123e6  # no more than a block
 
+    def _items(self, arch):
+        with torch.device("meta"):
+            return [self.spec.training.empty_item(arch, self.size, [(512, 768)])]
+
     def crossing(self, arch, cut):
-        """Three streams, one of them empty, two modulations, time, rotary table; adapters are
-        behind the streams whose tower ran."""
-        return 7, 1 if cut <= arch.tower_layers else 2
+        """Three streams and their modulations, time, rotary table; adapters are behind the streams
+        whose tower ran."""
+        return 8, 1 + (cut > arch.tower_layers) + (cut > 2 * arch.tower_layers)
 
 
 @pytest.fixture(scope="module")
@@ -570,3 +586,145 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, language_mod
     assert (latents[:, 0][None] - after).abs().max() / scale < 2e-4
     assert (latents - seen[0]).abs().max() > 0.5
     torch.testing.assert_close(sampler.decoder.decode(latents)[:, 0], expected, atol=2e-4, rtol=0)
+
+
+# Adapters, run files
+
+
+def adapted(**config) -> torch.nn.Module:
+    return make_model(FLUX3, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
+
+
+def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
+    config = ExportConfig(forms=(form,), dtype="fp32")
+    (file,) = export_adapter(model, FLUX3, folder, "adapter", config, metadata={}, exact=True)
+    return file
+
+
+BLOCKS = ("q_proj", "k_proj", "v_proj", "attn_out", "mlp_in", "mlp_out")
+OUTSIDE = ("embed.txt_in", "emb_in.image", "emb_in.image_cond", "time_in.in_layer", "head.linear")
+OUTSIDE += ("early_stream_modulations.txt.lin", "single_stream_modulations.image_cond.lin")
+OUTSIDE += ("head.adaLN_modulation.1",)
+FILES: dict[str, tuple[str, Callable[[str], str]]] = {
+    **{
+        form: (form, lambda name: name) for form in ("official", "diffusers", "diffsynth", "musubi")
+    },
+    "lora_up and lora_down": (
+        "official",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
+    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
+}
+
+
+def check_reader(path: Path, model: torch.nn.Module) -> str:
+    """What is said of diffusers and a file, if that is so."""
+    layers = {
+        name.removesuffix(".base_layer"): tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    }
+    file = find_adapter(path, FLUX3, layers=layers)
+    reader = RULES.readers(file.layout, list(file.shapes))["diffusers"]
+    try:
+        line = DIFFUSERS.verify(path, ModelPaths(transformer="tiny.safetensors"), model, run_plain)
+        loads = "agrees with our model" in line
+    except UserError:
+        loads = False
+    assert loads == (reader == ""), reader
+    return reader
+
+
+@pytest.mark.parametrize("where", ["blocks", "outside"])
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, where):
+    """An adapter of every kind of layer, loaded by the pipeline's own loader, to the outputs of our
+    model."""
+    form, rename = FILES[kind]
+    model = adapted(targets=BLOCKS if where == "blocks" else OUTSIDE)
+    file = written(model, tmp_path, form)
+    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)
+    reader = check_reader(file, model)
+    assert (reader == "") == (form == kind and (form, where) in READ), reader
+
+
+READ = {("official", "blocks"), ("diffusers", "blocks"), ("diffusers", "outside")}
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_what_is_said_of_diffusers_and_dora_is_what_its_loader_does(tmp_path, form):
+    model = adapted(targets=BLOCKS, use_dora=True)
+    assert (check_reader(written(model, tmp_path, form), model) == "") == (form == "diffusers")
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_diffusers_rejects_keys_of_alpha(tmp_path, form):
+    model = adapted(targets=BLOCKS)
+    file = written(model, tmp_path, form)
+    tensors = load_file(file)
+    stems = {name.rpartition(".lora_")[0] for name in tensors}
+    save_file(tensors | {f"{stem}.alpha": torch.tensor(3.0) for stem in stems}, file)
+    assert "rejects keys of alpha" in check_reader(file, model)
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_diffusers_has_no_reader_of_a_lokr(tmp_path, form):
+    from diffusers import Flux3DistilledModularPipeline
+
+    model = adapted(targets=("q_proj",), method="lokr", decompose_factor=4)
+    file = written(model, tmp_path, form)
+    layers = {name: tuple(x.weight.shape) for name, x in adapter_layers(model).items()}
+    read = find_adapter(file, FLUX3, layers=layers)
+    assert "no reader of LoKr" in RULES.readers(read.layout, list(read.shapes))["diffusers"]
+    pipeline = Flux3DistilledModularPipeline()
+    pipeline.update_components(transformer=DIFFUSERS.transformer(model))
+    with pytest.raises(ValueError, match="Invalid LoRA"):
+        pipeline.load_lora_weights(file)
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, FLUX3.demo.config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    check_export(FLUX3, config.export, config.adapter)
+    run = create_run(FLUX3, replace(config, train=replace(config.train, threads=0)))
+    check_training(run)
+    assert config.model.preset in ("", "klein-base") and config.train.caption_dropout == 0.1
+
+
+def test_run_files_conform_to_the_schema_next_to_them():
+    assert len(CONFIGS) == 3
+    check_schema("ditkit_flux3", CONFIGS[0].parent)
+
+
+def test_the_flow_map_is_advised_against_and_only_adapted():
+    assert 'model.preset = "klein-base"' in FLUX3.training.advice(PRESETS["klein"])
+    assert FLUX3.training.advice(PRESETS["klein-base"]) == ""
+    assert FLUX3.auxiliary.sample_defaults(PRESETS["klein"]) == SampleDefaults(
+        steps=16, guidance=1.0, guided_by="nothing"
+    )
+    for preset, method, refused in (
+        ("klein", "full", True), ("klein", "lora", False), ("klein-base", "full", False)
+    ):  # fmt: skip
+        config = RunConfig(
+            model=ModelPaths(preset=preset, dtype="fp32"), adapter=AdapterConfig(method=method)
+        )
+        with pytest.raises(UserError, match="flow map") if refused else nullcontext():
+            check_training(create_run(FLUX3, config))
+
+
+@pytest.mark.parametrize(
+    ("sides", "count", "size"),
+    [
+        ((1024, 1024), 1, (1024, 1024)),
+        ((2048, 2048), 1, (2048, 2048)),
+        ((1000, 1500), 1, (992, 1488)),  # the pipeline pads it to 1008 x 1504
+        ((4096, 4096), 1, (2048, 2048)),
+        ((2048, 2048), 2, (1024, 1024)),
+    ],
+)
+def test_references_have_the_pipelines_sizes_but_for_its_padding(sides, count, size):
+    assert reference_size(*sides, count) == size

@@ -145,6 +145,14 @@ NAMES = StateDictNames(
             remedy="use the wan commands",
         ),
         OtherModel(
+            name="FLUX.3",
+            keys=r"(early|single)_stream_modulations|mode_blocks[._]|single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
+            r"single_transformer_blocks[._]\d+[._]ff[._]",
+            classes=r"^Flux3",
+            header=r"^flux[-_.]?3",
+            remedy="use the flux3 commands",
+        ),
+        OtherModel(
             name="Z-Image",
             classes=r"^ZImage",
             header=r"^z[-_]?image",

@@ -84,6 +84,15 @@ def _training_advice(arch: Flux3Arch) -> str:
     )
 
 
+def _full_refusal(arch: Flux3Arch) -> str:
+    if not arch.flow_map:
+        return ""
+    return (
+        "every weight of a flow map would be trained at jumps of no length, and the jumps that it "
+        'samples with would be lost; train an adapter, or the base (model.preset = "klein-base")'
+    )
+
+
 VAE = batch_normed(
     label="the VAE of FLUX.3, which is that of FLUX.2",
     remedy="get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder",
@@ -119,6 +128,7 @@ FLUX3 = family_spec(
     shift=SHIFT,
     sample_defaults=_sample_defaults,
     advice=_training_advice,
+    full_refusal=_full_refusal,
     adapters=AdapterSpec(
         targets={
             "blocks": (*_ATTENTION, *_MLP),

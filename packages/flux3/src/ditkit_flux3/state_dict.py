@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection
 
 from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
-from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
 
 # ours -> diffusers; the official names follow by rules, in `_official`
@@ -117,8 +117,8 @@ NAMES = StateDictNames(
             remedy="use the wan commands",
         ),
         OtherModel(
-            name="FLUX.2",
-            keys=r"double_stream_modulation|to_qkv_mlp_proj",
+            name="FLUX.2, or FLUX.1, which ditkit does not train",
+            keys=r"double_stream_modulation|double_blocks|to_qkv_mlp_proj|single_blocks[._]\d+[._]linear",
             classes=r"^Flux2",
             header=r"^flux[-_.]?2",
             remedy="use the flux2 commands",
@@ -129,12 +129,6 @@ NAMES = StateDictNames(
             classes=r"^ZImage",
             header=r"^z[-_]?image",
             remedy="use the zimage commands",
-        ),
-        OtherModel(
-            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
-            keys=TWO_STREAMS,
-            classes=r"^Flux(?!3)",
-            remedy="name a file of FLUX.3, or use the flux2 commands for FLUX.2",
         ),
     ),
 )

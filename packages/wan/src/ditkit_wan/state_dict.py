@@ -315,6 +315,14 @@ NAMES = StateDictNames(
     others=(
         *OTHER_MODELS,
         OtherModel(
+            name="FLUX.3",
+            keys=r"(early|single)_stream_modulations|mode_blocks[._]|single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
+            r"single_transformer_blocks[._]\d+[._]ff[._]",
+            classes=r"^Flux3",
+            header=r"^flux[-_.]?3",
+            remedy="use the flux3 commands",
+        ),
+        OtherModel(
             name="FLUX.2",
             classes=r"^Flux2",
             header=r"^flux[-_.]?2",

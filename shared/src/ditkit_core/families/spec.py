@@ -68,6 +68,7 @@ def family_spec(
     text_shape: Callable[[Any], tuple[int, int]] | None = None,
     reference_size: Callable[[int, int, int], tuple[int, int]] | None = None,
     advice: Callable[[Any], str] = lambda arch: "",
+    full_refusal: Callable[[Any], str] = lambda arch: "",
     precision: PrecisionSpec | None = None,
 ) -> ModelSpec:
     """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced
@@ -105,6 +106,7 @@ def family_spec(
             them. None: the encoding's number of tokens, and `text_dim` of the architecture.
         reference_size: As `DataSpec.reference_size`.
         advice: As `TrainingSpec.advice`.
+        full_refusal: As `TrainingSpec.full_refusal`.
         precision: Operation groups of parameters; None: by their usual names.
 
     Raises:
@@ -205,6 +207,7 @@ def family_spec(
             num_tokens=num_tokens,
             shift=shift if callable(shift) else lambda latents: constant,
             advice=advice,
+            full_refusal=full_refusal,
         ),
         data=DataSpec(
             frame_step=frame_stride if vae.is_video and size[0] > 1 else 0,

@@ -192,6 +192,9 @@ class TrainingSpec:
     """One line to warn with when this architecture is trained without `base.assistant`; empty for
     no warning."""
 
+    full_refusal: Callable[[Any], str] = lambda arch: ""
+    """Why not every weight of this architecture can be trained, in one line; empty if it can."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:

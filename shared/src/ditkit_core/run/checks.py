@@ -190,6 +190,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "prior.match_base, with the class in prior.prompt, or "
             "remove [prior]"
         )
+    _check_method(run)
     check_swap(train.swap_blocks, method, optim)
     check_fused_backward(train, optim, adapts=method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
@@ -447,6 +448,15 @@ def check_start(run: str, folder: RunFolder) -> None:
     raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
 
 
+def _check_method(run: RunContext) -> None:
+    """Refuse to train every weight of an architecture that cannot be trained so, as far as it is
+    known."""
+    if run.config.adapter.method != "full" or run.arch is None:
+        return
+    if refusal := run.spec.training.full_refusal(run.arch):
+        raise UserError(f"adapter.method = full: {refusal}")
+
+
 # The model is on `meta`
 
 
@@ -460,6 +470,7 @@ def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started
             merge_key=unloaded.origin.merge_key,
         )
     check_ranks(job.run, num_ranks)
+    _check_method(job.run)
     if job.run.trains_several:
         raise UserError(
             "the weights show that this model has several experts; name it with model.preset"
