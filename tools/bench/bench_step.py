@@ -3,7 +3,7 @@ checkpointing, one process, interleaved.
 
     uv run tools/bench/bench_step.py                                   # the grid of the project's
     target, on this CPU uv run tools/bench/bench_step.py --model flux2                     # the
-    same for FLUX.2, and likewise zimage uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16
+    same for FLUX.2, and likewise flux3 and zimage uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16
     --repeats 15 uv run tools/bench/bench_step.py --device cuda                     # 4 blocks of
     Wan 14B's width, 20,280 tokens uv run tools/bench/bench_step.py --device cuda --model flux2
     # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024 uv run tools/bench/bench_step.py
@@ -11,7 +11,7 @@ checkpointing, one process, interleaved.
     in memory
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and
-both layers of a single block; Z-Image: every linear layer of the blocks); no optimizer, which is
+both layers of a single block; FLUX.3 and Z-Image: every linear layer of the blocks); no optimizer, which is
 the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which
 is how training scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios,
 peaks, and the floor: the time our step spends inside matmuls and attention, below which nothing can
@@ -241,7 +241,59 @@ def zimage_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     )
 
 
-PAIRS = {"wan": wan_pair, "flux2": flux2_pair, "zimage": zimage_pair}
+def flux3_arch(args: argparse.Namespace) -> Any:
+    """The published model's architecture, or that of a slice, with one block in each tower."""
+    from ditkit_flux3.presets import PRESETS, Flux3Arch
+
+    slice_of_it = {
+        "dim": args.width, "heads": args.width // 128, "layers": args.blocks, "tower_layers": 1,
+        "text_dim": 20 * args.width // 3,
+    }  # fmt: skip
+    if args.preset:
+        return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
+    return Flux3Arch(**slice_of_it)
+
+
+def flux3_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """Two windows of text next to the image's tokens, without references."""
+    from ditkit_flux3.model import Flux3Transformer, make_inputs
+    from ditkit_flux3.spec import FLUX3
+    from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
+
+    grid, device, arch = FLUX2_SIZES[args.tokens], args.device, flux3_arch(args)
+    torch.manual_seed(0)
+    with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
+        ours = Flux3Transformer(arch, Precision(matmul=dtype))
+        theirs = diffusers_models.made(DIFFUSERS, arch)
+    diffusers_models.share_weights(
+        ours, theirs, FLUX3.architecture.names, FLUX3.precision.keep_fp32, dtype
+    )
+    diffusers_models.share_adapters(
+        ours, theirs, FLUX3.architecture.names, ("blocks",), FLUX3.adapters.targets, args.rank
+    )
+    latents, target = torch.randn(2, arch.in_channels, 1, *grid).to(device)
+    text, sigma = (
+        torch.randn(160, arch.text_dim).to(device, dtype),
+        torch.tensor([0.73125], device=device),
+    )
+    inputs = make_inputs([latents], sigma, [{"text": text}], 1.0)
+    arguments = diffusers_arguments(inputs, dtype, arch.flow_map)
+
+    def their_predict() -> Tensor:
+        rows = theirs(**arguments, return_dict=False)[0][0]
+        return rows.transpose(0, 1).unflatten(-1, (1, *grid))
+
+    return Pair(
+        ours=ours.train(),
+        theirs=theirs.train(),
+        predict=lambda engine: ours(inputs, engine)[0],
+        their_predict=their_predict,
+        target=target,
+        shape=f"blocks 1+1+{arch.layers} tokens {args.tokens}+160",
+    )
+
+
+PAIRS = {"wan": wan_pair, "flux2": flux2_pair, "flux3": flux3_pair, "zimage": zimage_pair}
 WAN_SIZES = {
     64: (1, 16, 16),
     256: (1, 32, 32),
@@ -407,12 +459,14 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
 def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with one line where the preset is none of the model, or has a size of its own."""
     from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+    from ditkit_flux3.presets import PRESETS as FLUX3_PRESETS
     from ditkit_wan.presets import PRESETS as WAN_PRESETS
     from ditkit_zimage.presets import PRESETS as ZIMAGE_PRESETS
 
     archs: Mapping[str, Any] = {
         "wan": WAN_PRESETS,
         "flux2": FLUX2_PRESETS,
+        "flux3": FLUX3_PRESETS,
         "zimage": ZIMAGE_PRESETS,
     }[args.model]
     # Others have conditions, which a step here does not make.
@@ -445,7 +499,9 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both; on a GPU bf16")
     parser.add_argument(
-        "--width", type=int, help="default: 768; on a GPU that of Wan 14B, FLUX.2 dev or Z-Image"
+        "--width",
+        type=int,
+        help="default: 768; on a GPU the published one, of Wan 14B and FLUX.2 dev",
     )
     parser.add_argument(
         "--blocks",
@@ -479,7 +535,7 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             args.sizes = [20280]
         args.dtypes = [args.dtype or "bf16"]
         usual = {
-            "width": {"wan": 5120, "flux2": 6144, "zimage": 3840}[args.model],
+            "width": {"wan": 5120, "flux2": 6144, "flux3": 3072, "zimage": 3840}[args.model],
             "blocks": 4,
             "rank": 32,
         }

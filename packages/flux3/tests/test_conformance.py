@@ -371,6 +371,51 @@ def test_outputs_and_every_gradient_are_those_of_diffusers(arch, batch, dtype, b
     assert max(errors.values()) <= bar, max(errors.items(), key=lambda pair: pair[1])
 
 
+def test_bf16_is_closer_to_fp64_than_diffusers():
+    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
+    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
+    all parameters together."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    level, target = (torch.tensor(values[:1], dtype=torch.float64) for values in (SIGMA, TARGET))
+    for seed in range(4):
+        theirs = diffusers_model(ARCH, seed)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        exact = loaded(theirs, ARCH, torch.float64)
+        half = loaded(theirs, ARCH, torch.bfloat16, cast=False)
+        for name, parameter in half.named_parameters():
+            if not FLUX3.precision.keep_fp32(name):
+                parameter.data = parameter.data.bfloat16()
+        for name, parameter in theirs.named_parameters():
+            if ".norm_" not in name:
+                parameter.data = parameter.data.bfloat16()
+        results = []
+        for model, dtype, run in (
+            (exact, torch.float64, run_ours),
+            (half, torch.bfloat16, run_ours),
+            (theirs, torch.bfloat16, run_theirs),
+        ):
+            items = [
+                {name: x.to(dtype) for name, x in item.items()}
+                for item in samples(0, dtype=torch.bfloat16)
+            ]
+            result = outcome(items, model, run, level, target)
+            gradients = {
+                name: parameter.grad.double() for name, parameter in model.named_parameters()
+            }
+            gradients = gradients if run is run_ours else native(gradients)
+            result["parameters"] = torch.cat([gradients[n].flatten() for n in sorted(gradients)])
+            results.append(result)
+        truth, mine, them = results
+        assert mine["output 0"].dtype == torch.float32
+        for name in truth:
+            pair = relative(mine[name], truth[name]), relative(them[name], truth[name])
+            errors.setdefault(name, []).append(pair)
+    for name, pairs in errors.items():
+        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        assert ours < 0.8 * diffusers, (name, ours, diffusers)
+
+
 def test_a_flow_map_is_trained_at_jumps_of_no_length_and_sampled_at_its_steps():
     """What it is told makes a difference, so that leaving it out would be seen."""
     model = make_model(FLUX3, replace(ARCH, flow_map=True)).eval()
