@@ -17,6 +17,7 @@ from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
 from ditkit_core.run.recipes import GOALS, Recipe, read_recipes
 from ditkit_flux2.spec import FLUX2
+from ditkit_flux3.spec import FLUX3
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
@@ -67,7 +68,9 @@ def _order(one: Shipped) -> tuple[int, int]:
     return list(GOALS).index(one.recipe.goal), parse_gpus(one.recipe.gpus)[0].total
 
 
-ALL = tuple(sorted((one for spec in (FLUX2, WAN, ZIMAGE) for one in shipped(spec)), key=_order))
+ALL = tuple(
+    sorted((one for spec in (FLUX2, FLUX3, WAN, ZIMAGE) for one in shipped(spec)), key=_order)
+)
 """By goal, then by the GPU's memory, in the page's order."""
 
 
