@@ -28,22 +28,30 @@ from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import axis_angles, timestep_features
+from ditkit_core.planner.profiler import profile
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.conformance import CoreChecks
+from ditkit_core.testing.conformance import Conformance, CoreChecks
+from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.plans import step_of
+from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
-from ditkit_core.testing.suites import EverySuite
+from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_core.testing.world import make_model
 from ditkit_flux3.demo.write import write_checkpoint
 from ditkit_flux3.model import Flux3Transformer, make_inputs
@@ -83,25 +91,65 @@ def samples(*chosen: int, grids=GRIDS, dtype: torch.dtype = torch.float32):
     return [dict(made[i]) for i in chosen]
 
 
-class TestEditing(EverySuite):
+class Images:
     """Samples with one reference and with two."""
 
     spec = FLUX3
     arch = ARCH
     last_layers = ("attn_out", "mlp_out")
-    diffusers = DIFFUSERS
-    deeper = replace(ARCH, layers=3)
 
     def items(self, count, ragged=False):
         return samples(*(i % 3 if ragged else 0 for i in range(count)))
 
 
-class TestSomeReferences(CoreChecks):
+class TestEditing(Images, Conformance):
+    """All samples have references."""
+
+
+class TestPeers(Images, PeerChecks):
+    diffusers = DIFFUSERS
+
+
+class TestAudit(Images, AuditChecks):
+    """Errors by place; the toy's are all daily."""
+
+
+class TestStreamOrder(Images, StreamFaultChecks):
+    """Faults in the order of streams are found."""
+
+    arch = replace(ARCH, layers=3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestReplicas(Images, ReplicaConformance):
+    trains = ("lora with dropout", "full")
+    worlds = (1, 2)
+    continued = ((2, 1),)
+
+
+@pytest.mark.exhaustive
+class TestEveryReplicas(Images, EveryReplica):
+    """Every case on up to four ranks."""
+
+
+@pytest.mark.exhaustive  # each change runs Wan's
+class TestRanks(Images, RanksConformance):
+    """Two ranks: sharded, under every policy."""
+
+
+@pytest.mark.exhaustive
+class TestSharded(Images, ShardedConformance):
+    sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
+
+
+class TestEverySharded(Images, EverySharded):
+    """Every case in every world."""
+
+
+class TestSomeReferences(Images, CoreChecks):
     """Samples without a reference next to one that has one."""
 
-    spec = FLUX3
-    arch = ARCH
-    last_layers = TestEditing.last_layers
     idle = (
         "embed.emb_in.image_cond.",
         *(f"embed.{blocks}_stream_modulations.image_cond." for blocks in ("early", "single")),
@@ -128,6 +176,33 @@ class TestKeptBytes(KeptBytesConformance):
     larger = (1, 512, 512)
     daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
     nightly = ("none", "full", "attn_only")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tower_without_references_has_no_gradient_in_a_plan(fused):
+    """Of all weights of the tower, and of the three layers outside of it that references have;
+    unless another micro-batch may have references."""
+    arch = replace(ARCH, tower_layers=2, layers=3)
+    adapter = AdapterConfig(method="full")
+    held = {}
+    for uniform in (False, True):
+        step = step_of(FLUX3, arch, (1, 64, 64), adapter)
+        optim = replace(step.optim, fused_backward=fused)
+        profiled = profile(replace(step, uniform=uniform, optim=optim))
+        held[uniform] = [(cost.gradients, cost.optimizer) for cost in profiled.stages]
+    layers = {"embed": 0, "tower": 0}
+    for name, x in make_model(FLUX3, arch).named_parameters():
+        if name.startswith(TestSomeReferences.idle):
+            layers["embed" if name.startswith("embed.") else "tower"] += 4 * x.numel()
+    embed, blocks = held[False][0], held[False][5:7]
+    for index, (gradients, state) in enumerate(held[True]):
+        if index in (5, 6):  # behind embedding, text and image towers
+            assert (gradients, state) == (0, 0) and blocks[index - 5][1] >= layers["tower"]
+        elif index:
+            assert (gradients, state) == held[False][index]
+    assert embed[0] - held[True][0][0] == (0 if fused else layers["embed"])
+    # two moments, and for each layer a number of steps, which takes 512 bytes
+    assert 0 <= embed[1] - held[True][0][1] - 2 * layers["embed"] <= 3 * 512
 
 
 class TestPlan(FullSizePlanConformance):
@@ -180,10 +255,9 @@ def test_kernels_compute_what_torch_computes_under_every_policy():
 
 # and not with those of ranks, which each change waits for: the interpreter takes minutes
 @pytest.mark.slow
-class TestKernelRanks(KernelRanksConformance):
+class TestKernelRanks(Images, KernelRanksConformance):
     """A block of each kind, and images of a few tokens, one with a reference."""
 
-    spec = FLUX3
     arch = replace(ARCH, layers=1)
     cases = ("brief lora on nf4", "brief full", "brief full, split")
     more = ("gated_unit", "gated_unit_backward")

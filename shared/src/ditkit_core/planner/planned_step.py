@@ -53,6 +53,9 @@ class StepJob:
     kinds: int = 1
     """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed
     as a CUDA graph."""
+    uniform: bool = False
+    """Whether every micro-batch has references where this one has, and none where it has none. A
+    parameter without a gradient here then has none in any, and no state of the optimizer."""
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
     kind: str = "cuda"

@@ -7,7 +7,7 @@ them. It takes seconds and no weights for a model of any size.
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -297,6 +297,10 @@ class _Measuring:
             )
             if job.micro_batches > 1:
                 self._micro_batch(batch, [], measured.again)
+        if job.uniform:
+            read = {name for name, p in trained.optimizer.parameters.items() if p.grad is not None}
+            read |= {*self.in_backward.updated} if self.in_backward else set()
+            measured.static = [self._static(stage, read) for stage in stages]
         if updates:
             measured.update = self._boundary()
             if not job.optim.fused_backward:
@@ -387,22 +391,24 @@ class _Measuring:
         )
         return self.open
 
-    def _static(self, stage: nn.Module) -> StageCost:
-        """The static memory of a stage."""
+    def _static(self, stage: nn.Module, read: Collection[str] | None = None) -> StageCost:
+        """The static memory of a stage; of gradients and the optimizer for the parameters with
+        these names alone, if they are known."""
         size, trained = self.meter.bytes_of, self.trained
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         parameter_ids = {id(parameter) for parameter in stage.parameters()}
         named = {name: p for name, p in trained.parameters.items() if id(p) in parameter_ids}
+        stepped = {name: p for name, p in named.items() if read is None or name in read}
         states = [
-            (trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in named
+            (trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in stepped
         ]
-        gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
+        gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in stepped.values()])
         return StageCost(
             weights=size(frozen),
             adapters=size(list(named.values())),
             gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
-            sums=size([trained.optimizer.sum_of(name) for name in named]),
+            sums=size([trained.optimizer.sum_of(name) for name in stepped]),
             average=size(
                 [trained.average.values[name] for name in named if name in trained.average.values]
             ),

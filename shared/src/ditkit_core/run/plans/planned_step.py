@@ -56,6 +56,14 @@ class Bucket:
     source: str
     """Where the size comes from, for messages."""
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all micro-batches have references, or none has."""
+        return all(
+            bool(references) == bool(self.references)
+            for _, references in (*self.shapes, *self.class_shapes)
+        )
+
     def described(self) -> str:
         """The bucket in a few words."""
         frames, height, width = self.size
@@ -153,6 +161,8 @@ def job_of(
         micro_batches=config.micro_batches,
         extra_forwards=matched + (1 - matched) * others,
         kinds=1 if bucket is None else num_kinds(config.data, bucket),
+        # FSDP2 makes zeros of gradients that a rank lacks.
+        uniform=bucket is not None and bucket.is_uniform and config.ranks.shard == 1,
         validates=config.held_out.clips > 0,
         kind=kind,
     )
