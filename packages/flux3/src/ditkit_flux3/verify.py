@@ -103,7 +103,7 @@ DIFFUSERS = DiffusersModel(
     names=NAMES,
     kind=lambda arch: "Flux3Transformer2DModel",
     config=_config,
-    # The loader is that of both; without the blocks of guidance, of which diffusers warns.
+    # Both pipelines have one loader; this one lacks the blocks of guidance, which warn.
     pipeline=lambda transformer: "Flux3DistilledModularPipeline",
     inputs=_inputs,
     run=_run_diffusers,

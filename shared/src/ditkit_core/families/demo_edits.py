@@ -1,4 +1,4 @@
-"""Images of a demo of a model that edits: those of `demo_places`, and pairs of images with the
+"""Images of a demo of a model that edits: what `demo_places` has, and pairs of images with the
 instruction that edits one into the other."""
 
 from dataclasses import replace

@@ -48,7 +48,7 @@ from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.models.spec import ArchitectureSpec, ModelSpec
+from ditkit_core.models.spec import ArchitectureSpec, ModelSpec, TrainingSpec
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.config import RunConfig
@@ -190,7 +190,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "prior.match_base, with the class in prior.prompt, or "
             "remove [prior]"
         )
-    _check_method(run)
+    _check_method(method, run.arch, run.spec.training)
     check_swap(train.swap_blocks, method, optim)
     check_fused_backward(train, optim, adapts=method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
@@ -448,12 +448,10 @@ def check_start(run: str, folder: RunFolder) -> None:
     raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
 
 
-def _check_method(run: RunContext) -> None:
-    """Refuse to train every weight of an architecture that cannot be trained so, as far as it is
-    known."""
-    if run.config.adapter.method != "full" or run.arch is None:
-        return
-    if refusal := run.spec.training.full_refusal(run.arch):
+def _check_method(method: str, arch: Any, training: TrainingSpec) -> None:
+    """Refuse to train every weight of an architecture that cannot be trained so; None if it is not
+    known yet."""
+    if method == "full" and arch is not None and (refusal := training.full_refusal(arch)):
         raise UserError(f"adapter.method = full: {refusal}")
 
 
@@ -470,7 +468,7 @@ def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started
             merge_key=unloaded.origin.merge_key,
         )
     check_ranks(job.run, num_ranks)
-    _check_method(job.run)
+    _check_method(job.run.config.adapter.method, job.run.arch, job.run.spec.training)
     if job.run.trains_several:
         raise UserError(
             "the weights show that this model has several experts; name it with model.preset"
