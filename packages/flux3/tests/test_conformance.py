@@ -120,9 +120,24 @@ class TestStreamOrder(Images, StreamFaultChecks):
     arch = replace(ARCH, layers=3)
 
 
+class SomeReferences(Images):
+    """Samples without a reference next to one that has one."""
+
+    idle = (
+        "embed.emb_in.image_cond.",
+        *(f"embed.{blocks}_stream_modulations.image_cond." for blocks in ("early", "single")),
+        "content_mode_blocks.image_cond.",
+    )
+
+    def items(self, count, ragged=False):
+        return samples(*(i % 3 if ragged else 0 for i in range(count)), grids=SOME)
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
-class TestReplicas(Images, ReplicaConformance):
+class TestReplicas(SomeReferences, ReplicaConformance):
+    """One rank has references where another has none."""
+
     trains = ("lora with dropout", "full")
     worlds = (1, 2)
     continued = ((2, 1),)
@@ -147,18 +162,8 @@ class TestEverySharded(Images, EverySharded):
     """Every case in every world."""
 
 
-class TestSomeReferences(Images, CoreChecks):
-    """Samples without a reference next to one that has one."""
-
-    idle = (
-        "embed.emb_in.image_cond.",
-        *(f"embed.{blocks}_stream_modulations.image_cond." for blocks in ("early", "single")),
-        "content_mode_blocks.image_cond.",
-    )
+class TestSomeReferences(SomeReferences, CoreChecks):
     one_in = 5
-
-    def items(self, count, ragged=False):
-        return samples(*(i % 3 if ragged else 0 for i in range(count)), grids=SOME)
 
 
 class TestTextToImage(TestSomeReferences):

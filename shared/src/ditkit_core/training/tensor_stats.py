@@ -12,6 +12,7 @@ storages of the carry before show which part that is.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -178,27 +179,36 @@ class StatsRecorder(BlockHooks):
                 start = end
         return stacked
 
+    @property
+    def keys(self) -> list[BlockStats]:
+        """What the first numbers of `packed` are of, two of each."""
+        return list(self._magnitudes)
+
     def read(
         self,
-        of_ranks: Sequence[Sequence[float]],
+        of_ranks: Sequence[tuple[Sequence[BlockStats], Sequence[float]]],
         divided: Mapping[str, int] | None = None,
         shard: int = 1,
     ) -> None:
-        """Receive the packed numbers of every rank on the host: activations of its micro-batches,
-        and gradients, which all have.
+        """Receive the `keys` and packed numbers of every rank on the host: activations of its
+        micro-batches, which another rank's may lack (of references, say), and gradients, which all
+        have.
 
         Of gradients that the first `shard` ranks divide, `divided` has the numbers of elements.
         """
-        ranks = [list(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in of_ranks]
-        activations = {
-            key: (max(largest for largest, _ in pairs), sum(count for _, count in pairs))
-            for key, pairs in zip(self._magnitudes, zip(*ranks, strict=True), strict=False)
-        }
+        activations: dict[BlockStats, tuple[float, float]] = {}
+        gradients = []
+        for keys, numbers in of_ranks:
+            pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+            for key, (largest, count) in zip(starmap(BlockStats, keys), pairs, strict=False):
+                before, others = activations.get(key, (0.0, 0.0))
+                activations[key] = max(before, largest), others + count
+            gradients.append(pairs[len(keys) :])
         shares, lost, total = {}, 0.0, 0
-        for index, (name, (size, *_)) in enumerate(self._gradients.items(), len(self._magnitudes)):
+        for index, (name, (size, *_)) in enumerate(self._gradients.items()):
             parts = [
-                rank_numbers[index]
-                for rank_numbers in ranks[: shard if divided and name in divided else 1]
+                of_rank[index]
+                for of_rank in gradients[: shard if divided and name in divided else 1]
             ]
             size = (divided or {}).get(name, size)
             small, zero = (size - sum(counts) for counts in zip(*parts, strict=True))

@@ -281,7 +281,7 @@ def _to_host(
     if watch is not None:
         shards = None if model is None else model.shards
         divided = {name: shards.elements(name)[1] for name in shards.rows} if shards else {}
-        watch.read(ranks.all_gather_object(others[1:]), divided, ranks.shard)
+        watch.read(ranks.all_gather_object((watch.keys, others[1:])), divided, ranks.shard)
     return total, others[0]
 
 
