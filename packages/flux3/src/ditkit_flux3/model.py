@@ -101,8 +101,7 @@ class Flux3Carry(NamedTuple):
     text_modulation: Float[Tensor, "batch 6 dim"]
     """Shift, scale and gate in the tower, then in joint blocks; likewise the other two."""
     image_modulation: Float[Tensor, "batch 6 dim"]
-    reference_modulation: Float[Tensor, "batch 6 dim"] | None
-    """None if no sample has a reference."""
+    reference_modulation: Float[Tensor, "batch 6 dim"]
     time: Float[Tensor, "batch dim"]
     """Of the image, for the head."""
     rotary: Float[Tensor, "tables tokens 1 pairs 2"]
@@ -194,7 +193,7 @@ class Flux3Embed(nn.Module):
             ],
         }
         lengths = {name: [len(rows) for rows in streams[name]] for name in STREAMS}
-        # Where no sample has a reference, nothing of theirs is called: no gradient instead of zeros.
+        # Without references their tokens are not embedded: no gradient instead of zeros.
         present = [name for name in STREAMS if any(lengths[name])]
         time = self._times(inputs)
         x = {
@@ -203,18 +202,17 @@ class Flux3Embed(nn.Module):
             ).to(precision.entry)
             for name in present
         }
-        activated = {
-            name: F.silu(time[int(name == "image")].to(precision.modulation)) for name in present
-        }
+        # Called without references too: ranks gather these weights, and all have to.
+        activated = F.silu(time.to(precision.modulation))
         modulation = {
             name: torch.cat(
                 [
-                    heads[MODES[name]](activated[name])
+                    heads[MODES[name]](activated[int(name == "image")])
                     for heads in (self.early_stream_modulations, self.single_stream_modulations)
                 ],
                 1,
             )
-            for name in present
+            for name in STREAMS
         }
         masks = {name: padding_mask(lengths[name], device) for name in present}
         if "reference" in present and 0 in lengths["reference"]:
@@ -234,7 +232,7 @@ class Flux3Embed(nn.Module):
             reference=x.get("reference", x["image"][:, :0]),
             text_modulation=modulation["text"],
             image_modulation=modulation["image"],
-            reference_modulation=modulation.get("reference"),
+            reference_modulation=modulation["reference"],
             time=time[1],
             rotary=rotary_table(angles, precision.rotary_tables),
             padding_mask=_joined([lengths[name] for name in present], device),

@@ -104,7 +104,9 @@ class OptimizerInBackward:
         """A gradient is complete: add it to the gradients of other micro-batches, or apply it,
         unless it or one before it is not finite."""
         gradient = parameter.grad
-        assert gradient is not None and name not in self._norms, name
+        if gradient is None:  # autograd also comes to layers whose result nothing reads
+            return
+        assert name not in self._norms, name
         if self._count > 1:
             parameter.grad = None
             gradient = self._sums[name] = self._optimizer.add_gradient(
