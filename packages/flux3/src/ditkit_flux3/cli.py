@@ -1,4 +1,4 @@
-"""The commands flux3-train, flux3-encode, flux3-sample, flux3-export and flux3-watch."""
+"""The commands flux3-train, flux3-encode, flux3-sample, flux3-export, flux3-watch and flux3-caption."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,4 +24,4 @@ FAMILY = Family(
     demo=Path(__file__).parent / "demo" / "demo.toml",
     spec=_spec,
 )
-train, encode, sample, export, watch = commands(FAMILY)
+train, encode, sample, export, watch, caption = commands(FAMILY)

@@ -11,8 +11,8 @@ get no gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
-from typing import ClassVar, NamedTuple
+from itertools import chain, count
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -361,14 +361,11 @@ class Flux3Layer(nn.Module):
         hidden = gated_unit(self.mlp_in(h))
         attended, y = recompute_boundaries([(self.attn_out, out), (self.mlp_out, hidden)])
         sums = (attended + y).split([x.shape[1] for x in streams], 1)
-        return carry._replace(
-            **{
-                name: gated_sum(part, x.to(precision.residual), gate)
-                for name, part, x, (_, _, gate) in zip(
-                    names, sums, streams, modulations, strict=True
-                )
-            }
-        )
+        advanced: dict[str, Any] = {
+            name: gated_sum(part, x.to(precision.residual), gate)
+            for name, part, x, (_, _, gate) in zip(names, sums, streams, modulations, strict=True)
+        }
+        return carry._replace(**advanced)
 
 
 class Flux3TextTower(Flux3Layer):
@@ -446,8 +443,9 @@ class Flux3Transformer(nn.Module):
         self.head = Flux3Head(arch, precision)
 
     def blocks(self) -> list[nn.Module]:
-        image, reference = self.content_mode_blocks.values()
-        return [*self.txt_mode_blocks, *image, *reference, *self.single_blocks]
+        contents: Any = self.content_mode_blocks.values()
+        towers = [*self.txt_mode_blocks, *chain.from_iterable(contents)]
+        return [*towers, *self.single_blocks]
 
     def forward(self, inputs: Flux3Inputs, engine: Engine = run_plain) -> list[Tensor]:
         return engine(self, inputs)
