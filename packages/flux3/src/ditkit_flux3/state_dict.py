@@ -10,9 +10,17 @@ shift.
 """
 
 import re
-from collections.abc import Collection
+from functools import partial
 
-from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.adapter_programs import (
+    ALL_KINDS,
+    DIFFERENCES_IN_DIFFUSERS,
+    DORAS,
+    NOT_TRIED,
+    UNTRIED,
+    AdapterRules,
+    ProgramRow,
+)
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
 
@@ -134,29 +142,38 @@ NAMES = StateDictNames(
 )
 
 _CONVERT = "write it with --to diffusers"
+_LORAS = ("lora", *DORAS)
+# Measured with diffusers 0.42.1 by loading an adapter of every kind of layer in each form:
+# `Flux3LoraLoaderMixin` renames the layers of blocks alone.
+_DIFFUSERS = partial(ProgramRow, program="diffusers")
+_IN_OFFICIAL = partial(_DIFFUSERS, forms=("official",), kinds=_LORAS)
+ROWS = (
+    _DIFFUSERS(
+        forms=("official", "diffusers"),
+        kinds=_LORAS,
+        up_down=True,
+        misreads=f"loads nothing of lora_up and lora_down; {_CONVERT}",
+    ),
+    _DIFFUSERS(
+        forms=("official", "diffusers"),
+        kinds=_LORAS,
+        alpha=True,
+        misreads=f"rejects keys of alpha; {_CONVERT}",
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=_LORAS),
+    _IN_OFFICIAL(kinds=DORAS, misreads=f"drops DoRA magnitudes; {_CONVERT}"),
+    _IN_OFFICIAL(unread=r"^(embed|head)\.", instead=_CONVERT),
+    _DIFFUSERS(kinds=_LORAS, misreads=f"loads nothing of it, and only warns; {_CONVERT}"),
+    _DIFFUSERS(misreads="has no reader of LoKr or LoHa for this model; merge it"),
+    DIFFERENCES_IN_DIFFUSERS,
+    *(
+        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
+        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS", "sd-scripts")
+    ),
+    *UNTRIED,
+)
+"""What programs do with FLUX.3's adapter files; the tests run diffusers against it. None of the
+others was seen that has this model."""
 
-
-def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    # Measured with diffusers 0.42.1 by loading an adapter of every kind of layer in each form:
-    # `Flux3LoraLoaderMixin` renames the layers of blocks alone.
-    if layout.method != "lora":
-        return "has no reader of LoKr or LoHa for this model; merge it"
-    if layout.form not in ("official", "diffusers"):
-        return f"loads nothing of it, and only warns; {_CONVERT}"
-    if layout.up_down:
-        return f"loads nothing of lora_up and lora_down; {_CONVERT}"
-    if layout.alpha:
-        return f"rejects keys of alpha; {_CONVERT}"
-    if layout.form == "diffusers":
-        return ""
-    if left := [name for name in modules if name.startswith(("embed.", "head."))]:
-        return (
-            f"leaves {len(left)} of {len(modules)} modules out ({left[0]} …), and only warns; "
-            f"{_CONVERT}"
-        )
-    return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
-
-
-RULES = AdapterRules(readers=readers_by_program((), _diffusers))
-"""Rules for FLUX.3's adapter files. Of other programs than diffusers none was seen that knows this
-model."""
+RULES = AdapterRules(programs=ROWS)
+"""Rules for FLUX.3's adapter files: which programs load them."""
