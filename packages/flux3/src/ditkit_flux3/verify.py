@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
 from ditkit_core.models.spec import lazy
-from ditkit_flux3.model import GRID_STEP, Flux3Inputs, make_inputs
+from ditkit_flux3.model import Flux3Inputs, make_inputs
 from ditkit_flux3.presets import Flux3Arch
 from ditkit_flux3.state_dict import NAMES
 
@@ -50,13 +50,17 @@ def _config(arch: Flux3Arch) -> Mapping[str, Any]:
     }
 
 
+_ROPE_SCALE = 0.5
+"""`image_rope_scale` of diffusers' pipeline: not the model's constant, which this is to check."""
+
+
 def positions(
     device: torch.device, *, text: int = 1, grid: Sequence[int] = (1, 1), index: int = 0
 ) -> Tensor:
     """diffusers' position ids [tokens, 4] of rows of text, or of an image's grid."""
     axes = [torch.arange(size, device=device).double() for size in (1, *grid, text)]
     ids = torch.cartesian_prod(*axes)
-    return ids * torch.tensor([1, GRID_STEP, GRID_STEP, 1], device=device) + torch.tensor(
+    return ids * torch.tensor([1, _ROPE_SCALE, _ROPE_SCALE, 1], device=device) + torch.tensor(
         [0, 0, 0, index], device=device
     )
 
