@@ -280,10 +280,10 @@ class TestContext(ContextConformance):
     outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 4, 4, 4))
     subjects: ClassVar = {
-        "odd": Subject(FLUX3, four, samples(0), 3),
+        "odd": Subject(FLUX3, four, samples(0), 4),
         "text to image": Subject(FLUX3, four, samples(0, grids=NONE), 3),
-        "ragged": Subject(FLUX3, four, samples(0, 1, 2, grids=SOME), 3),
-        "two heads": Subject(FLUX3, replace(ARCH, layers=1), samples(0, 1), 3),
+        "ragged": Subject(FLUX3, four, samples(0, 1, 2, grids=SOME), 4),
+        "two heads": Subject(FLUX3, replace(ARCH, layers=1), samples(0, 1), 4),
     }
 
 
