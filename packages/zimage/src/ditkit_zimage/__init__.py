@@ -1,6 +1,6 @@
 """Z-Image for ditkit. Start reading at spec.py.
 
-model.py has the transformer, ops.py its RMS norms, encoders.py the frozen VAE and text encoder,
+model.py has the transformer, encoders.py the frozen VAE and text encoder,
 demo.py a tiny model and generated images.
 
     from ditkit_zimage import ZIMAGE

@@ -24,8 +24,8 @@ from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import normalised_heads
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
+from ditkit_core.nn.rms_norms import gated_product, normed_sum, scaled_norm
 from ditkit_core.nn.rope import axis_angles, rotary_table, timestep_features
-from ditkit_zimage.ops import gated_product, normed_sum, scaled_norm
 from ditkit_zimage.presets import ZImageArch
 
 PATCH = 2

@@ -1,10 +1,9 @@
-"""RMS norms of the residual stream, and a gated unit of two matmuls: what no other family has, in
-as few passes over memory as eager mode allows.
+"""RMS norms of the residual stream, and a gated unit of two matmuls, in as few passes over memory as
+eager mode allows.
 
-Z-Image normalises before and after attention and MLP, and its modulation has no shift. So scale and
-gate are one factor with the norm's weight, a row per sample: `scaled_norm` begins a sub-layer,
-`normed_sum` adds its result to the stream. As in `nn/functional.py` of the core these are autograd
-functions, which save a matmul's output in its own dtype.
+Scale or gate of a modulation is one factor with the norm's weight, a row per sample: `scaled_norm`
+begins a sub-layer, `normed_sum` adds the norm of its result to the stream. As in `functional.py`
+these are autograd functions, which save a matmul's output in its own dtype.
 """
 
 from typing import Any
@@ -28,12 +27,14 @@ def scaled_norm(
     eps: float,
     norms: torch.dtype,
     result: torch.dtype,
+    shift: Factor | None = None,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The RMS norm of `x`, in the dtype `norms`, times `factor`, rounded to `result`. Statistics
-    are fp32 or wider."""
-    if _fused(x, factor, norms):
+    """The RMS norm of `x`, in the dtype `norms`, times `factor`, plus `shift` if there is one,
+    rounded to `result`. Statistics are fp32 or wider; `shift` has the rows and the dtype of
+    `factor`."""
+    if shift is None and _fused(x, factor, norms):
         return kernels.NormRotation.apply(x, factor[0, 0], None, eps, 1, result).flatten(2)
-    out: Tensor = _ScaledNorm.apply(x, factor, eps, norms, result)
+    out: Tensor = _ScaledNorm.apply(x, factor, shift, eps, norms, result)
     return out
 
 
@@ -106,18 +107,32 @@ def _gradients(
 class _ScaledNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, factor: Tensor, eps: float, norms: torch.dtype, result: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        factor: Tensor,
+        shift: Tensor | None,
+        eps: float,
+        norms: torch.dtype,
+        result: torch.dtype,
     ) -> Tensor:
         normed, inverse = _statistics(x, eps, norms)
         ctx.norms = norms
         ctx.save_for_backward(x, factor, inverse)
-        return _times(normed, factor).to(result)
+        scaled = _times(normed, factor)
+        if shift is not None:
+            ctx.shift_shape, ctx.shift_dtype = shift.shape, shift.dtype
+            scaled = scaled + shift if scaled.dtype != shift.dtype else scaled.add_(shift)
+        return scaled.to(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, factor, inverse = ctx.saved_tensors
         d_x, d_factor = _gradients(gradient, x, factor, inverse, ctx.norms, ctx.needs_input_grad[1])
-        return d_x, d_factor, None, None, None
+        d_shift = None
+        if ctx.needs_input_grad[2]:
+            wide = torch.promote_types(gradient.dtype, ctx.shift_dtype)
+            d_shift = gradient.to(wide).sum_to_size(ctx.shift_shape).to(ctx.shift_dtype)
+        return d_x, d_factor, d_shift, None, None, None
 
 
 class _NormedSum(torch.autograd.Function):
