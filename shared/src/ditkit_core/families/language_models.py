@@ -78,6 +78,10 @@ class TextEncoding:
     """Whether features of padding belong to the result, because the transformer attends to them.
     Otherwise a caption has a row for each of its tokens."""
 
+    keeps_end: bool = False
+    """Whether a caption that is too long is cut in front of the end of its template; otherwise the
+    end is cut with it."""
+
     window: int = 0
     """If not 0, a caption is padded to a multiple of this many tokens instead of `num_tokens`, which
     then only cuts it. Padding is at position 1, as transformers 4 had it where no one said."""

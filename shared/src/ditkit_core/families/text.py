@@ -100,17 +100,24 @@ class Prompter:
         cut = len(encoding.ids) - self._num_tokens
         if cut <= 0:
             return None
-        end = min(
-            encoding.offsets[self._num_tokens - 1][1], len(rendered) - len(self._family.after)
-        )
+        last = self._num_tokens - len(self._end()) - 1
+        end = min(encoding.offsets[last][1], len(rendered) - len(self._family.after))
         return cut, rendered[len(self._family.before) : end]
+
+    def _end(self) -> list[int]:
+        """The tokens that stay behind a caption that is cut."""
+        text = self._family.after if self._encoding.keeps_end else ""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
         """Ids [tokens] of a caption in its template, a mask [tokens] that is False on padding, and
         the number of tokens that were cut."""
         ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
         cut = max(0, len(ids) - self._num_tokens)
-        ids = ids[: self._num_tokens]
+        if cut:
+            end = self._end()
+            ids = ids[: self._num_tokens - len(end)] + end
         length = self._encoding.padded(len(ids))
         padded = torch.full((length,), self._padding)
         real = torch.zeros(length, dtype=torch.bool)
@@ -159,6 +166,7 @@ class LanguageModelEncoder:
         rows += [f"padded to multiples of {self.encoding.window}, at 1"] * bool(
             self.encoding.window
         )
+        rows += ["cut in front of the template's end"] * self.encoding.keeps_end
         settings = (
             repr(self.family),
             self.encoding.num_tokens,
