@@ -40,6 +40,9 @@ class SampleDefaults:
     """How guidance works. `negative`: with a strength above 1 the model is called a second time in
     each step, with the negative prompt. `embedding`: the strength is an input of the model.
     `nothing`: a distilled model ignores guidance."""
+    shift: float = 0.0
+    """Shift of the noise levels, where an architecture has another one than its family; 0: the
+    family's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,11 @@ class SampleConfig:
             )
         negative = self.negative if is_set else defaults.negative
         return replace(
-            self, steps=self.steps or defaults.steps, guidance=guidance, negative=negative
+            self,
+            steps=self.steps or defaults.steps,
+            shift=self.shift or defaults.shift,
+            guidance=guidance,
+            negative=negative,
         )
 
     @property
