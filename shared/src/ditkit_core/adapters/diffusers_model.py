@@ -315,14 +315,10 @@ def load_whole(
     them. Returns the folder's tensors.
     """
     source = SafetensorsSource.open(folder)
-    rows_by_name = _converted(source, convert)
+    rows_by_name, shapes = _converted(source, convert)
     wanted = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
     wrong = sorted(wanted.keys() ^ rows_by_name.keys())
-    wrong += [
-        name
-        for name in wanted.keys() & rows_by_name.keys()
-        if _shape(source, rows_by_name[name]) != wanted[name]
-    ]
+    wrong += [name for name in wanted.keys() & rows_by_name.keys() if shapes[name] != wanted[name]]
     if wrong:
         raise UserError(
             f"{folder}: diffusers' transformer has other names or shapes than it "
@@ -335,7 +331,7 @@ def load_whole(
             make_at_use(layer, torch.float32, read)
             del layer._parameters["weight"]
         else:
-            state[name] = read()
+            state[name] = read().view(wanted[name])
     transformer.load_state_dict(state, strict=True, assign=True)
     return source
 
@@ -360,8 +356,10 @@ def compare_whole(
     return f"diffusers loads {folder.parent.name}/{folder.name} ({len(source.tensors)} tensors) and agrees with our model to {difference:.1e}"
 
 
-def _converted(source: SafetensorsSource, convert: Conversion | None) -> dict[str, list[_Rows]]:
-    """The rows of our tensors that make up each tensor of the other program.
+def _converted(
+    source: SafetensorsSource, convert: Conversion | None
+) -> tuple[dict[str, list[_Rows]], dict[str, tuple[int, ...]]]:
+    """The rows of our tensors that make up each tensor of the other program, and its shape.
 
     Its conversion is run on the numbers of the rows in place of their values: that takes no memory,
     whatever the size of the model.
@@ -386,7 +384,12 @@ def _converted(source: SafetensorsSource, convert: Conversion | None) -> dict[st
                 )
 
     converted = numbered if convert is None else convert(dict(numbered))
-    return {name: list(runs(rows)) for name, rows in converted.items()}
+    rows_by_name = {name: list(runs(rows.flatten())) for name, rows in converted.items()}
+    # A conversion may make several axes of one.
+    return rows_by_name, {
+        name: _shape(source, rows_by_name[name]) if rows.ndim == 1 else tuple(rows.shape)
+        for name, rows in converted.items()
+    }
 
 
 def _shape(source: SafetensorsSource, rows: list[_Rows]) -> tuple[int, ...]:

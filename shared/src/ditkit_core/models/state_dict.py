@@ -79,6 +79,10 @@ class StateDictNames:
     """From a form, a tensor's name there and its values to what a file has for it, by name: the
     tensor, perhaps with other axes of length 1, and constants next to it."""
 
+    flat: str = ""
+    """Pattern of names in files whose tensors may have one axis where our parameter has several: a
+    table [6, dim] as 6 * dim numbers. Empty for none."""
+
     others: tuple[OtherModel, ...] = OTHER_MODELS
     """Other models whose files are given by mistake, the likeliest first."""
 

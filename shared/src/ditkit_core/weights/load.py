@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -49,7 +50,7 @@ def match(
     form the file names and fuses them.
 
     Leading and trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution
-    matches the matrix [C, C].
+    matches the matrix [C, C]. So are all axes but one of a tensor that `StateDictNames.flat` names.
 
     Args:
         ignore: Whether a tensor of the file may be left over, by its name there.
@@ -75,7 +76,7 @@ def match(
         # Names first, shapes second: a name that fits with the wrong shape deserves another message
         # than an unknown one.
         expected = _shape_in_file(parts, wanted)
-        if _trimmed(stored.shape) != _trimmed(expected):
+        if _trimmed(stored.shape) != _trimmed(_flattened(expected, stored.shape, key, names)):
             misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
     mapping = dict(fused.complete)
     missing = [name for name in wanted if name not in mapping]
@@ -125,6 +126,14 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(shape[longer[0] : longer[-1] + 1]) if longer else ()
 
 
+def _flattened(
+    shape: tuple[int, ...], stored: tuple[int, ...], key: str, names: StateDictNames
+) -> tuple[int, ...]:
+    """A parameter's shape, or its one axis in a file that has it so (`StateDictNames.flat`)."""
+    is_flat = names.flat and len(stored) == 1 and re.search(names.flat, key)
+    return (prod(shape),) if is_flat else shape
+
+
 def first_ten(items: list[str]) -> str:
     """Up to ten items in one line, and the number of all others."""
     return ", ".join(items[:10]) + (f" and {len(items) - 10} more" if len(items) > 10 else "")
@@ -141,7 +150,10 @@ def fits_shapes(
         parts = _native_parts(key, prefix, names)
         for part in parts:
             rows, *rest = stored.shape or (1,)
-            shapes[part.name] = _trimmed((rows * part.of // len(parts), *rest))
+            shape = (rows * part.of // len(parts), *rest)
+            expected = wanted.get(part.name, shape)
+            is_same = shape == _flattened(expected, stored.shape, key, names)
+            shapes[part.name] = _trimmed(expected if is_same else shape)
     return shapes == {name: _trimmed(shape) for name, shape in wanted.items()}
 
 
