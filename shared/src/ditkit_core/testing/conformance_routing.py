@@ -102,7 +102,7 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
         for path in masks:
             after = with_field(after, path, field_at(carry, path))
         for path, names in streams.fields(carry).items():
-            if path in streams.residual:
+            if path in streams.residual and streams.routed in names:
                 moves = torch.cat(
                     [
                         chosen if n == streams.routed else chosen.new_ones(batch, lengths[n])
