@@ -20,7 +20,7 @@ _SIGMA, _TEXT = 0.5, 5
 def _inputs(model: Any) -> ZedInputs:
     """Inputs of noise at a middle noise level, on the model's device: of a tiny sample whose sides differ, so that swapped axes show."""
     arch: ZedArch = model.embed.arch
-    device = next(model.embed.parameters()).device
+    device = model.embed.patch_in.weight.device
     empty = {
         "latents": torch.empty(arch.in_channels, LATENT_FRAMES, 4, 6),
         "text": torch.empty(_TEXT, arch.text_dim),
