@@ -62,7 +62,6 @@ FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
     "transformer_blocks.0.attn.add_q_proj"), {}, "Qwen-Image"),
     "HunyuanVideo": (("lora_unet_double_blocks_0_img_attn_qkv",
     "lora_unet_individual_token_refiner_blocks_0_mlp_fc1"), {}, "HunyuanVideo"),
-    "Krea 2": (("diffusion_model.blocks.0.attn.wq",), {}, "Krea 2"),
     "SD 3, diffusers": (
         ("transformer.transformer_blocks.23.attn.add_q_proj",
         "transformer.transformer_blocks.0.attn.to_q"),
@@ -132,10 +131,9 @@ CLASSES = {
     "PixArtTransformer2DModel": "PixArt",
     "MochiTransformer3DModel": "Mochi",
     "SanaTransformer2DModel": "Sana",
-    "Krea2Transformer2DModel": "Krea 2",
 }
 """diffusers' classes, as a config.json names them."""
-OF_FAMILY = {"wan": "Wan", "flux2": "FLUX.2", "zimage": "Z-Image"}
+OF_FAMILY = {"wan": "Wan", "flux2": "FLUX.2", "krea2": "Krea 2", "zimage": "Z-Image"}
 METHODS = {
     "peft's OFT": ("base_model.model.{}.oft_R.weight", "OFT"),
     "peft's BOFT": ("base_model.model.{}.boft_R", "BOFT"),

@@ -323,6 +323,13 @@ NAMES = StateDictNames(
             remedy="use the flux3 commands",
         ),
         OtherModel(
+            name="Krea 2",
+            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
+            classes=r"^Krea2",
+            header=r"^krea[-_]?2",
+            remedy="use the krea2 commands",
+        ),
+        OtherModel(
             name="FLUX.2",
             classes=r"^Flux2",
             header=r"^flux[-_.]?2",

@@ -92,6 +92,13 @@ NAMES = StateDictNames(
     others=(
         *OTHER_MODELS,
         OtherModel(
+            name="Krea 2",
+            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
+            classes=r"^Krea2",
+            header=r"^krea[-_]?2",
+            remedy="use the krea2 commands",
+        ),
+        OtherModel(
             name="Wan",
             keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
             classes=r"^Wan",

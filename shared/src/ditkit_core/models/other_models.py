@@ -132,13 +132,6 @@ OTHER_MODELS = (
     OtherModel(name="HiDream", classes=r"^HiDream", header=r"^hidream", remedy=UNTRAINED),
     OtherModel(name="Kandinsky", classes=r"^Kandinsky[56]", header=r"^kandinsky", remedy=UNTRAINED),
     OtherModel(name="PixArt", classes=r"^PixArt", header=r"^pixart", remedy=UNTRAINED),
-    OtherModel(
-        name="Krea 2",
-        keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion",
-        classes=r"^Krea2",
-        header=r"^krea[-_]?2",
-        remedy=UNTRAINED,
-    ),
     OtherModel(name="Anima", header=r"^anima\b", remedy=UNTRAINED),
     OtherModel(name="Mochi", classes=r"^Mochi", remedy=UNTRAINED),
     OtherModel(name="Sana", classes=r"^Sana", remedy=UNTRAINED),

@@ -1,0 +1,18 @@
+"""Krea 2 for ditkit. Start reading at spec.py.
+
+model.py has the transformer, state_dict.py its names in files, encoders.py the VAE and the text encoder,
+demo/ a tiny checkpoint and images.
+
+    from ditkit_krea2 import KREA2
+"""
+
+from typing import TYPE_CHECKING
+
+from ditkit_core.io.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ditkit_krea2.spec import KREA2
+
+__version__ = "0.1.0"
+__all__ = ["KREA2"]
+__getattr__, __dir__ = lazy_names(__name__, {"KREA2": "spec"})

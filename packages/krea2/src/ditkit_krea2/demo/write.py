@@ -1,0 +1,94 @@
+"""The demo's inputs: a complete tiny Krea 2 checkpoint with random weights, and captioned images of
+simple shapes.
+
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
+layout.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.data.media.synthetic import (
+    random_model,
+    write_index,
+    write_inputs,
+    write_text_encoder,
+)
+from ditkit_core.families.demo import word_tokenizer, write_vae
+from ditkit_core.families.demo_places import CAPTIONS, write_dataset
+from ditkit_krea2.encoders import SYSTEM, VAE
+from ditkit_krea2.presets import TEXT_LAYERS, Krea2Arch, config_of
+
+ARCH = Krea2Arch(
+    dim=64, heads=4, kv_heads=2, layers=2, mlp_dim=128, freq_dim=32, text_dim=32, text_heads=2,
+    text_kv_heads=2, text_mlp_dim=48, layerwise_blocks=1, refiner_blocks=1, axes=(4, 6, 6),
+)  # fmt: skip
+"""The tiny transformer."""
+
+
+def write_demo(folder: Path) -> None:
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every
+    time."""
+    write_inputs(folder, {"images": write_dataset, "checkpoint": write_checkpoint})
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the complete tiny checkpoint in diffusers layout."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Transformer2DModel
+
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_text_encoder(folder, build_text_encoder(tokenizer), tied="")
+    write_vae(folder, VAE)
+    transformer = random_model("transformer", Krea2Transformer2DModel, **config_of(ARCH))
+    transformer.save_pretrained(folder / "transformer")
+    FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=6400,
+    ).save_pretrained(folder / "scheduler")
+    index = {
+        "is_distilled": False,
+        "text_encoder_select_layers": list(TEXT_LAYERS),
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen3VLModel"],
+        "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+        "transformer": ["diffusers", "Krea2Transformer2DModel"],
+        "vae": ["diffusers", VAE.kind],
+    }
+    write_index(folder, "Krea2Pipeline", index)
+
+
+def build_tokenizer() -> Any:
+    """A tokenizer that has as many tokens for the template as the published one."""
+    words = re.sub(r"[,:]", "", SYSTEM)
+    markers = ("system", "user", "assistant", "Describe")
+    return word_tokenizer((*CAPTIONS, words), markers=markers)
+
+
+def build_text_encoder(tokenizer: Any) -> Any:
+    """A Qwen3-VL of many thin layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    reads = {
+        "vocab_size": len(tokenizer), "hidden_size": ARCH.text_dim,
+        "intermediate_size": 2 * ARCH.text_dim, "num_hidden_layers": TEXT_LAYERS[-1] + 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "max_position_embeddings": 1024, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    sees = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": ARCH.text_dim, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=reads, vision_config=sees, architectures=["Qwen3VLModel"], dtype="float32"
+    )
+    return random_model("text encoder", Qwen3VLModel, config)

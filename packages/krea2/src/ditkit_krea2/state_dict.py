@@ -1,0 +1,195 @@
+"""Krea 2's parameter names: ours, the official files', which ComfyUI reads too, and diffusers'; and
+which programs read which adapter files.
+
+Source: `convert_krea2_transformer_checkpoint_to_diffusers` and
+`_convert_non_diffusers_krea2_lora_to_diffusers` in diffusers, which name the modules of
+krea-ai/krea-2. Ours are diffusers' names, but for the stages (`_STAGES`), and norms whose parameter
+is their weight minus 1 (`offset`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from ditkit_core.models.adapter_programs import (
+    ALL_KINDS,
+    DIFFERENCES_IN_DIFFUSERS,
+    DORAS,
+    KINDS,
+    NO_FACTORED,
+    NOT_TRIED,
+    SD_SCRIPTS,
+    UNTRIED,
+    AdapterRules,
+    ProgramRow,
+)
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.state_dict import StateDictNames
+
+_STAGES = (
+    ("embed.", ""),
+    ("layerwise_blocks.", "text_fusion.layerwise_blocks."),
+    ("collapse.projector.", "text_fusion.projector."),
+    ("refiner_blocks.", "text_fusion.refiner_blocks."),
+    ("head.", "final_layer."),
+)
+"""ours and diffusers', of what is not a block of image and caption"""
+_OUTSIDE = (
+    ("first.", "img_in."),
+    ("tmlp.0.", "time_embed.linear_1."),
+    ("tmlp.2.", "time_embed.linear_2."),
+    ("tproj.1.", "time_mod_proj."),
+    ("txtmlp.0.scale", "txt_in.norm.weight"),
+    ("txtmlp.1.", "txt_in.linear_1."),
+    ("txtmlp.3.", "txt_in.linear_2."),
+    ("txtfusion.", "text_fusion."),
+    ("blocks.", "transformer_blocks."),
+    ("last.linear.", "final_layer.linear."),
+    ("last.norm.scale", "final_layer.norm.weight"),
+    ("last.modulation.lin", "final_layer.scale_shift_table"),
+)
+"""official and diffusers': how names begin"""
+_INSIDE = (
+    (".attn.wq.", ".attn.to_q."),
+    (".attn.wk.", ".attn.to_k."),
+    (".attn.wv.", ".attn.to_v."),
+    (".attn.wo.", ".attn.to_out.0."),
+    (".attn.gate.", ".attn.to_gate."),
+    (".attn.qknorm.qnorm.scale", ".attn.norm_q.weight"),
+    (".attn.qknorm.knorm.scale", ".attn.norm_k.weight"),
+    (".mlp.", ".ff."),
+    (".prenorm.scale", ".norm1.weight"),
+    (".postnorm.scale", ".norm2.weight"),
+    (".mod.lin", ".scale_shift_table"),
+)
+"""official and diffusers': in a block"""
+_NORM = re.compile(r"(^|\.)(norm[12qk_]*)\.(weight|offset)$")
+_BLOCK = re.compile(r"(transformer_blocks|text_fusion\.\w+_blocks)\.(\*|\d+)\.")
+_TABLE = re.compile(r"blocks\.\d+\.mod\.lin")
+_KNOWN = re.compile(
+    r"(transformer_blocks|text_fusion|txt_in|final_layer|img_in|time_embed|time_mod_proj)\."
+)
+
+
+_FAMILIES = (
+    OtherModel(
+        name="FLUX.3",
+        keys=r"(early|single)_stream_modulations|mode_blocks[._]|"
+        r"single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|single_transformer_blocks[._]\d+[._]ff[._]",
+        classes=r"^Flux3",
+        header=r"^flux[-_.]?3",
+        remedy="use the flux3 commands",
+    ),
+    OtherModel(
+        name="Wan",
+        keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
+        classes=r"^Wan",
+        header=r"^wan",
+        remedy="use the wan commands",
+    ),
+    OtherModel(
+        name="Z-Image",
+        keys=r"(noise|context)_refiner|(^|[._])layers[._]\d+[._](attention|feed_forward)",
+        classes=r"^ZImage",
+        header=r"^z[-_]?image",
+        remedy="use the zimage commands",
+    ),
+    OtherModel(
+        name="FLUX.2",
+        keys=r"double_stream_modulation",
+        classes=r"^Flux2",
+        header=r"^flux[-_.]?2",
+        remedy="use the flux2 commands",
+    ),
+)
+"""Other families, whose files are given by mistake."""
+
+
+def to_diffusers(name: str) -> str:
+    """diffusers' name of a parameter of ours."""
+    name = _NORM.sub(r"\1\2.weight", name)
+    for ours, theirs in _STAGES:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def to_official(name: str) -> str:
+    """The official name of a parameter of ours."""
+    name = to_diffusers(name)
+    if _BLOCK.match(name):
+        for official, theirs in _INSIDE:
+            name = name.replace(theirs, official, 1)
+    for official, theirs in _OUTSIDE:
+        if name.startswith(theirs):
+            return official + name.removeprefix(theirs)
+    raise AssertionError(name)
+
+
+def to_native(name: str) -> str | None:
+    """Our name of an official or diffusers parameter; None if neither has the name."""
+    for official, theirs in _OUTSIDE:
+        if name.startswith(official):
+            name = theirs + name.removeprefix(official)
+            break
+    if not _KNOWN.match(name):
+        return None
+    if _BLOCK.match(name):
+        for official, theirs in _INSIDE:
+            name = name.replace(official, theirs, 1)
+    name = _NORM.sub(r"\1\2.offset", name)
+    for ours, theirs in _STAGES[1:]:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name if name.startswith(("transformer_blocks.", "txt_in.")) else f"embed.{name}"
+
+
+def _stored(form: str, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    """Official files have a block's table [6, dim] as one axis."""
+    return {name: tensor.flatten() if form == "official" and _TABLE.search(name) else tensor}
+
+
+NAMES = replace(
+    StateDictNames.renaming(
+        prefixes=("model.diffusion_model.", "diffusion_model."),
+        to_native=to_native,
+        from_native={"official": to_official, "diffusers": to_diffusers},
+        others=(*OTHER_MODELS, *_FAMILIES),
+    ),
+    stored=_stored,
+    flat=_TABLE.pattern,
+)
+
+
+_OFFICIAL = "write it with --to official"
+_READ = ("official", "peft", "diffusers")
+_LORAS = ("lora", *DORAS)
+# Measured with diffusers 0.42 by loading an adapter of every layer in each form.
+_DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=_LORAS)
+ROWS = (
+    _DIFFUSERS(forms=_READ, alpha=True, misreads=f"rejects keys of alpha; {_OFFICIAL}"),
+    _DIFFUSERS(forms=_READ, up_down=True, misreads=f"rejects lora_up and lora_down; {_OFFICIAL}"),
+    _DIFFUSERS(forms=("official", "peft"), naming=("official",), kinds=("lora",)),
+    _DIFFUSERS(forms=("diffusers",), naming=("diffusers",)),
+    _DIFFUSERS(
+        forms=("official", "peft"),
+        kinds=DORAS,
+        misreads="drops DoRA magnitudes; write it with --to diffusers",
+    ),
+    _DIFFUSERS(misreads=f"loads nothing of it; {_OFFICIAL}"),
+    _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
+    DIFFERENCES_IN_DIFFUSERS,
+    *(
+        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
+        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
+    ),
+    SD_SCRIPTS,
+    *UNTRIED,
+)
+"""What programs do with Krea 2's adapter files; the tests run diffusers against it."""
+
+RULES = AdapterRules(programs=ROWS)
+"""Rules for Krea 2's adapter files: which programs load them."""
