@@ -79,11 +79,16 @@ def test_a_paragraph_that_names_a_thing_of_two_families_names_it_of_all(page):
 def test_a_wrong_count_of_families_is_found():
     assert miscounts("both families, of either package") == ["both families", "either package"]
     assert miscounts("two packages; the other family") == ["the other family", "two packages"]
-    assert miscounts("four families and both models") == []
+    assert miscounts("five families and both models") == []
     assert gaps("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == [
         "…-watch"
     ]
-    assert gaps("`wan-watch`, `flux2-watch`, `flux3-watch`, `zimage-watch`; `flux2-train`") == []
+    assert (
+        gaps(
+            "`wan-watch`, `flux2-watch`, `flux3-watch`, `krea2-watch`, `zimage-watch`; `flux2-train`"
+        )
+        == []
+    )
 
 
 # What is missing, and what was removed

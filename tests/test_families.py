@@ -45,6 +45,7 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_flux2 import FLUX2
 from ditkit_flux3 import FLUX3
+from ditkit_krea2 import KREA2
 from ditkit_wan import WAN
 from ditkit_zimage import ZIMAGE
 
@@ -513,7 +514,7 @@ def test_headings_that_a_missing_piece_names_are_those_of_the_guide() -> None:
     assert all(f"\n## {heading}\n" in page for _, heading in STEPS.values())
 
 
-@pytest.mark.parametrize("spec", [WAN, FLUX2, FLUX3, ZIMAGE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [WAN, FLUX2, FLUX3, KREA2, ZIMAGE], ids=lambda spec: spec.name)
 def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec: ModelSpec) -> None:
     def answer(hub_id: str) -> str:
         with pytest.raises(UserError) as error:
@@ -524,7 +525,7 @@ def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec:
         "black-forest-labs/FLUX.1-dev"
     )
     assert "by its name it is LTX-Video" in answer("Lightricks/LTX-Video")
-    for other in (family for family in (WAN, FLUX2, FLUX3, ZIMAGE) if family is not spec):
+    for other in (family for family in (WAN, FLUX2, FLUX3, KREA2, ZIMAGE) if family is not spec):
         wrong = f"{next(iter(other.architecture.hub_presets))}-x"
         assert f"use the {other.name} commands" in answer(wrong), wrong
     for hub_id in spec.architecture.hub_presets:

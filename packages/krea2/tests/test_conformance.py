@@ -27,6 +27,7 @@ from ditkit_core.nn.rope import timestep_features
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
@@ -474,6 +475,12 @@ def test_the_distilled_model_is_advised_against_and_the_base_is_not():
     assert (distilled.steps, distilled.guided_by) == (8, "nothing")
     assert math.isclose(math.log(distilled.shift), 1.15) and base.shift == 0
     assert (base.steps, base.guidance) == (28, 5.5)
+    for config, defaults, shift in (
+        (SampleConfig(), distilled, distilled.shift),
+        (SampleConfig(shift=2.0), distilled, 2.0),
+        (SampleConfig(), base, 0),
+    ):
+        assert config.resolved(defaults, print).shift == shift
 
 
 class TestRoutedText(Images, RoutingChecks):

@@ -117,14 +117,10 @@ class Krea2Norm(nn.RMSNorm):
         super().__init__(dim, eps=eps, elementwise_affine=False)
         self.offset = nn.Parameter(torch.zeros(dim))
 
-    @property  # type: ignore[override]  # None in a norm without weights, a Parameter with them
-    def weight(self) -> Tensor:
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in other norms
         """What the normalised features are multiplied by."""
         return 1 + self.offset
-
-    @weight.setter
-    def weight(self, value: Tensor) -> None:
-        raise AttributeError("set `offset`")
 
 
 class Krea2Embed(nn.Module):
