@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.families import t5
 from ditkit_core.models.encoders import AuxiliaryModel, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.auxiliary_models import check_tiles, live, num_parameters
-from ditkit_wan.encoders import text
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -129,7 +129,7 @@ def test_what_a_streamed_text_encoder_holds_is_what_was_planned(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of eight captions at a time: more add their states and masks, in both."""
-    monkeypatch.setattr(text, "CAPTIONS_STREAMED", 8)
+    monkeypatch.setattr(t5, "CAPTIONS_STREAMED", 8)
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "always")
     encoder.load()
     found = auxiliary_models(base=str(checkpoint))["text encoder"]

@@ -122,7 +122,7 @@ def streaming(how: Streaming, dtype: torch.dtype = torch.float32, **where: Any) 
     return encoder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_streamed_features_are_the_resident_ones_bitwise(
     checkpoint: Path, dtype: torch.dtype
 ) -> None:
@@ -148,7 +148,7 @@ def test_streamed_features_are_the_resident_ones_bitwise(
     assert not any(parameter.is_meta for parameter in resident._model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_streamed_eight_bit_weights_give_the_resident_features(
     checkpoint: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:

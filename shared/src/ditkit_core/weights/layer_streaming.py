@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -31,8 +31,15 @@ class LayerStreamer:
     The memory is allocated once, so nothing depends on how well the allocator reuses freed blocks.
     """
 
-    def __init__(self, source: SafetensorsSource, *, device: torch.device, dtype: torch.dtype):
-        """Prepare without reading or allocating."""
+    def __init__(
+        self,
+        source: SafetensorsSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | Callable[[str], torch.dtype],
+    ):
+        """Prepare without reading or allocating. `dtype` is of all parameters on the device, or
+        from a parameter's name in its module."""
         self._reader, self._device, self._dtype = ParameterReader(source), device, dtype
         self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
 
@@ -64,7 +71,8 @@ class LayerStreamer:
         # Layers of one kind have equal names and shapes, so each of their weights reuses one
         # allocation.
         if (name, shape) not in self._buffers:
-            self._buffers[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
+            dtype = self._dtype if isinstance(self._dtype, torch.dtype) else self._dtype(name)
+            self._buffers[name, shape] = torch.empty(shape, device=self._device, dtype=dtype)
         self._reader.fill(self._buffers[name, shape], parts)
         return self._buffers[name, shape]
 
