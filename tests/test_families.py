@@ -12,8 +12,10 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
     QwenImagePipeline,
     ZImagePipeline,
 )
@@ -35,11 +37,14 @@ from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
 from ditkit_core.io.rng import generator
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.encoders import GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, ModelSpec, SampleDefaults
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner.auxiliary import measure_model
+from ditkit_core.sampling.denoise import generate, single_stage
+from ditkit_core.testing.auxiliary_models import live
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
@@ -438,7 +443,7 @@ def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
     assert encoder.decode(latents).shape == (3, 1, 48, 32)
 
 
-def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_what_a_family_does_not_say_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"the TextEncoding of Zed names no language model.*4\. Encoders"
     ):
@@ -447,7 +452,7 @@ def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> No
         published={}, kind="AutoencoderKLLTXVideo", label="the VAE of Zed", is_video=True
     )
     with pytest.raises(
-        UserError, match=r"the VAE of Zed decodes with a noise level .*timestep_conditioning"
+        UserError, match=r"the VAE of Zed decodes with a noise level .*give its VaeFamily decode_ti"
     ):
         family.build({"timestep_conditioning": True})
     assert family.build({"timestep_conditioning": False}) is not None
@@ -456,6 +461,122 @@ def test_what_the_guide_cannot_do_yet_is_refused_in_a_line(tmp_path: Path) -> No
     ):
         write_vae(tmp_path, family)
     assert not list(tmp_path.iterdir())
+
+
+LTX: dict[str, Any] = {
+    "latent_channels": 8, "block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8),
+    "down_block_types": ("LTXVideoDownBlock3D",) * 2, "layers_per_block": (1, 1, 1),
+    "decoder_layers_per_block": (1, 1, 1), "spatio_temporal_scaling": (True, False),
+    "decoder_spatio_temporal_scaling": (True, False), "downsample_type": ("conv", "conv"),
+    "upsample_residual": (False, False), "upsample_factor": (1, 1), "patch_size": 4,
+}  # fmt: skip
+
+
+def ltx(folder: Path, **config: Any) -> tuple[Any, VaeFamily]:
+    """A tiny VAE of LTX-Video in a folder, and its family."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLLTXVideo(**(LTX | config)).eval()
+        vae.latents_mean.normal_()
+        vae.latents_std.uniform_(0.5, 2.0)
+        for name, parameter in vae.named_parameters():
+            if "per_channel_scale" in name:
+                parameter.data.normal_()
+    vae.save_pretrained(folder / "vae")
+    return vae, VaeFamily(
+        kind="AutoencoderKLLTXVideo", published=LTX, is_video=True, recipe="posterior mode, {}",
+        statistics=lambda vae: (vae.latents_mean, vae.latents_std),
+        channels=lambda config: config["latent_channels"], strides=lambda config: (2, 8),
+        decode_timestep=0.05, decode_noise_scale=0.025, tiles=Tiles(side=64, overlap=32),
+    )  # fmt: skip
+
+
+def clip_latents(width: int = 4) -> Tensor:
+    return torch.randn((8, 2, 4, width), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("conditioned", [True, False])
+def test_a_vae_decodes_with_timestep_and_noise_as_ltx_does(
+    tmp_path: Path, conditioned: bool
+) -> None:
+    vae, family = ltx(tmp_path, timestep_conditioning=conditioned)
+    decoder, latents, seed = loaded(family, base=tmp_path), clip_latents(), 5
+    noise = torch.randn(latents.shape, generator=generator(seed, "decode"))
+    pipeline = LTXPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=None, tokenizer=None,
+        transformer=None,
+    )  # fmt: skip
+    for scale in (0.025, None):
+        decoder.family = replace(family, decode_noise_scale=scale)
+        decoder.decode_clip = decoder.family.decode_clip
+        # the lines of LTXPipeline.__call__ before and at its decoding
+        with torch.no_grad():
+            batch = pipeline._denormalize_latents(
+                latents[None], vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+            )
+            share = torch.tensor([0.05 if scale is None else scale])[:, None, None, None, None]
+            noised = (1 - share) * batch + share * noise
+            arguments = (noised, torch.tensor([0.05])) if conditioned else (batch, None)
+            expected = vae.decode(*arguments, return_dict=False)[0]
+        expected = pipeline.video_processor.postprocess_video(expected, output_type="pt")
+        pixels = decoder.decode(latents, seed)
+        assert torch.equal(pixels, expected[0].transpose(0, 1)), scale
+    assert torch.equal(decoder.decode(latents, seed), pixels), "repeatable"
+    assert torch.equal(decoder.decode(latents, seed + 1), pixels) != conditioned
+
+
+def test_tiles_take_their_parts_of_the_noise(tmp_path: Path) -> None:
+    """All of it in one tile is the whole, and the noise of several tiles is one for all of them."""
+    _, family = ltx(tmp_path, timestep_conditioning=True)
+    paths = ModelPaths(base=str(tmp_path))
+    whole, tiled = (
+        DiffusersVae(family, paths, CPU, VaeMode(tiled=tiled)) for tiled in (False, True)
+    )
+    small, wide = clip_latents(), clip_latents(width=16)
+    assert torch.equal(whole.decode(small, 3), tiled.decode(small, 3))
+    pixels, of_tiles = (decoder.decode(wide, 3) for decoder in (whole, tiled))
+    others = whole.decode(wide, 4)
+    for side in (slice(0, 8), slice(-8, None)):  # far from the other tiles
+        error, effect = (
+            (one[..., side] - pixels[..., side]).abs().max() for one in (of_tiles, others)
+        )
+        assert error < effect / 20, side
+
+
+def test_noise_inside_a_decoder_is_of_the_samples_seed(tmp_path: Path) -> None:
+    """LTX-Video 0.9.1 adds noise in the blocks of its decoder, from torch's own generator."""
+    _, family = ltx(tmp_path, timestep_conditioning=True, decoder_inject_noise=(True, True, False))
+    decoder, latents = loaded(family, base=tmp_path), clip_latents()
+    state = torch.random.get_rng_state()
+    first = decoder.decode(latents, 5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(decoder.decode(latents, 5), first)
+
+
+def test_the_seed_of_a_sample_reaches_its_decoder(tmp_path: Path) -> None:
+    _, family = ltx(tmp_path, timestep_conditioning=True)
+    sampler = EulerSampler(
+        loaded(family, base=tmp_path), CPU, make_inputs=lambda *parts: parts,
+        sample_defaults=lambda arch: SampleDefaults(),
+        levels=lambda pixels, steps, shift: shifted_levels(steps, 3.0),
+    )  # fmt: skip
+    job = GenerationRequest(
+        conditions={"text": torch.ones(2, 3)}, negative=None, frames=3, height=32, width=32,
+        steps=1, guidance=1.0, shift=0.0, seed=5,
+    )  # fmt: skip
+    latents = generate_latents(sampler, job, Scripted(), lambda *_: None)
+    (pixels,) = generate(sampler, [job], single_stage(Scripted(), lambda *_: None))
+    assert torch.equal(pixels, sampler.decoder.decode(latents, job.seed))
+    assert not torch.equal(pixels, sampler.decoder.decode(latents, 0))
+
+
+def test_plans_count_the_noise_that_a_vae_decodes_with(tmp_path: Path) -> None:
+    _, family = ltx(tmp_path, timestep_conditioning=True)
+    _, model = vae_models(family, ModelPaths(base=str(tmp_path)), channels=8)
+    planned = measure_model(model, (3, 128, 128), dtype=torch.float32, kind="cpu").peak
+    decoder, latents = loaded(family, base=tmp_path), torch.zeros(8, 2, 16, 16)
+    assert live(decoder.module, lambda: decoder.decode(latents)) == pytest.approx(planned, rel=0.05)
 
 
 def test_a_vae_with_statistics_needs_no_recipe() -> None:

@@ -270,7 +270,7 @@ def test_a_sheet_continues_and_keeps_what_is_there(
     class Stopped(ToySampler):
         num_decoded = 0
 
-        def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        def decode(self, latents: torch.Tensor, seed: int = 0) -> torch.Tensor:
             Stopped.num_decoded += 1
             if Stopped.num_decoded == 2:
                 raise KeyboardInterrupt

@@ -199,7 +199,7 @@ class Recording(ToySampler):
             steps.send(denoiser)
         return done.value.value
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
         self.loaded = True
         return super().decode(latents)
 

@@ -69,7 +69,7 @@ class RecordingSampler:
             0.1 * job.seed if self.value is None else self.value,
         )
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
         self.loaded = True
         return latents
 
@@ -328,7 +328,7 @@ def test_one_image_has_no_grid(tmp_path: Path) -> None:
 
 def test_a_model_that_samples_every_fourth_frame_samples_as_many_seconds(tmp_path: Path) -> None:
     class Keyframes(RecordingSampler):
-        def decode(self, latents: Tensor) -> Tensor:
+        def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
             return super().decode(latents)[:, ::4]
 
     for kind, frames in ((Keyframes, 6), (RecordingSampler, 21)):

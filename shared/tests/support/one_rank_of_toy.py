@@ -78,7 +78,7 @@ class VaeSampler(ToySampler):
     def decoded(self) -> str:  # type: ignore[override]
         return self.vae.decoded
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, seed: int = 0) -> torch.Tensor:
         self._clip = latents.shape
         return self.vae.decode(latents)
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -134,6 +135,14 @@ class VaeFamily:
     in_fp32: frozenset[str] = frozenset()
     """Names of values that are fp32 in any dtype."""
 
+    decode_timestep: float | None = None
+    """Noise level in [0, 1] that a VAE with `timestep_conditioning` in its configuration decodes
+    at; other VAEs do without. None refuses one with it."""
+
+    decode_noise_scale: float | None = None
+    """Share of noise in the latents that such a VAE decodes. None: as `decode_timestep`. Source of
+    both: `LTXPipeline.__call__` in diffusers."""
+
     prepare: Callable[[Any], object] = lambda vae: None
     """Called with a new VAE on `meta`: removes what files do not have."""
 
@@ -148,13 +157,12 @@ class VaeFamily:
     def build(self, config: Mapping[str, Any]) -> Any:
         """The VAE of a configuration, on the default device."""
         vae = resolve_name(f"diffusers:{self.kind}").from_config(dict(config))
-        if vae.config.get("timestep_conditioning"):
+        if is_conditioned(vae.config) and self.decode_timestep is None:
             raise UserError(
                 f"{self.label} decodes with a noise level and noise (timestep_conditioning in its "
-                f"config.json), which "
-                "VaeFamily does not: take a VAE without, or write an encoder and a sampler in the "
-                "package "
-                "(docs/adding_a_model.md, 4. Encoders)"
+                f"config.json), which its family does not name: take a VAE without, or give its "
+                f"VaeFamily decode_timestep and decode_noise_scale (docs/adding_a_model.md, "
+                f"4. Encoders)"
             )
         self.prepare(vae)
         return vae
@@ -195,11 +203,20 @@ class VaeFamily:
         self, vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
     ) -> Float[Tensor, "3 frames height width"]:
         """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and
-        computed in their dtype."""
-        batch = unpatchify(
-            self.denormalise(vae, latents.to(device, torch.float32)).to(vae.dtype), self.patch
-        )
-        pixels = vae.decode(batch[None] if self.is_video else batch.transpose(0, 1)).sample.float()
+        computed in their dtype. A VAE that `is_conditioned` has noise of equally many channels
+        behind the latents."""
+        conditioned = is_conditioned(vae.config)
+        latents, *noise = latents.to(device, torch.float32).chunk(2 if conditioned else 1)
+        latents = self.denormalise(vae, latents)
+        timestep, scale = self.decode_timestep or 0.0, self.decode_noise_scale
+        if conditioned:
+            # rounded to fp32 before the difference, as diffusers does
+            share = torch.tensor(timestep if scale is None else scale, device=device)
+            latents = (1 - share) * latents + share * noise[0]
+        batch = unpatchify(latents.to(vae.dtype), self.patch)
+        batch = batch[None] if self.is_video else batch.transpose(0, 1)
+        temb = {"temb": batch.new_full(batch.shape[:1], timestep)} if conditioned else {}
+        pixels = vae.decode(batch, **temb).sample.float()
         pixels = ((pixels + 1) / 2).clamp(0, 1)
         return pixels[0] if self.is_video else pixels.transpose(0, 1)
 
@@ -280,6 +297,14 @@ class DiffusersVae(FrozenVae):
         becomes one latent pixel."""
         return self.family.latent_size(self.config)[1:]
 
+    def decode(self, latents: Tensor, seed: int = 0) -> Float[Tensor, "3 frames height width"]:
+        """As `FrozenVae.decode`; a VAE that `is_conditioned` decodes with noise of the seed."""
+        if is_conditioned(self.config):
+            # For the whole sample, as channels of it, so that tiles take their parts of it.
+            noise = torch.randn(latents.shape, generator=generator(seed, "decode"))
+            latents = torch.cat([latents, noise.to(latents)])
+        return super().decode(latents, seed)
+
     def _finish(self, vae: Any) -> None:
         """Try what is read only in use, so that a damaged value is found when the VAE is loaded."""
         channels, *strides = self.family.latent_size(self.config)
@@ -290,6 +315,11 @@ class DiffusersVae(FrozenVae):
             if isinstance(norm, nn.GroupNorm) and type(norm.num_groups) is not int:
                 raise ValueError(f"norm_num_groups is {norm.num_groups}")
         self.family.finish(vae)
+
+
+def is_conditioned(config: Mapping[str, Any]) -> bool:
+    """Whether a VAE of this configuration decodes with a noise level and noise."""
+    return bool(config.get("timestep_conditioning"))
 
 
 def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
@@ -336,7 +366,9 @@ def vae_models(
 
     def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         frames, height, width = size
-        shape = (channels, 1 + (frames - 1) // frames_per_latent, height // stride, width // stride)
+        with_noise = 2 * channels if is_conditioned(config) else channels
+        length = 1 + (frames - 1) // frames_per_latent
+        shape = (with_noise, length, height // stride, width // stride)
         return family.decode_clip(module, torch.empty(shape, device=device), device)
 
     return (

@@ -6,6 +6,8 @@ generator state has to be saved.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +23,12 @@ def generator(*parts: int | str) -> torch.Generator:
     """A CPU generator seeded by names; sampled on the CPU, the numbers are the same whatever device
     trains."""
     return torch.Generator().manual_seed(seed_of(*parts))
+
+
+@contextmanager
+def seeded(device: torch.device, *parts: int | str) -> Iterator[None]:
+    """Seed torch's own generators by names inside the `with` block, for a library's module that
+    takes no generator. Afterwards the CPU's and the device's are as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_of(*parts))
+        yield

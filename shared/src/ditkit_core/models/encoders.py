@@ -152,8 +152,9 @@ class Denoiser:
 class Decoder(Protocol):
     """Makes pixels of latents, with weights that are loaded when they are needed."""
 
-    def decode(self, latents: Tensor) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1] on the CPU."""
+    def decode(self, latents: Tensor, seed: int = 0) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1] on the CPU; noise of the decoder, if it has any, is of the sample's
+        seed."""
         ...
 
     @property

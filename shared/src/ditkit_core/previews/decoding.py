@@ -24,7 +24,7 @@ class FittingDecoder:
         self._auxiliary, self._sizes = auxiliary, sizes
         self._chosen: Decoder | None = None
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
         """As `Decoder.decode`."""
         if self._chosen is None:
             auxiliary = self._auxiliary
@@ -35,7 +35,7 @@ class FittingDecoder:
                 else auxiliary.sampler_with(auxiliary.decodings[index:])
             )
             self._chosen = sampler.decoder
-        return self._chosen.decode(latents)
+        return self._chosen.decode(latents, seed)
 
     @property
     def decoded(self) -> str:

@@ -77,7 +77,7 @@ def generate(
                     return
             assert sample.latents is not None
             with torch.no_grad():
-                pixels = sampler.decoder.decode(sample.latents)
+                pixels = sampler.decoder.decode(sample.latents, sample.seed)
             yield pixels
 
 
@@ -94,6 +94,7 @@ class _Sample:
 
     def __init__(self, sampler: Sampler, job: GenerationRequest):
         self._job, self._steps = job, sampler.denoise(job)
+        self.seed = job.seed
         self.latents: Tensor | None = None
         self._sigma = 1.0
         self._resume(

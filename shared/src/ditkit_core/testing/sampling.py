@@ -14,7 +14,7 @@ class _Undecoded:
 
     decoded = ""
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
         return latents
 
     def unload(self) -> None:

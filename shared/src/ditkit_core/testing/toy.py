@@ -243,7 +243,7 @@ class ToySampler:
             )
         return latents
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, seed: int = 0) -> Tensor:
         return (
             F.interpolate(latents[:3].transpose(0, 1), scale_factor=4)
             .transpose(0, 1)

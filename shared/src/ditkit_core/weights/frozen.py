@@ -26,6 +26,7 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.console import NullProgress, warn
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.memory import is_out_of_memory, release_memory
+from ditkit_core.io.rng import seeded
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -327,9 +328,10 @@ class FrozenVae(FrozenModule, ABC):
 
     @torch.no_grad()
     def decode(
-        self, latents: Float[Tensor, "channels f h w"]
+        self, latents: Float[Tensor, "channels f h w"], seed: int = 0
     ) -> Float[Tensor, "3 frames height width"]:
-        """Load the VAE and decode latents to pixels in [0, 1], fp32, on the CPU.
+        """Load the VAE and decode latents to pixels in [0, 1], fp32, on the CPU; noise that a VAE
+        adds is of the sample's seed.
 
         The first way that memory has room for is taken; if there is no room for any, the host's. A
         way that failed is not tried again until the weights are freed.
@@ -342,9 +344,10 @@ class FrozenVae(FrozenModule, ABC):
             try:
                 self.load_as(device, way.dtype)
                 tiles = self.tiles if way.tiled else None
-                result = self._run(
-                    self.decode_clip, latents, device, tiles, pixels, Fraction(pixels)
-                )
+                with seeded(device, seed, "decoder"):
+                    result = self._run(
+                        self.decode_clip, latents, device, tiles, pixels, Fraction(pixels)
+                    )
                 self.decoded = way.label if device == self.device else f"{way.label} on the CPU"
                 return result
             except (RuntimeError, MemoryError) as error:

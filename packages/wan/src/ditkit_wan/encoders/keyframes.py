@@ -44,10 +44,12 @@ class KeyframeVae(VaeEncoder):
         advance(1.0)
         return [{"latents": torch.cat(latents, 1)}]
 
-    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 f height width"]:
+    def decode(
+        self, latents: Float[Tensor, "channels f h w"], seed: int = 0
+    ) -> Float[Tensor, "3 f height width"]:
         """Pixels in [0, 1], fp32, on the CPU: one frame for each latent frame."""
         return torch.cat(
-            [super(KeyframeVae, self).decode(frame) for frame in latents.split(1, dim=1)], 1
+            [super(KeyframeVae, self).decode(frame, seed) for frame in latents.split(1, dim=1)], 1
         )
 
 
