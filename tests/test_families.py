@@ -32,12 +32,13 @@ from ditkit_core.errors import UserError
 from ditkit_core.families.demo import write_transformer, write_vae
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
 from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
-from ditkit_core.families.spec import GUIDE, STEPS, family_spec
+from ditkit_core.families.spec import GUIDE, STEPS, CaptionEncoding, family_spec
+from ditkit_core.families.t5 import T5_XXL, T5Encoding
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
 from ditkit_core.io.rng import generator
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.models.encoders import GenerationRequest, VaeMode
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, ModelSpec, SampleDefaults
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -445,7 +446,7 @@ def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
 
 def test_what_a_family_does_not_say_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"the TextEncoding of Zed names no language model.*4\. Encoders"
+        UserError, match=r"the TextEncoding of Zed names no .*T5Encoding.*CaptionEncoding.*4\. Enc"
     ):
         TextEncoding(models=(), reader="Zed", remedy="")
     family = VaeFamily(
@@ -461,6 +462,54 @@ def test_what_a_family_does_not_say_is_refused_in_a_line(tmp_path: Path) -> None
     ):
         write_vae(tmp_path, family)
     assert not list(tmp_path.iterdir())
+
+
+class Letters:
+    """An encoder of a package: a row for each letter."""
+
+    identity, items_at_once = "letters", 1
+
+    def __init__(self, components: ModelPaths, device: Any, dtype: torch.dtype, streaming: Any):
+        self.dtype = dtype
+
+    def load(self) -> None: ...
+
+    def unload(self) -> None: ...
+
+    def encode(self, items: Any, advance: Any = lambda share: None) -> list[dict[str, Tensor]]:
+        advance(float(len(items)))
+        return [
+            {"text": torch.tensor([[float(ord(letter))] for letter in item]).to(self.dtype)}
+            for item in items
+        ]
+
+
+def test_a_family_takes_an_encoder_of_its_package() -> None:
+    plan = AuxiliaryModel(
+        name="text encoder",
+        stage="encode",
+        build=lambda dtype: nn.Linear(1, 1),
+        run=lambda *_: None,
+    )
+    letters = CaptionEncoding(num_tokens=7, encoder=Letters, model=lambda text_dim, paths: plan)
+    spec = family_spec(**{**SPEC, "text": letters}, shift=3.0)
+    encoder = spec.auxiliary.text_encoder(ModelPaths(), CPU, torch.float32, "auto")
+    assert isinstance(encoder, Encoder) and encoder.encode(["ab"])[0]["text"].tolist() == [
+        [97.0],
+        [98.0],
+    ]
+    assert spec.auxiliary.models(Arch(), ModelPaths())[1] is plan
+    assert spec.training.empty_item(Arch(), (1, 64, 64))["text"].shape == (7, 2560)
+
+
+def test_a_family_takes_t5_as_it_takes_language_models() -> None:
+    t5 = T5Encoding(model=T5_XXL, remedy="", num_tokens=128)
+    spec = family_spec(**{**SPEC, "text": t5}, shift=3.0)
+    assert spec.training.empty_item(Arch(), (1, 64, 64))["text"].shape == (128, 2560)
+    published = spec.auxiliary.models(Arch(), ModelPaths())[1].build(torch.bfloat16)
+    assert published.get_submodule("encoder.embed_tokens").weight.shape == (32128, 4096)
+    with pytest.raises(UserError, match="the text encoder has no tokenizer|set model"):
+        spec.auxiliary.text_encoder(ModelPaths(), CPU, torch.float32, "auto")
 
 
 LTX: dict[str, Any] = {

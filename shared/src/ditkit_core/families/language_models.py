@@ -105,10 +105,8 @@ class TextEncoding:
         if not self.models:
             raise UserError(
                 f"the TextEncoding of {self.reader} names no language model: `models` are causal "
-                f"ones, such as QWEN3; "
-                "an encoder of another kind (T5 and its kin) is written in the package "
-                "(docs/adding_a_model.md, "
-                "4. Encoders)"
+                f"ones, such as QWEN3; T5 and its kin are a T5Encoding, and an encoder of the "
+                f"package is a CaptionEncoding (docs/adding_a_model.md, 4. Encoders)"
             )
 
 

@@ -3,7 +3,8 @@ and their transformer's inputs."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
 from ditkit_core.families.language_models import TextEncoding
+from ditkit_core.families.t5 import T5Encoder, T5Encoding, t5_model
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
-from ditkit_core.models.encoders import AuxiliaryModel, Sampler, Streaming, VaeMode
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -45,6 +47,21 @@ STEPS = {
 heading of the guide."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptionEncoding:
+    """How a model family reads captions with an encoder of its package."""
+
+    num_tokens: int
+    """Rows of a caption's features, as plans count them: the most that are usual."""
+
+    encoder: Callable[[ModelPaths, torch.device, torch.dtype, Streaming], Encoder]
+    """Makes the encoder, whose items are captions, and loads nothing. `T5Encoder` and
+    `LanguageModelEncoder` are such."""
+
+    model: Callable[[int, ModelPaths], AuxiliaryModel]
+    """From the width of the features to the encoder as plans count it: as `text_model`."""
+
+
 def family_spec(
     *,
     name: str,
@@ -52,7 +69,7 @@ def family_spec(
     architecture: ArchitectureSpec | None = None,
     make_inputs: Callable[..., Any] | None = None,
     vae: VaeFamily | None = None,
-    text: TextEncoding | None = None,
+    text: TextEncoding | T5Encoding | CaptionEncoding | None = None,
     adapters: AdapterSpec | None = None,
     verifier: str = "",
     patch: tuple[int, int, int] = (1, 1, 1),
@@ -84,7 +101,8 @@ def family_spec(
         architecture: Sizes, the transformer, and names in files.
         make_inputs: As `TrainingSpec.make_inputs`, in training and in sampling.
         vae: The VAE in diffusers.
-        text: The text encoder in transformers.
+        text: The text encoder: language models or T5 and its kin in transformers, or an encoder of
+            the package.
         adapters: Targets and rules.
         verifier: Import path of the package's `DiffusersModel`, which then verifies exports:
             `ditkit_name.verify:DIFFUSERS`.
@@ -133,9 +151,10 @@ def family_spec(
     def noise_levels(pixels: int, steps: int, shift: float) -> Tensor:
         return shifted_levels(steps, shift or constant)
 
+    captions = _caption_encoding(text)
+
     def rows_and_columns(arch: Any) -> tuple[int, int]:
-        rows = text.usual_tokens - min(model.dropped for model in text.models)
-        return (rows, arch.text_dim) if text_shape is None else text_shape(arch)
+        return (captions.num_tokens, arch.text_dim) if text_shape is None else text_shape(arch)
 
     def item_shapes(
         arch: Any, clip: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()
@@ -165,11 +184,6 @@ def family_spec(
     def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
         return DiffusersVae(vae, components, device, mode)
 
-    def text_encoder(
-        components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming
-    ) -> Any:
-        return LanguageModelEncoder(text, components, device, dtype, streaming)
-
     def sampler(
         components: ModelPaths,
         device: torch.device,
@@ -187,7 +201,7 @@ def family_spec(
 
     def models(arch: Any, components: ModelPaths) -> Sequence[AuxiliaryModel]:
         encoder, decoder = vae_models(vae, components, channels=latent_channels(arch))
-        return encoder, text_model(text, rows_and_columns(arch)[1], components), decoder
+        return encoder, captions.model(rows_and_columns(arch)[1], components), decoder
 
     package = import_path.partition(".")[0]
     demo = package_folder(package) / "demo"
@@ -219,7 +233,7 @@ def family_spec(
         ),
         auxiliary=AuxiliarySpec(
             media_encoder=media_encoder,
-            text_encoder=text_encoder,
+            text_encoder=captions.encoder,
             sampler=sampler,
             sample_defaults=sample_defaults,
             models=models,
@@ -232,6 +246,24 @@ def family_spec(
         ),
         import_path=import_path,
     )
+
+
+def _caption_encoding(text: TextEncoding | T5Encoding | CaptionEncoding) -> CaptionEncoding:
+    match text:
+        case CaptionEncoding():
+            return text
+        case T5Encoding():
+            return CaptionEncoding(
+                num_tokens=text.num_tokens,
+                encoder=partial(T5Encoder, text),
+                model=lambda text_dim, components: t5_model(text, components),
+            )
+        case TextEncoding():
+            return CaptionEncoding(
+                num_tokens=text.usual_tokens - min(model.dropped for model in text.models),
+                encoder=partial(LanguageModelEncoder, text),
+                model=partial(text_model, text),
+            )
 
 
 def missing(name: str, argument: str) -> UserError:
