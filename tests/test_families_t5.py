@@ -1,6 +1,7 @@
 """T5 and UMT5 as text encoders of a family, against transformers' own classes and the pipelines of
 diffusers: padded and masked, padding that takes part, and no padding."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.auxiliary_models import live, num_parameters
+from ditkit_core.weights import tokenizer as tokenizer_files
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red fox", "", "a  fox " * 30]
@@ -189,6 +191,22 @@ def test_what_the_encoder_holds_is_what_was_planned(
     captions = ["a fox"] * encoder.items_at_once
     held = live(encoder._model, lambda: encoder.encode(captions))
     assert held == pytest.approx(planned.peak, rel=0.1)
+
+
+def test_a_vocabulary_of_sentencepiece_needs_its_package(
+    world: tuple[str, Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, folder, *_ = world
+    shutil.copy(folder / "tokenizer" / "tokenizer_config.json", tmp_path)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    where = ModelPaths(base=str(folder), tokenizer=str(tmp_path))
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"spiece\.model is read with the package sentencepiece: uv"
+    ):
+        T5Encoder(encoding(kind), where, CPU, torch.float32)
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: object())
+    T5Encoder(encoding(kind), where, CPU, torch.float32)
 
 
 def test_the_published_size_is_that_of_the_published_file() -> None:

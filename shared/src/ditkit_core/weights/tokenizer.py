@@ -1,5 +1,6 @@
 """Checks that a tokenizer's folder is complete, before anything is loaded."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ def find_tokenizer(
 ) -> Path:
     """Find the tokenizer's folder, which must be complete.
 
-    It has `tokenizer.json`, or a file with the vocabulary (`or_vocabulary`), and the JSON files
-    `also`.
+    It has `tokenizer.json`, or a file of sentencepiece with the vocabulary (`or_vocabulary`), and
+    the JSON files `also`.
     """
     # `locate` would ask for model.base, which a run with separate files does not have.
     if not components.tokenizer and not components.base:
@@ -40,6 +41,12 @@ def find_tokenizer(
         raise UserError(
             f"{path} has no tokenizer: {missing[0]} is missing; fetch it, or set "
             f"{argument('model.tokenizer')}"
+        )
+    if "tokenizer.json" not in inside and find_spec("sentencepiece") is None:
+        raise UserError(
+            f"{path} has {or_vocabulary} and no tokenizer.json, and {or_vocabulary} is read with "
+            f"the package sentencepiece: uv pip install sentencepiece protobuf; or set "
+            f"{argument('model.tokenizer')} to a folder with tokenizer.json"
         )
     # Read once for its errors alone: the library would fail later, in the middle of encoding, and
     # not in one line.
