@@ -34,7 +34,10 @@ SOURCES = {
     "report.png": (DEMO, ROOT / "shared/src/ditkit_core/documents/page.css"),
     "before_after.png": (DEMO,),
     # tools/docs/precision_pictures.py
-    "precision.png": tuple(sorted(ROOT.glob("packages/*/src/*/demo/demo.toml"))),
+    "precision.png": tuple(
+        ROOT / f"packages/{name}/src/ditkit_{name}/demo/demo.toml"
+        for name in ("flux2", "wan", "zimage")
+    ),
 }
 """The files that decide what a picture shows, by its name."""
 PAGES = {

@@ -10,7 +10,7 @@ from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 from ditkit_core.testing.toy import TOY
 
-SCRIPT = Path(__file__).parents[2] / "support" / "planned_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "planned_ranks.py"
 
 
 def measure(folder: Path) -> str:
