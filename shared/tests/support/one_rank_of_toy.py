@@ -201,15 +201,15 @@ def cannot_sample() -> None:
     image."""
     decode, count = ToySampler.decode, itertools.count(0)
 
-    def failing(sampler: ToySampler, latents: torch.Tensor) -> torch.Tensor:
-        return decode(sampler, latents) * (float("nan") if next(count) >= 2 else 1)
+    def failing(sampler: ToySampler, latents: torch.Tensor, seed: int = 0) -> torch.Tensor:
+        return decode(sampler, latents, seed) * (float("nan") if next(count) >= 2 else 1)
 
     ToySampler.decode = failing  # type: ignore[method-assign]
 
 
 def cannot_generate_a_class_image() -> None:
     decode = ToySampler.decode
-    ToySampler.decode = lambda sampler, latents: decode(sampler, latents) * float("nan")  # type: ignore[method-assign]
+    ToySampler.decode = lambda sampler, latents, seed=0: decode(sampler, latents) * float("nan")  # type: ignore[method-assign]
 
 
 def is_in_another_folder() -> None:

@@ -46,9 +46,9 @@ def test_the_model_samples_as_before_afterwards(world, capsys, monkeypatch):
     """The picture of the run's own dtypes is bit by bit what the run samples."""
     decode, seen = ToySampler.decode, []
 
-    def recorded(sampler: ToySampler, latents: torch.Tensor) -> torch.Tensor:
+    def recorded(sampler: ToySampler, latents: torch.Tensor, seed: int = 0) -> torch.Tensor:
         seen.append(latents.clone())
-        return decode(sampler, latents)
+        return decode(sampler, latents, seed)
 
     monkeypatch.setattr(ToySampler, "decode", recorded)
     assert world.train("run", 0, *SAMPLED, "--model.dtype", "bf16") == 0, capsys.readouterr().err
