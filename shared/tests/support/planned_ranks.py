@@ -16,6 +16,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
@@ -101,6 +104,24 @@ class _Counter(MemoryTracker):
         if func.namespace != "c10d":
             return super().__torch_dispatch__(func, types, args, kwargs)
         name = str(func).removeprefix("c10d.").removesuffix(".default").strip("_")
+        self._count_sent(name, args)
+        if name in ("send", "recv"):  # one rank would wait for what the other one does after it
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        # Copies are exchanged, and the answer is finished work: threads of gloo drop the tensors of
+        # theirs when they get to it, and next to other work on the machine that was after the peak.
+        copies = tree_map_only(Tensor, torch.clone, args)
+        out = func(*copies, **(kwargs or {}))
+        is_work = not isinstance(out, (list, tuple))
+        dist.Work.unbox(out if is_work else out[-1]).wait()
+        for x, copy in zip(tree_leaves(args), tree_leaves(copies), strict=True):
+            if isinstance(x, Tensor):
+                x.copy_(copy)
+        finished = Future[Any]()
+        finished.set_result(None)
+        work = _create_work_from_future(finished).boxed()
+        return work if is_work else (*out[:-1], work)
+
+    def _count_sent(self, name: str, args: Any) -> None:
         if name == "allgather_base":
             self.sent[name] += args[0].nbytes - args[1].nbytes
         elif name == "reduce_scatter_base":
@@ -114,7 +135,6 @@ class _Counter(MemoryTracker):
         elif name == "allreduce":
             num = dist.ProcessGroup.unbox(args[1]).size()
             self.sent[name] += sum(each.nbytes for each in args[0]) * 2 * (num - 1) // num
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _add(self, tensor: Tensor, purpose: str) -> None:
         super()._add(tensor, purpose)

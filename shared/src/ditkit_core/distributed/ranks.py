@@ -4,6 +4,7 @@ A process alone is rank 0 of 1: it divides nothing and waits for nobody, so that
 second path.
 """
 
+import atexit
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ditkit_core.config.field import setting
@@ -393,8 +395,13 @@ def reason_of(error: Exception) -> str:
     return str(error).splitlines()[0].rpartition("] ")[2][:100]
 
 
+@cache
 def distributed() -> Any:
     """torch.distributed, imported now: help and mistakes do without torch."""
     import torch.distributed
 
+    # A thread of gloo drops the tensors of the last exchange once it has Python's lock, and a
+    # thread that asks for the lock while Python ends aborts the process ("terminate called without
+    # an active exception"); asleep, this thread leaves it the lock.
+    atexit.register(time.sleep, 0.1)
     return torch.distributed
