@@ -9,12 +9,23 @@ import pytest
 from ditkit_core.config.schema import config_fields
 from ditkit_core.run.config import RunConfig
 from pages import PAGES
-from workspace import MEMBERS, ROOT
+from workspace import MEMBERS, MODELS, ROOT
 
 CONTENTS = ROOT / "docs" / "README.md"
 API = ROOT / "docs" / "api"
 UNLISTED = {ROOT / "README.md", CONTENTS}
 """The first page of the site, and the list itself."""
+HEADINGS = [
+    "Demo",
+    "Which model",
+    "Data",
+    "What is trained",
+    "Samples",
+    "Exports",
+    "Measured",
+    "Never tried",
+]
+"""Of the page of a model family: who knows one finds the same things on the others."""
 
 
 def test_the_list_has_every_page_once():
@@ -33,6 +44,12 @@ def test_the_list_has_every_page_once():
     assert unlisted == set(), "list them in docs/README.md"
     assert set(listed) - UNLISTED - (pages | made) == set()
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
+def test_pages_of_families_have_the_same_headings(member):
+    text = (member.folder / "README.md").read_text("utf-8")
+    assert re.findall("^## (.+)$", text, re.MULTILINE) == HEADINGS
 
 
 def test_every_module_is_on_one_page_of_the_reference():
