@@ -185,13 +185,16 @@ class Checker:
                 )
                 argv[at + 1] = str(self.run)
         expect(argv, "starts nothing")
+        read = read_flags(argv, RunConfig, OPTIONS[command]).options
+        if getattr(read, "comfyui", ""):  # a reader has its files
+            at = argv.index("--comfyui")
+            argv = argv[:at] + argv[at + 2 :]
         status = start(FAMILIES[family], command, [*argv, "--print-config"])
         printed = self.capture()
         expect(status == 0, printed.strip())
-        given = read_flags(argv, RunConfig, OPTIONS[command]).options
-        for option, read in READ_LATER.items():
-            if text := getattr(given, option, ""):
-                read(text)
+        for option, parse in READ_LATER.items():
+            if text := getattr(read, option, ""):
+                parse(text)
 
     def of_page(self, argv: list[str]) -> None:
         """By the page's own parser."""

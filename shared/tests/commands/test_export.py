@@ -359,6 +359,22 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
     assert not Path("a.mp4").exists()
 
 
+def test_an_adapter_goes_into_the_folder_of_comfyui(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the form that it reads, whatever forms the run writes."""
+    command = ["--run", "run", "--comfyui", "ComfyUI", "--export.forms", "diffusers"]
+    assert world.train("run", 1) == 0
+    assert cli.run(world.spec, "export", command) == 1
+    assert "ComfyUI: there is no models/diffusion_models, models/vae" in capsys.readouterr().err
+    Path("ComfyUI", "models", "vae").mkdir(parents=True)
+    assert cli.run(world.spec, "export", command) == 0
+    (file,) = Path("ComfyUI", "models", "loras").iterdir()
+    official = Path("run", "exports", "run.safetensors")
+    assert file.name == official.name
+    assert equal(load_file(file), load_file(official))
+
+
 def test_the_same_export_again_changes_nothing_and_another_content_is_refused(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

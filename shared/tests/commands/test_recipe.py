@@ -100,6 +100,18 @@ def test_the_written_file_has_the_recipe_and_what_the_command_line_sets(world):
     assert not Path("runs").exists()
 
 
+def test_files_of_comfyui_are_part_of_the_written_file(world):
+    """The toy's one file fits; of its encoders nothing is known."""
+    folder = world.folder / "ComfyUI" / "models" / "diffusion_models"
+    folder.mkdir(parents=True)
+    (world.folder / "toy.safetensors").rename(folder / "some.safetensors")
+    flags = ["--gpus", "8GiB", "--comfyui", "ComfyUI", "--data.folder", "clips"]
+    flags += ["--data.height", "16", "--data.width", "16", "--data.frames", "1"]
+    assert train(world, "--recipe", "small", *flags, "--write", "run.toml") == 0
+    written = read_config_file(RunConfig, Path("run.toml"))
+    assert written["model.transformer"] == "ComfyUI/models/diffusion_models/some.safetensors"
+
+
 def test_it_is_trained_from_the_written_file_and_continued_by_the_same_command(world, capsys):
     flags = ("--gpus", "8GiB", "--train.device", "cpu", "--train.steps", "2")
     assert begin(world, "small", *flags) == 0

@@ -177,6 +177,13 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
                 return begun
             flags = begun
         config = _resolve(family, command, flags)
+        if command in ("train", "encode") and flags.options.comfyui:
+            from ditkit_core.commands.comfyui import (
+                with_comfyui,
+            )  # here, and not above: what a file is for takes torch
+
+            flags = with_comfyui(family.spec(), flags, config)
+            config = _resolve(family, command, flags)
     except UserError as error:
         return _complain(error, 2)
     if flags.common.print_config or flags.common.changed:

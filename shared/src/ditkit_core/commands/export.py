@@ -30,6 +30,7 @@ from ditkit_core.adapters.files.export_names import (
     remove_earlier,
     rename_adapters,
 )
+from ditkit_core.commands.comfyui import models_of
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
@@ -58,6 +59,18 @@ from ditkit_core.training.trainer import Callback
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Write a run's trained weights for other programs."""
+    if options.comfyui:
+        if config.adapter.method == "full":
+            raise UserError(
+                "--comfyui is for adapters, and this run trains every weight; its exports are "
+                "folders: name one by --out"
+            )
+        name = f"{config.run_folder.name}.safetensors"
+        options = replace(
+            options,
+            out=str(models_of(local_path(options.comfyui)) / "loras" / name),
+            to=options.to or with_forms_of(ExportConfig(), config.adapter, spec).forms[0],
+        )
     # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,

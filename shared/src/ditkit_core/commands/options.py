@@ -148,6 +148,9 @@ class TrainOptions:
     )
     """With --fit or --recipe: file that the chosen configuration is saved in. Unset: --fit prints
     it, --recipe writes recipe.toml into run.folder."""
+    comfyui: str = ""
+    """Folder of a ComfyUI installation: files of `[model]` that are named nowhere else are taken
+    from it, where names and shapes in their headers fit the model."""
     audit_precision: bool = option(
         False,
         excludes="plan fit: and {other}: the audit computes with the weights, {other} needs none",
@@ -238,6 +241,9 @@ class EncodeOptions:
     """Afterwards remove cache entries: `unused` (needed by no run in this run's parent folder),
     `30d` (not needed for 30 days), or `50GB` (the least recently needed ones, down to this size).
     Entries of this data stay."""
+    comfyui: str = ""
+    """Folder of a ComfyUI installation: files of `[model]` that are named nowhere else are taken
+    from it, where names and shapes in their headers fit the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +340,14 @@ class ExportOptions:
     """Output file, instead of one in the run's exports folder or next to the given file; for a
     whole transformer a folder. If several forms are written, every form but the official one is
     appended to the file name."""
+    comfyui: str = option(
+        "",
+        excludes=(
+            f"{_ONE_FILE}: is for a run, and {{other}} works on a file",
+            "merge out push card: and {other}: --comfyui writes a run's adapter for ComfyUI alone",
+        ),
+    )
+    """Folder of a ComfyUI installation: the adapter is written into its models/loras."""
     step: int | Literal["best"] | None = option(
         None, excludes=f"{_ONE_FILE}: is for a run, and {{other}} works on a file"
     )

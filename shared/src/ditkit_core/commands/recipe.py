@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ditkit_core.commands.comfyui import with_comfyui
 from ditkit_core.commands.options import command_line, verb_of
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
@@ -106,6 +107,9 @@ def _begin(
             f"chosen because it is for the largest GPU among those that fit, and the shortest of "
             f"these; others: {others}"
         )
+    if options.comfyui:
+        flags = with_comfyui(spec, flags, config)
+        config, options = resolve(RunConfig, file=chosen.path, flags=flags.values), flags.options
     keys = {*read_config_file(RunConfig, chosen.path), *flags.values}
     text = f"# Recipe {chosen.name}: {GOALS[chosen.goal]}, {chosen.model}, for {chosen.machine}.\n\n{changes_to_toml(config, keys)}"
     out = local_path(options.write) if options.write else config.run_folder.path / RECIPE

@@ -26,6 +26,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenVae, find_weights
+from ditkit_core.weights.load import fits_shapes
 
 _STAGES = 4
 _NORM_GROUPS = 32
@@ -123,8 +124,8 @@ class VaeFamily:
     images, and diffusers' alone for videos."""
 
     config_of_file: Callable[[SafetensorsSource], dict[str, Any]] | None = None
-    """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`. Raises
-    UserError for another VAE's file."""
+    """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`, and for
+    videos `config_of_published_file`. Raises UserError for another VAE's file."""
 
     tiles: Tiles = KL_TILES
     """For modes that work tile by tile."""
@@ -245,7 +246,8 @@ class DiffusersVae(FrozenVae):
         `decodings` are the ways to decode: the first that memory has room for is taken; empty: as
         it encodes (`mode`).
         """
-        read = family.config_of_file or partial(config_of_kl_file, family)
+        of_file = config_of_published_file if family.is_video else config_of_kl_file
+        read = family.config_of_file or partial(of_file, family)
         remedy, safe_names = family.remedy, family.safe_names
         source, config = find_weights(
             components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names
@@ -341,6 +343,16 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
         )
     config = {**family.published, "latent_channels": latent_channels, "block_out_channels": down}
     return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
+
+
+def config_of_published_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
+    """The published configuration, of a single file that has its names and shapes."""
+    with torch.device("meta"):
+        state = family.build(family.published).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if not fits_shapes(source, family.names or DIFFUSERS_NAMES, shapes):
+        raise UserError(f"{source.path} is not {family.label}; {family.remedy}")
+    return dict(family.published)
 
 
 def vae_models(
