@@ -154,7 +154,8 @@ def _is_transformer(spec: ModelSpec, arch: Any, key: str, path: Path) -> bool:
 def _is_encoder(spec: ModelSpec, arch: Any, key: str, path: Path) -> bool:
     """Whether a plan with this file has the layers of one with the published encoder."""
     with suppress(UserError):
-        planned = _encoder(spec, arch, key, ModelPaths(**{key: str(path)}))
+        paths: dict[str, Any] = {key: str(path)}
+        planned = _encoder(spec, arch, key, ModelPaths(**paths))
         return bool(planned) and planned == _encoder(spec, arch, key, ModelPaths())
     return False
 
