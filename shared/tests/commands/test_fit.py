@@ -9,19 +9,23 @@ import torch
 from made_profiles import made_full_profiles, made_profile
 from PIL import Image
 
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.api.dataset import read_dataset
 from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
+from ditkit_core.data.config import DataConfig
 from ditkit_core.io import console
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.fit import candidates, fit, least_missing
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.search import FitTask
 from ditkit_core.planner.workload import Workload
+from ditkit_core.run import data as run_data
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run
+from ditkit_core.run.context import create_run, with_config
 from ditkit_core.run.plans import fit as search
 from ditkit_core.run.plans import plan as plan_stage
 from ditkit_core.run.plans.changes import levels as update_levels
@@ -151,16 +155,41 @@ def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
     )
 
 
-def test_stdout_is_a_run_file_also_where_the_data_are_described(run_file, tmp_path, capsys):
+@pytest.fixture
+def pictures(tmp_path):
+    """Two images of different shapes, with captions, and the flags that read them."""
     for name, size in (("a", (96, 64)), ("b", (64, 96))):
         Image.new("RGB", size).save(tmp_path / f"{name}.png")
         (tmp_path / f"{name}.txt").write_text("a dog")
     data = ("--data.folder", str(tmp_path), "--data.buckets", "true", "--data.bucket_step", "16")
-    fitted = ("--fit", "--gpus", "24GiB", "--data.frames", "1")
-    assert cli.run(TOY, "train", [str(run_file), *data, *fitted]) == 0
+    return (*data, "--data.frames", "1")
+
+
+def test_stdout_is_a_run_file_also_where_the_data_are_described(run_file, pictures, capsys):
+    assert cli.run(TOY, "train", [str(run_file), *pictures, "--fit", "--gpus", "24GiB"]) == 0
     said = capsys.readouterr()
     assert tomllib.loads(said.out)["train"]["steps"] == 7
     assert "data.folder: " in said.err
+
+
+def test_a_search_reads_and_describes_the_data_once(run_file, pictures, monkeypatch, capsys):
+    """Not for each configuration that it tries: thousands of files take seconds."""
+    read: list[DataConfig] = []
+
+    def counted(config, *args, **kwargs):
+        read.append(config)
+        return read_dataset(config, *args, **kwargs)
+
+    monkeypatch.setattr(run_data, "read_dataset", counted)
+    assert cli.run(TOY, "train", [str(run_file), *pictures, "--fit", "--gpus", "24GiB"]) == 0
+    assert len(read) == 1 and capsys.readouterr().err.count("data.folder: ") == 1
+    run = create_run(TOY, RunConfig(data=read[0]))
+    for rank in (4, 8):
+        changed = with_config(run, replace(run.config, adapter=AdapterConfig(rank=rank)))
+        assert len(changed.data.dataset.samples) == 2
+    assert len(read) == 2, "a run with another rank has the same dataset"
+    other = with_config(run, replace(run.config, data=replace(read[0], buckets=False)))
+    assert {sample.width for sample in other.data.dataset.samples} == {96} and len(read) == 3
 
 
 def test_a_wrong_text_about_gpus_is_one_line(run_file, capsys):

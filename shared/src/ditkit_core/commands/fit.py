@@ -133,12 +133,12 @@ def _searched(
     if (
         not options.gpus
     ):  # a GPU that train.device or train.devices names may be the one that generates previews
-        check_preview_device(create_run(spec, result.level.config))
+        check_preview_device(with_config(run, result.level.config))
 
     def auxiliary(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
         per_machine = 1 if ranks is None else ranks.nproc
         return plan_auxiliary(
-            planned_step(create_run(spec, config)),
+            planned_step(with_config(run, config)),
             chosen.plan,
             chosen.division.blocks,
             gpus=bool(options.gpus),

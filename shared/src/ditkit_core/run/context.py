@@ -4,7 +4,7 @@ architecture."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ import torch
 from ditkit_core.adapters.files.export import with_forms_of
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.api.dataset import completed
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
@@ -44,6 +46,9 @@ class RunContext:
     arch: Any
     """The architecture; None if no file in this machine says which it is."""
     request: RunRequest
+    datasets: dict[DataConfig, Dataset] = field(default_factory=dict, repr=False, compare=False)
+    """The datasets that were read, by their section; shared with what `with_config` makes of this
+    run."""
 
     @property
     def experts(self) -> Sequence[Expert]:
@@ -153,7 +158,7 @@ class RunContext:
     @cached_property
     def data(self) -> RunData:
         """The dataset, the cache and the encoders."""
-        return RunData(self.config, self.auxiliary)
+        return RunData(self.config, self.auxiliary, self.datasets)
 
     @cached_property
     def sample_adapters(self) -> SampleAdapters:
@@ -209,5 +214,5 @@ def create_run(
 
 
 def with_config(run: RunContext, config: RunConfig) -> RunContext:
-    """The same model with another configuration."""
-    return create_run(run.spec, config, run.arch)
+    """The same model with another configuration, and the same dataset where [data] is the same."""
+    return replace(create_run(run.spec, config, run.arch), datasets=run.datasets)

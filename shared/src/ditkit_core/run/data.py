@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class RunData:
     config: RunConfig
     auxiliary: Auxiliary
     """The encoders, and the columns that the model is conditioned on."""
+    datasets: dict[DataConfig, Dataset] = field(default_factory=dict, repr=False, compare=False)
+    """Those that were read already: a search tries many configurations over thousands of files."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -65,10 +67,13 @@ class RunData:
         # Next to the run folder, so that runs side by side share what they encode.
         return Cache(local_path(path) if path else self.config.run_folder.path.parent / "cache")
 
-    @cached_property
+    @property
     def dataset(self) -> Dataset:
         """The samples, checked."""
-        return self._scan(self.config.data, "data.folder")
+        config = self.config.data
+        if config not in self.datasets:
+            self.datasets[config] = self._scan(config, "data.folder")
+        return self.datasets[config]
 
     @property
     def prior_folder(self) -> Path:
