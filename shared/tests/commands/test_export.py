@@ -353,10 +353,15 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
         UserError, match=re.escape(f"merged contains no .safetensors file; name {whole}")
     ):
         SafetensorsSource.open(Path("merged"))
-    assert "has the name of a file, and several are written" in refused(
-        "sample", "--prompt", "x", "--out", "a.mp4"
-    )
-    assert not Path("a.mp4").exists()
+    for out in (
+        "a.mp4",
+        "mine.safetensors",
+    ):  # of samples, and of a sheet: before anything is loaded
+        for strengths in ((), ("--strengths", "1")):
+            assert "is the name of a file, and several are written; name a folder" in refused(
+                "sample", "--prompt", "x", "--out", out, *strengths
+            )
+    assert not Path("a.mp4").exists() and Path("mine.safetensors").read_text() == "mine"
 
 
 def test_an_adapter_goes_into_the_folder_of_comfyui(

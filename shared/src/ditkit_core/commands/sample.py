@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.files.entry import parse_merge
@@ -83,9 +82,10 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
 
 def config_to_sample(config: RunConfig, options: SampleOptions) -> RunConfig:
     """The configuration with the options that stand for settings of [sample]."""
-    if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+    out = local_path(options.out)
+    if out.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) or out.is_file():
         raise UserError(
-            f"--out {options.out} has the name of a file, and several are written; name a folder"
+            f"--out {options.out} is the name of a file, and several are written; name a folder"
         )
     inputs = {
         "prompts": options.prompt,
