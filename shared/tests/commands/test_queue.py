@@ -356,9 +356,11 @@ def test_what_the_queue_cannot_do_is_one_line(
     assert "is not in the queue; --queue list" in refusal("--queue", "remove")
     assert refusal("--queue", "lst").endswith('not "lst"; did you mean list?')
     assert "--position is a place in the queue" in refusal("--position", "2")
+    assert refusal("--queue", "add", "--position", "0").endswith("0 must be at least 1")
     assert "is for no single run" in refusal("--queue", "list")
     assert "--queue and --plan" in refusal("--queue", "add", "--plan")
-    assert "must be indices of GPUs" in refusal("--queue", "start", "--worker", "../0")
+    for worker in ("../0", "cpu", "x", "00", "0,cpu"):  # the last would train on no GPU at all
+        assert "must be indices of GPUs" in refusal("--queue", "start", "--worker", worker)
     assert "clips2 does not exist" in refusal("--queue", "add", "--data.folder", "clips2")
     assert machine.call("--queue", "start", "--print-config").returncode == 0
     assert not machine.queue.runs() and not [*machine.queue.folder.glob("worker-*")]

@@ -195,8 +195,8 @@ class TrainOptions:
     """The queue of this machine, in which runs of all families wait for each other: `add` this run,
     `move` or `remove` it; `list` all; `start` a worker, which trains one after the other; `stop`
     the worker with its run, which is saved, or `finish` it after its run."""
-    position: int = option(
-        0, needs="queue: is a place in the queue; add --queue add or --queue move"
+    position: int | None = option(
+        None, needs="queue: is a place in the queue; add --queue add or --queue move"
     )
     """With --queue add or move: position among the runs that wait, from 1. Unset: the last."""
     worker: str = option("", needs="queue: is for a worker; add --queue start, stop or finish")
@@ -216,11 +216,13 @@ class TrainOptions:
             raise UserError(
                 f'--queue must be one of {", ".join(QUEUE_VERBS)}, not "{self.queue}"{hint}'
             )
-        if not re.fullmatch(r"([\w-]+(,[\w-]+)*)?", self.worker, re.ASCII):
+        # Anything else would hide every GPU from the run, which would then train on the CPU.
+        index = r"(0|[1-9]\d*|(GPU|MIG)-[\w-]+)"
+        if not re.fullmatch(rf"({index}(,{index})*)?", self.worker, re.ASCII):
             raise UserError(
                 f'--worker must be indices of GPUs separated by commas (0 or 0,1), not "{self.worker}"'
             )
-        if self.position < 0:
+        if self.position is not None and self.position < 1:
             raise UserError(f"--position {self.position} must be at least 1")
 
 

@@ -43,7 +43,7 @@ def change_queue(config: RunConfig, options: TrainOptions) -> None:
         say(f"queue:    {run} is removed")
         return
     if options.queue == "move":
-        position = queue.move(run, options.position)
+        position = queue.move(run, options.position or 0)
     else:
         log = queue.folder / "logs" / f"{folder.name}-{json_hash(run)[:8]}.log"
         entry = QueuedRun(
@@ -53,7 +53,7 @@ def change_queue(config: RunConfig, options: TrainOptions) -> None:
             steps=config.train.steps,
             log=str(log),
         )
-        position = queue.add(entry, options.position)
+        position = queue.add(entry, options.position or 0)
     say(f"queue:    {run} waits at position {position}")
     if not queue.workers():
         start = command_line(Path(sys.argv[0]).stem, "--queue", "start")
@@ -196,7 +196,7 @@ def _work(queue: RunQueue, worker: str, *, until_empty: bool) -> int:
                     break
                 time.sleep(POLL_SECONDS)
                 continue
-            say(f"queue:    {run.run} is trained; its output is in {run.log}")
+            say(f"queue:    training {run.run}; its output is in {run.log}")
             run = _train(run, lambda: signals.requested or asked() == "stop")
             queue.put(run)
             say(f"queue:    {run.run} is {run.state}{run.error and ': '}{run.error}")
