@@ -157,6 +157,10 @@ def test_the_command_lines_preset_chooses_among_a_goals_recipes(world, capsys):
 def test_missing_data_is_said_before_anything_is_planned_or_written(world, capsys):
     assert train(world, "--recipe", "character", "--gpus", "24GiB", "--data.folder", "nowhere") == 1
     assert "data.folder nowhere does not exist" in capsys.readouterr().err
+    with open(world.folder / "recipes" / "large.toml", "a") as recipe:
+        recipe.write('[data]\nfolder = "images"\n')
+    assert train(world, "--recipe", "character", "--gpus", "24GiB") == 1
+    assert "needs your data: add --data.folder FOLDER" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 

@@ -73,9 +73,15 @@ def use_recipe(
             common=replace(common, config=str(chosen.path)),
             options=replace(options, recipe=""),
         )
-    check_paths(
-        "train", verb, resolve(RunConfig, file=chosen.path, flags=flags.values), options, components
-    )
+    config = resolve(RunConfig, file=chosen.path, flags=flags.values)
+    is_of_recipe = not {"data.folder", "data.folders"} & flags.values.keys()
+    if is_of_recipe and not local_path(config.data.folder).is_dir():
+        # Its name is an example that the reader of this message has never typed.
+        raise UserError(
+            f"recipe {chosen.name} needs your data: add --data.folder FOLDER, or name the folder "
+            f"{config.data.folder}"
+        )
+    check_paths("train", verb, config, options, components)
     if (out := local_path(options.write) if options.write else None) and out.exists():
         raise UserError(
             f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
