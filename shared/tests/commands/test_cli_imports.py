@@ -81,6 +81,7 @@ ANSWERS = [
     ("train", ["--train.steps", "x"], 2, "must be a whole number"),
     ("train", ["--train.checkpointing", "fulll"], 2, "did you mean full?"),
     ("train", ["--optim.name", "adam"], 2, "must be one of adamw"),
+    ("train", ["--optim.name", "adafacto"], 2, 'not "adafacto"; did you mean adafactor?'),
     ("train", ["no.toml"], 2, "cannot read the run file no.toml"),
     ("train", ["--run", "nowhere"], 2, "nowhere is not the folder of a run"),
     ("train", ["--train.steps", "3"], 1, "data.folder is not set"),

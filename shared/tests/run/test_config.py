@@ -202,6 +202,10 @@ def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(
             ["--shape.mode", "x"],
             'shape.mode on the command line must be one of lora, full, not "x"',
         ),
+        (
+            ["--shape.mode", "Ful"],
+            'shape.mode on the command line must be one of lora, full, not "Ful"; did you mean full?',
+        ),
         (["--rate.lr", "nan"], 'rate.lr on the command line must be a number, not "nan"'),
         (["--rate.lr", "high"], 'rate.lr on the command line must be a number, not "high"'),
         (

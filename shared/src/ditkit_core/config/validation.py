@@ -17,7 +17,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
-from ditkit_core.config.nearest import nearest_key
+from ditkit_core.config.nearest import nearest_key, nearest_word
 from ditkit_core.config.removed import REMOVED
 from ditkit_core.config.schema import ConfigField
 from ditkit_core.errors import UserError
@@ -87,6 +87,9 @@ def _wrong_value(key: str, hint: Any, raw: Any, where: str) -> UserError:
     remark = FOREIGN_VALUES.get(key, {}).get(str(raw).lower().replace("-", "_"), "")
     if re.fullmatch(rf"-?\d{{{len(str(_LARGEST_INTEGER))},}}", str(raw)):
         remark = "that number is too large"
+    # Closer than keys: fp16 is no mistyped bf16.
+    elif not remark and (near := nearest_word(str(raw), _choices(hint), at_least=0.8)):
+        remark = f"did you mean {near}?"
     return UserError(
         f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{remark and '; '}{remark}"
     )
@@ -126,6 +129,13 @@ def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
 def is_list(hint: Any) -> bool:
     """Whether values of this type are written as arrays."""
     return get_origin(hint) in (tuple, list)
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words among which a type chooses; none for other types."""
+    if get_origin(hint) in (Union, UnionType):
+        return [word for argument in get_args(hint) for word in _choices(argument)]
+    return list(map(str, get_args(hint))) if get_origin(hint) is Literal else []
 
 
 def expected(hint: Any) -> str:
