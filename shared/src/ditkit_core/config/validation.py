@@ -142,7 +142,7 @@ def expected(hint: Any) -> str:
     """The name of a type for messages: `a whole number`."""
     arguments = get_args(hint)
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, arguments))
+        return "one of " * (len(arguments) > 1) + ", ".join(map(str, arguments))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(expected(argument) for argument in arguments if argument is not NoneType)
     if is_list(hint):

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console
@@ -28,6 +28,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     FileRow,
     Finding,
     MemoryPlan,
+    Severity,
     StepRow,
     check_json,
 )
@@ -222,6 +223,14 @@ def test_the_page_holds_any_name_and_needs_nothing_else(tmp_path: Path) -> None:
     )
     assert found.text.count(HOSTILE) >= 4
     assert check_verdict(a_checkup()) in "".join(found.text)
+
+
+def test_a_phone_shows_a_finding_below_its_code_and_not_outside_of_the_screen() -> None:
+    """The sentences say what to do; a table of five columns had them right of a phone's screen."""
+    (style,) = re.findall("<style>(.*?)</style>", page_of(a_checkup()), re.DOTALL)
+    (narrow,) = re.findall(r"@media \(max-width: 40rem\) \{(.*?)\n\}", style, re.DOTALL)
+    rows = re.findall(r"tr:is\(([^)]*)\) td \{ display: block;", narrow)
+    assert rows == [", ".join(f".{severity}" for severity in get_args(Severity))]
 
 
 def test_a_page_of_nothing_is_a_page() -> None:
