@@ -59,7 +59,12 @@ def test_help_explains_a_section_or_a_key_and_names_the_topics() -> None:
     assert key.startswith("--data.on_bad ") and key.endswith(
         '(one of error, skip; default "error")'
     )
-    assert "a section: run, model" in refusal(lambda: help_text("sav"))
+    assert "a section: run, model" in refusal(lambda: help_text("xyzzy"))
+
+
+def test_a_mistyped_topic_is_answered_with_the_one_that_is_meant() -> None:
+    for topic, meant in (("train.checkpoint", "train.checkpointing"), ("sav", "save")):
+        assert refusal(lambda topic=topic: help_text(topic)).endswith(f"did you mean {meant}?")
 
 
 @pytest.mark.parametrize("command", list(OPTIONS))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+from ditkit_core.config.nearest import nearest_key
 from ditkit_core.config.schema import ConfigField, config_fields, config_sections, field_docs, plain
 from ditkit_core.config.validation import expected
 from ditkit_core.errors import UserError
@@ -47,9 +48,10 @@ def format_help(
     if topic == ALL:
         return "\n\n".join([*parts, *(_section(tree, section) for section in sections)])
     if topic != SHORT:
+        near = nearest_key(topic, [*fields_by_key, *sections])
+        remedy = f"name a key, {ALL}, or a section: {', '.join(sections)}"
         raise UserError(
-            f"--help {topic}: there is no such topic; name a key, {ALL}, or a section: "
-            f"{', '.join(sections)}"
+            f"--help {topic}: there is no such topic; {f'did you mean {near}?' if near else remedy}"
         )
     parts += [
         f"{title}:\n{_rows(_short(fields_by_key[key]) for key in named)}"
