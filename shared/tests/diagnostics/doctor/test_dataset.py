@@ -311,6 +311,8 @@ def test_the_page_does_not_break_words_in_tables() -> None:
     )
     of_cells = [style for names, style in rules if "td" in re.split(r"[ ,]+", names)]
     assert any("overflow-wrap: normal" in style for style in of_cells)
+    numbers = [style for names, style in rules if names == "td.n"]
+    assert "white-space: nowrap" in "".join(numbers), "1.5e-03 breaks behind its minus"
     assert not any(
         "overflow-wrap: anywhere" in style or "word-break" in style for style in of_cells
     )
