@@ -21,7 +21,7 @@ from toy_encoders import encode_with as encode
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, Sample, scan
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encode import text_key
+from ditkit_core.encoding.encode import PromptFiles, text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.missing import _check_finite
 from ditkit_core.errors import EnvironmentFault, UserError
@@ -219,7 +219,7 @@ def test_an_entry_lost_while_training_is_one_line(world: World) -> None:
 
 
 def test_extra_captions_are_found_by_their_key(world: World) -> None:
-    world.start(extra_captions=["a prompt", "caption a"])
+    world.start(extra_prompts=[PromptFiles("a prompt"), PromptFiles("caption a")])
     assert world.text.items.count("caption a") == 1
     tensors = world.cache.get("text", text_key("a prompt", world.text))
     assert tensors is not None and tensors["text"][0, 0] == len("a prompt")

@@ -70,7 +70,7 @@ def encode_with(
     """The encode stage with encoders and settings by name, whichever of its arguments they belong
     to."""
     own = {
-        name: given.pop(name) for name in ("extra_captions", "progress", "on_bad") if name in given
+        name: given.pop(name) for name in ("extra_prompts", "progress", "on_bad") if name in given
     }
     return encode(
         samples, SampleEncoders(media=media_encoder, text=text_encoder, **given), cache, **own

@@ -131,6 +131,7 @@ class Auxiliary:
             text=text,
             fps=fps,
             reference_size=self.spec.data.reference_size,
+            picture_size=self.spec.data.picture_size,
             conditioning=self.conditioning,
             assemble=self.spec.training.assemble,
             mask_weight=mask_weight,

@@ -81,6 +81,7 @@ def read_dataset(
         size_step=data.size_step,
         fps=data.fps,
         reference_size=data.reference_size,
+        needs_references=data.needs_references,
         columns=columns,
         key=key,
     )

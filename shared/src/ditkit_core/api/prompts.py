@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encode import encode, encode_references, text_key
+from ditkit_core.encoding.encode import PromptFiles, encode, encode_references
 from ditkit_core.encoding.missing import Progress
 from ditkit_core.engine.devices import make_current
 from ditkit_core.io.console import NullProgress
@@ -28,22 +28,28 @@ class PromptEncoder:
     """Frames per second of generated clips."""
     progress: Progress = NullProgress
 
-    def encode_texts(self, texts: Sequence[str]) -> None:
+    def encode_texts(self, prompts: Sequence[PromptFiles]) -> None:
         """Encode all texts that the cache lacks, with one start of the text encoder."""
         make_current([self.auxiliary.device])
         encode(
             [],
             self.auxiliary.sample_encoders(self.fps),
             self.cache,
-            extra_captions=texts,
+            extra_prompts=prompts,
             progress=self.progress,
         )
 
-    def text(self, text: str) -> Mapping[str, Tensor]:
-        """The tensors of a text; encoded again if its entry is damaged."""
-        address = text_key(text, self.auxiliary.encoders[1])
+    def text(self, text: str, references: tuple[Path, ...] = ()) -> Mapping[str, Tensor]:
+        """The tensors of a text, and of the references that its encoder sees; encoded again if
+        their entry is damaged."""
+        prompt = PromptFiles(text, references)
+        encoders = self.auxiliary.sample_encoders(self.fps)
         return self.cache.read_encoded(
-            self.cache.get, "text", address, repr(text), lambda: self.encode_texts([text])
+            self.cache.get,
+            "text",
+            encoders.text_keys([prompt], self.cache)[prompt],
+            repr(text),
+            lambda: self.encode_texts([prompt]),
         )
 
     def conditions(self, prompt: SamplePrompt) -> Mapping[str, Tensor]:
@@ -69,15 +75,20 @@ class PromptEncoder:
         )
 
     def requests(
-        self, prompt: SamplePrompt, config: SampleConfig, negative: Mapping[str, Tensor] | None
+        self, prompt: SamplePrompt, config: SampleConfig, negative: str | None
     ) -> list[GenerationRequest]:
-        """The requests for one prompt, of a resolved section; `negative` is the encoded negative
-        prompt, None if guidance does not use it."""
+        """The requests for one prompt, of a resolved section; `negative` is the negative prompt,
+        None if guidance does not use it."""
         conditions = self.conditions(prompt)
+
+        def conditions_with(text: str) -> Mapping[str, Tensor]:
+            return {**self.text(text, prompt.references), **conditions}
+
         return requests_of(
             prompt,
             config,
-            conditions={**self.text(prompt.prompt), **conditions},
-            negative=negative and {**negative, **conditions},  # guidance is about the text alone
+            conditions=conditions_with(prompt.prompt),
+            # Guidance is about the text alone: both texts are with the same references.
+            negative=None if negative is None else conditions_with(negative),
             references=self.references(prompt.references),
         )

@@ -15,6 +15,7 @@ from ditkit_core.api.prompts import PromptEncoder
 from ditkit_core.config.nearest import check_arguments
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.config import EncodeConfig
+from ditkit_core.encoding.encode import PromptFiles
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.sampling.config import SampleConfig
@@ -62,6 +63,7 @@ def sample(
         frame_step=data.frame_step,
         size_step=data.size_step,
         takes_references=data.reference_size is not None,
+        needs_references=data.needs_references,
     )
     config = config.resolved(defaults, _LOGGER.warning)
     device = model.device
@@ -79,8 +81,14 @@ def sample(
     )
     with TemporaryDirectory(prefix="ditkit") as folder:
         encoder = PromptEncoder(auxiliary, Cache(Path(folder)), data.fps)
-        guided = config.uses_negative(defaults)
-        encoder.encode_texts([*texts, *([config.negative] if guided else [])])
-        negative = encoder.text(config.negative) if guided else None
+        negative = config.negative if config.uses_negative(defaults) else None
+        encoder.encode_texts(
+            [
+                PromptFiles(text, prompt.references)
+                for prompt in chosen
+                for text in (prompt.prompt, negative)
+                if text is not None
+            ]
+        )
         jobs = [job for prompt in chosen for job in encoder.requests(prompt, config, negative)]
         return list(generate(auxiliary.sampler, jobs, single_stage(model.module, model.engine)))

@@ -82,7 +82,7 @@ def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) ->
     keep = {
         part.rpartition(" ")[2]
         for sample in encoded
-        for part in (*sample.keys, sample.empty_text_key, *sample.more_text_keys.values())
+        for part in (*sample.keys, *sample.caption_keys)
     }
     if base := base_steps(data):
         keep.add(base.text_key)

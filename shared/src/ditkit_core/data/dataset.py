@@ -131,6 +131,7 @@ def scan(
     size_step: int,
     fps: float,
     reference_size: ReferenceSize | None = None,
+    needs_references: bool = False,
     columns: Sequence[Column] = (),
     key: str = "data.folder",
 ) -> Dataset:
@@ -157,6 +158,7 @@ def scan(
             frame_step=frame_step,
             fps=config.fps or fps,
             reference_size=reference_size,
+            needs_references=needs_references,
             columns=columns,
             resolutions=resolutions_of(config, size_step),
             prefix=prefix,
@@ -323,6 +325,7 @@ class _Reader:
     frame_step: int
     fps: float
     reference_size: ReferenceSize | None
+    needs_references: bool
     columns: Sequence[Column]
     resolutions: Sequence[Resolution]
     prefix: str
@@ -460,6 +463,11 @@ class _Reader:
         if isinstance(named, UserError):
             raise named
         if not (entry.references or named):
+            if self.needs_references:
+                raise UserError(
+                    f"{media} has no reference, and this model edits images; put one of its name "
+                    f"into {argument('data.references')}, or name it in the metadata"
+                )
             return ()
         if self.reference_size is None:
             raise NoReferences(

@@ -6,9 +6,10 @@ stopped.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from ditkit_core.encoding.missing import (
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs, Conditioner
-from ditkit_core.models.encoders import Encoder
+from ditkit_core.models.encoders import Encoder, Prompt
 from ditkit_core.models.spec import identity
 
 _MIRRORED: Mapping[bool, Mapping[str, Any]] = {False: {}, True: {"mirrored": True}}
@@ -40,9 +41,29 @@ _LONG_HASH_BYTES = 2**28
 """Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
 
 
-def text_key(caption: str, encoder: Encoder) -> str:
-    """The cache key (of kind `text`) of a caption that an encoder encodes."""
-    return key("text", caption, encoder.identity)
+def text_key(caption: str, encoder: Encoder, pictures: Sequence[str] = ()) -> str:
+    """The cache key (of kind `text`) of a caption that an encoder encodes, with the digests of the
+    pictures that it sees."""
+    # Nothing in front of the pictures: without any, keys are as in earlier versions.
+    return key("text", caption, encoder.identity, *pictures)
+
+
+class PromptFiles(NamedTuple):
+    """A text, and the images that its encoder may see."""
+
+    text: str
+    references: tuple[Path, ...] = ()
+    is_mirrored: bool = False
+
+    def read(self, picture_size: ReferenceSize) -> Prompt:
+        """The text with the pixels of its references at `DataSpec.picture_size`; UserError if one
+        cannot be read."""
+        return Prompt(self.text, [clip.read()[:, 0] for clip in self.pictures(picture_size)])
+
+    def pictures(self, picture_size: ReferenceSize | None) -> "list[_Clip]":
+        """What the encoder sees: nothing where it reads texts alone."""
+        clips = _reference_clips(self.references, picture_size) if picture_size else []
+        return [clip._replace(is_mirrored=self.is_mirrored) for clip in clips]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +78,8 @@ class SampleEncoders:
     """Frames per second of the clips."""
     reference_size: ReferenceSize | None = None
     """`DataSpec.reference_size`; required if samples have references."""
+    picture_size: ReferenceSize | None = None
+    """`DataSpec.picture_size`; None if the text encoder reads texts alone."""
     conditioning: "Conditioning | None" = None
     """The encoders of conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
@@ -68,22 +91,38 @@ class SampleEncoders:
     flips: bool = False
     """`data.flip`: each sample is encoded mirrored, too."""
 
+    def text_keys(
+        self, prompts: Iterable[PromptFiles], cache: Cache, progress: Progress = NullProgress
+    ) -> dict[PromptFiles, str]:
+        """The cache key of each text, with what its encoder sees of the references."""
+        pictures = {prompt: prompt.pictures(self.picture_size) for prompt in prompts}
+        digests = _media_keys([*chain(*pictures.values())], cache, self.text, progress)
+        return {
+            prompt: text_key(prompt.text, self.text, [digests[clip] for clip in clips])
+            for prompt, clips in pictures.items()
+        }
+
+    def prompts_of(self, sample: Sample) -> list[PromptFiles]:
+        """The empty caption, `more_captions` and the captions of a sample, with its references."""
+        texts = ("", *self.more_captions.values(), *sample.captions)
+        return [PromptFiles(text, sample.references, sample.is_mirrored) for text in texts]
+
 
 def encode(
     samples: Sequence[Sample],
     encoders: SampleEncoders,
     cache: Cache,
     *,
-    extra_captions: Sequence[str] = (),
+    extra_prompts: Sequence[PromptFiles] = (),
     progress: Progress = NullProgress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
     """Encode everything that the cache lacks: clips and references, then conditions, then captions
-    and the empty caption.
+    and the empty caption, which is another one for each sample whose references its encoder sees.
 
     Args:
-        extra_captions: Further captions, such as prompts of previews; find them in the cache by
-            `text_key`.
+        extra_prompts: Further texts, such as prompts of previews; find them in the cache by
+            `SampleEncoders.text_keys`.
         progress: Shows the stages `hash` (if it takes seconds), `media`, each kind of condition,
             and `text`.
         on_bad: Called with each sample that cannot be encoded, which is then left out; None makes
@@ -131,26 +170,31 @@ def encode(
     weights = masks.fill(
         masked, masks.used(masked), cache, failures, progress, keep_going=keep_going
     )
-    encoded, captions = [], ["", *encoders.more_captions.values()]
-    more_text_keys = {
-        prefix: text_key(caption, encoders.text)
-        for prefix, caption in encoders.more_captions.items()
-    }
+    prompts = {sample.id: encoders.prompts_of(sample) for sample in read}
+    # Encoded without samples, too, unless each sample has its empty caption.
+    common = () if encoders.picture_size else ("", *encoders.more_captions.values())
+    extra = [*map(PromptFiles, common), *extra_prompts]
+    text_keys = encoders.text_keys([*extra, *chain(*prompts.values())], cache, progress)
+    encoded = list[tuple[Sample, EncodedSample]]()
+    # By key: captions that samples share are encoded once.
+    texts = {text_keys[prompt]: prompt for prompt in extra[: len(common)]}
     for sample in samples:
-        again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
-        ways = []
-        for id in (sample.id, mirrored[sample.id].id)[: 1 + encoders.flips]:
+        again = partial(encode, [sample], encoders, cache, extra_prompts=extra_prompts)
+        ways, ids = [], (sample.id, mirrored[sample.id].id)[: 1 + encoders.flips]
+        for id in ids:
             media_key, *reference_keys = (keys[clip] for clip in clips[id])
+            empty, *others = (text_keys[prompt] for prompt in prompts[id])
+            num_more = len(encoders.more_captions)
             encoded_sample = EncodedSample(
                 id=sample.id,
                 cache=cache,
                 media_key=media_key,
-                text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
-                empty_text_key=text_key("", encoders.text),
+                text_keys=tuple(others[num_more:]),
+                empty_text_key=empty,
                 reference_keys=tuple(reference_keys),
                 conditions=(*conditions.get(id, ()), *weights.get(id, ())),
                 assemble=encoders.assemble,
-                more_text_keys=more_text_keys,
+                more_text_keys=dict(zip(encoders.more_captions, others[:num_more], strict=True)),
                 mask_weight=encoders.mask_weight,
                 repeats=sample.repeats,
                 encode_again=again,
@@ -160,17 +204,21 @@ def encode(
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
             continue
-        encoded.append(replace(ways[0], mirrored=ways[1] if encoders.flips else None))
-        captions += sample.captions
-    # By key: captions that samples share are encoded once. The empty one is always encoded, for
-    # caption dropout.
-    texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
-    encode_missing(
-        cache,
-        EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr),
-        progress,
-    )
-    return encoded
+        encoded.append((sample, replace(ways[0], mirrored=ways[1] if encoders.flips else None)))
+        texts |= {text_keys[prompt]: prompt for id in ids for prompt in prompts[id]}
+    texts |= {text_keys[prompt]: prompt for prompt in extra}
+    failures = _fill_texts(cache, texts, encoders, progress, keep_going=keep_going)
+    for prompt in extra_prompts:
+        if (error := failures.get(text_keys[prompt])) is not None:
+            raise error
+    usable = []
+    for sample, encoded_sample in encoded:
+        failed = [failures[key] for key in encoded_sample.caption_keys if key in failures]
+        if on_bad is not None and failed:
+            on_bad(sample, failed[0])
+        else:
+            usable.append(encoded_sample)
+    return usable
 
 
 def _mask_conditioning(
@@ -431,6 +479,8 @@ def _media_keys(
     clips: Sequence[_Clip], cache: Cache, encoder: Encoder, progress: Progress
 ) -> dict[_Clip, str]:
     """The cache key of each clip."""
+    if not clips:
+        return {}
     keys = {}
     with MediaHashes(cache.folder) as hashes:
         takes_long = sum(hashes.bytes_to_read(clip.path) for clip in clips) >= _LONG_HASH_BYTES
@@ -460,3 +510,23 @@ def _fill_media(
         name=lambda clip: str(clip.path),
     )
     return encode_missing(cache, jobs, progress, keep_going=keep_going)
+
+
+def _fill_texts(
+    cache: Cache,
+    wanted: Mapping[str, PromptFiles],
+    encoders: SampleEncoders,
+    progress: Progress,
+    *,
+    keep_going: bool,
+) -> dict[str, UserError]:
+    size = encoders.picture_size
+    task = EncodeTask(
+        kind="text",
+        wanted=wanted,
+        encoder=encoders.text,
+        read=lambda prompt: prompt.read(size) if size else prompt.text,
+        name=lambda prompt: repr(prompt.text),
+    )
+    # A text alone cannot be unreadable: what fails concerns its encoder, and so all samples.
+    return encode_missing(cache, task, progress, keep_going=keep_going and size is not None)

@@ -92,6 +92,12 @@ class EncodedSample:
         return both + ([f"mirrored {key}" for key in self.mirrored.keys] if self.mirrored else [])
 
     @property
+    def caption_keys(self) -> list[str]:
+        """The keys of all texts that items may have, with the keys of the mirrored sample."""
+        keys = [self.empty_text_key, *self.text_keys, *self.more_text_keys.values()]
+        return keys + (self.mirrored.caption_keys if self.mirrored else [])
+
+    @property
     def item_keys(self) -> list[str]:
         """The keys of all parts but the captions, as the cache has them."""
         return [self.media_key, *self.reference_keys, *(key for _, key, _ in self.conditions)]

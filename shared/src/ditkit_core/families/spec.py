@@ -84,6 +84,8 @@ def family_spec(
     latent_channels: Callable[[Any], int] = lambda arch: arch.in_channels,
     text_shape: Callable[[Any], tuple[int, int]] | None = None,
     reference_size: Callable[[int, int, int], tuple[int, int]] | None = None,
+    picture_size: Callable[[int, int, int], tuple[int, int]] | None = None,
+    needs_references: bool = False,
     advice: Callable[[Any], str] = lambda arch: "",
     full_refusal: Callable[[Any], str] = lambda arch: "",
     precision: PrecisionSpec | None = None,
@@ -123,6 +125,8 @@ def family_spec(
         text_shape: From architecture to rows and columns of a caption's features as plans count
             them. None: the encoding's number of tokens, and `text_dim` of the architecture.
         reference_size: As `DataSpec.reference_size`.
+        picture_size: As `DataSpec.picture_size`.
+        needs_references: As `DataSpec.needs_references`.
         advice: As `TrainingSpec.advice`.
         full_refusal: As `TrainingSpec.full_refusal`.
         precision: Operation groups of parameters; None: by their usual names.
@@ -230,6 +234,8 @@ def family_spec(
             fps_is_fixed=fps_is_fixed,
             size=size,
             reference_size=reference_size,
+            picture_size=picture_size,
+            needs_references=needs_references,
         ),
         auxiliary=AuxiliarySpec(
             media_encoder=media_encoder,

@@ -57,6 +57,16 @@ def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A text with the references that its encoder sees."""
+
+    text: str
+    pictures: Sequence[Float[Tensor, "3 height width"]] = ()
+    """Pixels in [-1, 1] of each reference, in order, at the size that `DataSpec.picture_size`
+    gives."""
+
+
 @runtime_checkable
 class Encoder(Protocol):
     """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and
@@ -81,7 +91,7 @@ class Encoder(Protocol):
         self, items: Sequence[Any], advance: Callable[[float], None] = ...
     ) -> list[dict[str, Tensor]]:
         """Encode items: each is pixels [3, frames, height, width] in [-1, 1] for media, a caption
-        for text.
+        for text, or a `Prompt` where the family has a `DataSpec.picture_size`.
 
         Args:
             items: At most `items_at_once`.

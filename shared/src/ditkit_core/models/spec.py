@@ -225,6 +225,14 @@ class DataSpec:
     is encoded at, in pixels; raises UserError for an image that cannot be used. None if the model
     takes no references."""
 
+    picture_size: Callable[[int, int, int], tuple[int, int]] | None = None
+    """Likewise the size that the text encoder sees a reference at, of every image that
+    `reference_size` accepts. The encoder's items are then each a `Prompt`; None if it reads
+    captions alone."""
+
+    needs_references: bool = False
+    """Whether the model only edits: a sample without references is refused."""
+
     columns: Callable[[Any], Sequence[Column]] = lambda arch: ()
     """From architecture to the dataset columns that it is conditioned on."""
 

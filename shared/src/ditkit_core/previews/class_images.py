@@ -90,6 +90,7 @@ def generate_class_images(
     """
     config, folder, bare = run.config, run.data.prior_folder, run.for_class_images
     sampling, negative = guided_by(bare.data, stages)
+    texts = prompt_encoder(run.data)
     (job,) = requests_of(
         SamplePrompt(
             prompt=config.prior.prompt,
@@ -99,8 +100,8 @@ def generate_class_images(
             width=config.data.width,
         ),
         replace(sampling, images=1),
-        conditions={**prompt_encoder(run.data).text(config.prior.prompt), **extra_conditions},
-        negative=None if negative is None else {**negative, **extra_conditions},
+        conditions={**texts.text(config.prior.prompt), **extra_conditions},
+        negative=None if negative is None else {**texts.text(negative), **extra_conditions},
         references=(),
     )
     missing = [

@@ -1,13 +1,12 @@
 """Generates the samples of a run's [sample] section with given transformers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.api.auxiliary import Auxiliary
@@ -108,15 +107,11 @@ def _with(
     return replace(stage, opened=opened)
 
 
-def guided_by(
-    data: RunData, stages: Sequence[DenoiserStage]
-) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
-    """The section with the model's own values where it sets none, and the encoded negative prompt
-    if a stage is guided by it."""
+def guided_by(data: RunData, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, str | None]:
+    """The section with the model's own values where it sets none, and the negative prompt if a
+    stage is guided by it."""
     defaults = data.spec.auxiliary.sample_defaults(data.auxiliary.arch)
     config = data.config.sample.resolved(defaults, warn)
     # A stage may have its own guidance.
     guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
-    return config, prompt_encoder(data).text(config.negative) if guided.uses_negative(
-        defaults
-    ) else None
+    return config, config.negative if guided.uses_negative(defaults) else None

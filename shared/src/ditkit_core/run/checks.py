@@ -137,7 +137,15 @@ def check_settings(run: RunContext) -> None:
         frame_step=run.spec.data.frame_step,
         size_step=run.spec.data.size_step,
         takes_references=run.spec.data.reference_size is not None,
+        needs_references=run.spec.data.needs_references,
     )
+    prior = run.config.prior
+    if run.spec.data.picture_size is not None and prior.match_base and prior.prompt:
+        raise UserError(
+            f"{argument('prior.prompt')} is one text for all samples, and this model's text encoder "
+            f"sees the references of each; leave it empty: prior.match_base then takes the empty "
+            f"caption with them"
+        )
     _check_adapter_files(run)
 
 
@@ -571,7 +579,8 @@ def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
 def check_class_prompt(data: RunData) -> None:
     """Refuse to generate class images with a model that needs more than a text, before anything is
     loaded."""
-    needed = [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
+    needed = ["it edits images"] * data.spec.data.needs_references
+    needed += [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
     try:
         for conditioner in (
             data.auxiliary.conditioning.conditioners if data.auxiliary.conditioning else ()
@@ -637,9 +646,10 @@ def check_data(
     now = keys_of(encoded)
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now[BASE_WEIGHTS] = [base, ""]
-    now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    ways = [way for sample in encoded for way in (sample, sample.mirrored) if way is not None]
+    now[EMPTY_CAPTION] = sorted({f"text {way.empty_text_key}" for way in ways})
     if slider := sorted(
-        {f"text {key}" for sample in encoded for key in sample.more_text_keys.values()}
+        {f"text {key}" for way in ways for key in way.more_text_keys.values()}
         - {*now[EMPTY_CAPTION]}
     ):
         now[SLIDER_CAPTIONS] = slider

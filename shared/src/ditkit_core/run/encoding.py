@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ditkit_core.api.prompts import PromptEncoder
 from ditkit_core.data.dataset import NothingToTrain, Sample
-from ditkit_core.encoding.encode import encode
+from ditkit_core.encoding.encode import PromptFiles, encode
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.engine.devices import make_current
@@ -38,7 +38,9 @@ def encode_all(data: RunData, *, with_class_prompt: bool = False) -> Encoded:
     )
     prompts = sample_prompts(data, dataset.samples, warn=warn)
     is_used = with_class_prompt or bool(config.prior.match_base)
-    texts = [*_texts(data, prompts), *filter(None, [config.prior.prompt if is_used else ""])]
+    texts = _texts(data, prompts)
+    texts += map(PromptFiles, filter(None, [config.prior.prompt if is_used else ""]))
+    texts += [PromptFiles(_negative(data))] * with_class_prompt
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(
         data, [*dataset.samples, *data.prior_samples()], dataset.fps, texts, failed
@@ -64,7 +66,7 @@ def encode_samples(
     data: RunData,
     samples: Sequence[Sample],
     fps: float,
-    texts: Sequence[str] = (),
+    texts: Sequence[PromptFiles] = (),
     failed: list[tuple[str, str]] | None = None,
 ) -> list[EncodedSample]:
     """Encode some samples and texts into the cache; `failed` receives the ids of samples that were
@@ -91,7 +93,7 @@ def encode_samples(
         samples,
         encoders,
         data.cache,
-        extra_captions=texts,
+        extra_prompts=texts,
         progress=_encode_progress,
         on_bad=on_bad,
     )
@@ -144,14 +146,24 @@ def _encode_controls(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
         encoder.conditions(prompt)
 
 
-def _texts(data: RunData, prompts: Sequence[SamplePrompt]) -> list[str]:
+def _texts(data: RunData, prompts: Sequence[SamplePrompt]) -> list[PromptFiles]:
+    """The text and the negative prompt of each sample, with the references that their encoder may
+    see."""
+    negative = _negative(data)
+    return [
+        PromptFiles(text, prompt.references)
+        for prompt in prompts
+        for text in (prompt.prompt, negative)
+    ]
+
+
+def _negative(data: RunData) -> str:
     sample, arch = data.config.sample, data.auxiliary.arch
     # Without a transformer's files nothing says whose negative prompt it would be; what samples
     # needs them, and encodes it then.
     if arch is not None:
         sample = sample.resolved(data.spec.auxiliary.sample_defaults(arch), lambda unused: None)
-    negative = "" if sample.negative == AUTHORS_NEGATIVE else sample.negative
-    return [*(prompt.prompt for prompt in prompts), negative]
+    return "" if sample.negative == AUTHORS_NEGATIVE else sample.negative
 
 
 @contextmanager

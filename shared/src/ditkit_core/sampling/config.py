@@ -112,7 +112,14 @@ class SampleConfig:
                 f"{argument('sample.seed')} = {self.seed} is too large, 2**62 or more; set 0"
             )
 
-    def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
+    def check(
+        self,
+        *,
+        frame_step: int,
+        size_step: int,
+        takes_references: bool,
+        needs_references: bool = False,
+    ) -> None:
         """Refuse settings that the model cannot sample with; it has `frame_step` frames per latent
         frame, 0 if it only generates images."""
         if not frame_step and self.frames > 1:
@@ -138,6 +145,11 @@ class SampleConfig:
             raise UserError(
                 f"{argument('sample.references')}: this model takes no reference images; leave it "
                 f"empty"
+            )
+        if self.prompts and not self.references and needs_references:
+            raise UserError(
+                f"{argument('sample.prompts')}: this model edits images and there is none; name "
+                f"images in {argument('sample.references')}"
             )
 
     def resolved(self, defaults: "SampleDefaults", warn: Callable[[str], None]) -> "SampleConfig":

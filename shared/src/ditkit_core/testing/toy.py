@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
+from ditkit_core.testing.specs import altered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,24 @@ class ToyTextEncoder(_Counted):
         return [{"text": torch.sin(codes[:, None] * torch.arange(1, 9))}]
 
 
+class ToyReader(ToyTextEncoder):
+    """One row of features per character, in front of it one per picture: the colours of its left
+    and of its right half."""
+
+    identity = "toy-reader"
+
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
+        (prompt,) = items
+        (captioned,) = super().encode([prompt.text], advance)
+        halves = [picture.chunk(2, dim=-1) for picture in prompt.pictures]
+        rows = [
+            torch.cat([half.mean((1, 2)) for half in pair] + [torch.ones(2)]) for pair in halves
+        ]
+        return [{"text": torch.cat([*(row[None] for row in rows), captioned["text"]])}]
+
+
 class ToySampler:
     """Euler steps from noise to data, which it decodes itself."""
 
@@ -381,6 +400,24 @@ TOY = ModelSpec(
 )
 
 
+TOY_EDITS = altered(
+    TOY,
+    reference_size=lambda height, width, count: (16, 16),
+    picture_size=lambda height, width, count: (8, 8),
+    text_encoder=lambda components, device, dtype, streaming: ToyReader(),
+    empty_item=lambda arch, size, references: {
+        **TOY.training.empty_item(arch, size, ()),
+        **{
+            f"reference.{index}": torch.empty(arch.channels, 1, height // 4, width // 4)
+            for index, (height, width) in enumerate(references)
+        },
+        "text": torch.empty(16 + len(references), arch.text_dim),
+    },
+    import_path="ditkit_core.testing.toy:TOY_EDITS",
+)
+"""The toy with a text encoder that sees references, which it attends to in no other way."""
+
+
 def in_form(state: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
     """The toy's parameters as a file of this form has them."""
     rows: dict[str, dict[int, Tensor]] = {}
@@ -412,9 +449,11 @@ def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[di
 
 __all__ = [
     "TOY",
+    "TOY_EDITS",
     "ToyArch",
     "ToyInputs",
     "ToyModel",
+    "ToyReader",
     "in_form",
     "native_name",
     "official_name",
