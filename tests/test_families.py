@@ -31,7 +31,14 @@ from transformers import (
 from ditkit_core.errors import UserError
 from ditkit_core.families.demo import write_transformer, write_vae
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
-from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
+from ditkit_core.families.language_models import (
+    QWEN2_5_VL,
+    QWEN2_5_VL_TOWER,
+    QWEN3,
+    TextEncoding,
+    TextFamily,
+)
+from ditkit_core.families.references import area_size
 from ditkit_core.families.spec import GUIDE, STEPS, CaptionEncoding, family_spec
 from ditkit_core.families.t5 import T5_XXL, T5Encoding
 from ditkit_core.families.text import LanguageModelEncoder, text_model
@@ -416,6 +423,26 @@ def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
         "blocks.0.q.weight": "matmul",
     }  # fmt: skip
     assert {name: spec.precision.op_group_of(name) for name in usual} == usual
+
+
+def test_references_that_a_text_encoder_sees_are_rows_of_its_captions() -> None:
+    seeing = replace(QWEN2_5_VL, vision=QWEN2_5_VL_TOWER)
+    text = TextEncoding(models=(seeing,), reader="Zed", remedy="", num_tokens=64)
+    sees = {"picture_size": area_size(384 * 384), "reference_size": area_size(1024 * 1024)}
+    spec = family_spec(**{**SPEC, "text": text}, shift=3.0, **sees, needs_references=True)
+    assert spec.data.picture_size is sees["picture_size"] and spec.data.needs_references
+    item = spec.training.empty_item(Arch(), (1, 64, 64), [(1024, 1024), (512, 2048)])
+    # 384 x 384, and 192 x 768 of which 196 x 756 is seen, in slots of 28 pixels
+    assert len(item["text"]) == 64 + 14 * 14 + 7 * 27
+    assert len(spec.training.empty_item(Arch(), (1, 64, 64), [])["text"]) == 64
+    for wrong, says in (
+        ({"text": text}, "has no picture_size, and its text encoder sees references"),
+        (sees, "has picture_size, and its text encoder reads captions alone"),
+    ):
+        with pytest.raises(UserError, match=says):
+            family_spec(**{**SPEC, **wrong}, shift=3.0)
+    with pytest.raises(UserError, match="has models with a `vision` and models without"):
+        TextEncoding(models=(seeing, QWEN3), reader="Zed", remedy="")
 
 
 def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:

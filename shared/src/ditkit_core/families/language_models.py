@@ -1,11 +1,105 @@
 """Language models that read captions, as plain values: their class in transformers, chat template,
-and the layers that are read."""
+the layers that are read, and what they see with."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ditkit_core.errors import UserError
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower:
+    """The part of a model in transformers that sees, and the words in a prompt that stand for a
+    picture.
+
+    Its representation is part of the identity of caches, as a `TextFamily`'s.
+    """
+
+    name: str
+    """Start of the tower's configuration in transformers: `Qwen3VLVision` for
+    Qwen3VLVisionConfig."""
+    module: str = field(repr=False)
+    """`module:class` of the tower in transformers."""
+    published: Mapping[int, Mapping[str, Any]] = field(repr=False)
+    """Configurations of published towers by the width of their rows, which is the text's: for plans
+    without files and for single files."""
+    picture: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    """What a picture is in a prompt, in front of its caption; `{number}` is 1, 2, … there."""
+    between: str = ""
+    """What is between two pictures."""
+    slot: str = "<|image_pad|>"
+    """The token in `picture` that is repeated for each row of it; removed from captions."""
+    marks_slots: bool = False
+    """Whether features have `slots` [tokens] next to them: True where a row is a picture's."""
+    mean: tuple[float, float, float] = _CLIP_MEAN
+    deviation: tuple[float, float, float] = _CLIP_DEVIATION
+    """With `mean`: how pixels in [0, 1] are normalised, by channel."""
+    pixels: tuple[int, int] = (56 * 56, 28 * 28 * 16384)
+    """Fewest and most pixels of a picture; others are resized."""
+    usual_pixels: int = field(default=1024 * 1024, repr=False)
+    """Pixels of a picture as plans count them."""
+
+    def num_slots(self, height: int, width: int) -> int:
+        """Rows of a picture of this size among the features of a published model."""
+        config = next(iter(self.published.values()))
+        return math.prod(
+            self.grid(height, width, config["patch_size"] * config["spatial_merge_size"])
+        )
+
+    def grid(self, height: int, width: int, factor: int) -> tuple[int, int]:
+        """Rows and columns of slots of a picture of this size, when each is `factor` pixels on a
+        side."""
+        fewest, most = self.pixels
+        sides = round(height / factor), round(width / factor)
+        if math.prod(sides) * factor**2 > most:
+            shrunk = math.sqrt(height * width / most) * factor
+            return max(1, math.floor(height / shrunk)), max(1, math.floor(width / shrunk))
+        if math.prod(sides) * factor**2 < fewest:
+            enlarged = math.sqrt(fewest / (height * width)) / factor
+            return math.ceil(height * enlarged), math.ceil(width * enlarged)
+        return sides
+
+
+QWEN2_5_VL_TOWER = VisionTower(
+    name="Qwen2_5_VLVision",
+    module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+    published={
+        3584: {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+            "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        }
+    },
+)  # fmt: skip
+"""The tower of Qwen2.5-VL 7B. Source: Qwen/Qwen2.5-VL-7B-Instruct, config.json and
+preprocessor_config.json."""
+
+QWEN3_VL_TOWER = VisionTower(
+    name="Qwen3VLVision",
+    module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
+    published={
+        2560: {
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+            "out_hidden_size": 2560, "patch_size": 16, "spatial_merge_size": 2,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        4096: {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+            "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
+    mean=(0.5, 0.5, 0.5),
+    deviation=(0.5, 0.5, 0.5),
+    pixels=(256 * 256, 4096 * 4096),
+)  # fmt: skip
+"""The tower of Qwen3-VL 4B and 8B. Source: Qwen/Qwen3-VL-4B-Instruct and
+Qwen/Qwen3-VL-8B-Instruct, config.json and preprocessor_config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +136,9 @@ class TextFamily:
     """Configuration that the shapes in a single file do not give: `rope_theta`, `rms_norm_eps`."""
     published: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """Configurations of published models, for plans without files: by name."""
+    vision: VisionTower | None = field(default=None, repr=False)
+    """What it sees references with; None for a model that reads captions alone, whether or not it
+    could see."""
     norms_heads: bool = field(default=False, repr=False)
     """Whether its attention normalises the heads of queries and keys, which tells a single file of
     it from others."""
@@ -108,6 +205,16 @@ class TextEncoding:
                 f"ones, such as QWEN3; T5 and its kin are a T5Encoding, and an encoder of the "
                 f"package is a CaptionEncoding (docs/adding_a_model.md, 4. Encoders)"
             )
+        if len({model.vision is None for model in self.models}) > 1:
+            raise UserError(
+                f"the TextEncoding of {self.reader} has models with a `vision` and models without; "
+                f"an encoder sees references, or reads captions alone"
+            )
+
+    @property
+    def sees(self) -> bool:
+        """Whether it sees the references of a prompt."""
+        return self.models[0].vision is not None
 
 
 _QWEN3 = {
@@ -134,6 +241,29 @@ QWEN3 = TextFamily(
 )
 """Qwen3 as its own template asks it; its padding has id 151643. A family replaces layers and
 template where it has others."""
+
+_SECTIONED_ROTARY = {
+    "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
+}  # fmt: skip
+QWEN2_5_VL = TextFamily(
+    name="Qwen2.5-VL",
+    layers=(-1,),
+    before=QWEN3.before,
+    after=QWEN3.after,
+    special=QWEN3.special,
+    padding=QWEN3.padding,
+    kind="Qwen2_5_VLText",
+    model_type="qwen2_5_vl_text",
+    unstated={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": _SECTIONED_ROTARY},
+    published={
+        "Qwen2.5-VL 7B": {
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6, "rope_parameters": _SECTIONED_ROTARY,
+        },
+    },
+)  # fmt: skip
+"""The part of Qwen2.5-VL that reads; with `vision`, all of it."""
 
 _MULTIMODAL_ROTARY = {
     "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],

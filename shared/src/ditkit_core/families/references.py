@@ -1,7 +1,7 @@
-"""The size at which a reference image, the image to edit, is encoded, for models whose token is 16
-pixels on a side."""
+"""The size at which a reference image, the image to edit, is encoded."""
 
 import math
+from collections.abc import Callable
 
 from ditkit_core.errors import UserError
 
@@ -9,6 +9,7 @@ PATCH = 16
 """Pixels on a side of the square that becomes one token."""
 
 _MIN_SIDE = 64
+_MAX_VISIBLE_ASPECT = 200
 _MAX_ASPECT = 8
 
 
@@ -36,3 +37,24 @@ def cropped_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
         )
     scale = min(1.0, math.sqrt(max_pixels / (height * width)))
     return int(height * scale) // PATCH * PATCH, int(width * scale) // PATCH * PATCH
+
+
+def area_size(area: int, step: int = 32) -> Callable[[int, int, int], tuple[int, int]]:
+    """A `DataSpec.reference_size` or `picture_size`: a reference enlarged or shrunk to about `area`
+    pixels in its aspect ratio, its sides multiples of `step`. It raises UserError for one longer
+    than 200:1.
+
+    Source: `calculate_dimensions` of diffusers' pipeline_qwenimage_edit.py, and `smart_resize` of
+        transformers, which refuses longer ones.
+    """
+
+    def size(height: int, width: int, count: int) -> tuple[int, int]:
+        if max(height, width) > _MAX_VISIBLE_ASPECT * min(height, width):
+            raise UserError(
+                f"a reference image of {width}x{height} pixels is too long; crop it to at most "
+                f"{_MAX_VISIBLE_ASPECT}:1"
+            )
+        long = math.sqrt(area * (width / height))
+        return round(long / (width / height) / step) * step, round(long / step) * step
+
+    return size

@@ -18,6 +18,7 @@ from ditkit_core.families.language_models import TextEncoding
 from ditkit_core.families.t5 import T5Encoder, T5Encoding, t5_model
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
+from ditkit_core.families.vision_language import VisionLanguageEncoder
 from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import (
@@ -60,6 +61,10 @@ class CaptionEncoding:
 
     model: Callable[[int, ModelPaths], AuxiliaryModel]
     """From the width of the features to the encoder as plans count it: as `text_model`."""
+
+    num_slots: Callable[[int, int], int] | None = None
+    """From height and width of a reference, at `DataSpec.picture_size`, to the rows that it has among
+    the features of its caption. None for an encoder that reads captions alone."""
 
 
 def family_spec(
@@ -156,6 +161,13 @@ def family_spec(
         return shifted_levels(steps, shift or constant)
 
     captions = _caption_encoding(text)
+    if (captions.num_slots is None) != (picture_size is None):
+        raise UserError(
+            f"the spec of {name} has {'no ' * (picture_size is None)}picture_size, and its text "
+            f"encoder {'reads captions alone' if captions.num_slots is None else 'sees references'}: "
+            f"give family_spec the size that it sees them at, or leave both out ({GUIDE}, "
+            f"{STEPS['text'][1]})"
+        )
 
     def rows_and_columns(arch: Any) -> tuple[int, int]:
         return (captions.num_tokens, arch.text_dim) if text_shape is None else text_shape(arch)
@@ -172,7 +184,11 @@ def family_spec(
         others = {
             f"reference.{index}": latents(1, *sides) for index, sides in enumerate(references)
         }
-        features = torch.empty(rows_and_columns(arch), dtype=torch.bfloat16)
+        rows, columns = rows_and_columns(arch)
+        if captions.num_slots is not None and picture_size is not None:
+            sizes = (picture_size(*sides, len(references)) for sides in references)
+            rows += sum(captions.num_slots(*size) for size in sizes)
+        features = torch.empty(rows, columns, dtype=torch.bfloat16)
         return {"latents": latents(*clip), "text": features, **others}
 
     def num_tokens(item: Mapping[str, Tensor]) -> int:
@@ -267,8 +283,9 @@ def _caption_encoding(text: TextEncoding | T5Encoding | CaptionEncoding) -> Capt
         case TextEncoding():
             return CaptionEncoding(
                 num_tokens=text.usual_tokens - min(model.dropped for model in text.models),
-                encoder=partial(LanguageModelEncoder, text),
+                encoder=partial(VisionLanguageEncoder if text.sees else LanguageModelEncoder, text),
                 model=partial(text_model, text),
+                num_slots=text.models[0].vision.num_slots if text.models[0].vision else None,
             )
 
 

@@ -5,11 +5,13 @@ is read from its file, used for every caption of the call, and freed. The result
 identical, because a layer takes one caption at a time in both.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ditkit_core.families.text_model import (
     published,
     rotary_of,
 )
+from ditkit_core.families.vision_tower import Sight, patches_of, seen_rows
 from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.memory import process_peak_bytes
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, Streaming
@@ -51,9 +54,10 @@ class Prompter:
         """Check the tokenizer's own file; the tokenizer itself is built by `load`."""
         self.file = folder / "tokenizer.json"
         self._family, self._encoding, self._num_tokens = family, encoding, encoding.num_tokens
-        token_ids = added_tokens(folder)
+        token_ids, vision = added_tokens(folder), family.vision
+        slots = [vision.slot] if vision else []
         if missing := [
-            token for token in (*family.special, family.padding) if token not in token_ids
+            token for token in (*family.special, family.padding, *slots) if token not in token_ids
         ]:
             raise UserError(
                 f"{self.file} has no token {missing[0]}: it is not the tokenizer of {family.name} "
@@ -61,6 +65,8 @@ class Prompter:
                 "set model.tokenizer to the one that came with the text encoder"
             )
         self._padding = token_ids[family.padding]
+        self.slots = [token_ids[token] for token in slots]
+        """Tokens that stand for a row of a picture."""
         self._tokenizer: Any = None
 
     def load(self, vocabulary_size: int) -> None:
@@ -167,6 +173,7 @@ class LanguageModelEncoder:
             self.encoding.window
         )
         rows += ["cut in front of the template's end"] * self.encoding.keeps_end
+        rows += [f"not padded, sees with {self.family.vision}"] * bool(self.family.vision)
         settings = (
             repr(self.family),
             self.encoding.num_tokens,
@@ -211,7 +218,9 @@ class LanguageModelEncoder:
         layers."""
         if not self.streams:
             return 1
-        return captions_at_once(self.encoding, self.width, self._config["hidden_size"], self._dtype)
+        return captions_at_once(
+            self.encoding, self.family, self._config["hidden_size"], self._dtype
+        )
 
     def load(self) -> None:
         """Read the weights onto the device; when streamed, only look up where each is."""
@@ -315,9 +324,10 @@ def features(
     rotary: Any,
     ids: Sequence[Int64[Tensor, " _"]],
     masks: Sequence[Bool[Tensor, "1 1 _ _"] | None],
-    positions: Sequence[Int64[Tensor, "1 _"]],
+    positions: Sequence[Int64[Tensor, "*axes 1 _"]],
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
+    sights: Mapping[int, Sight] = MappingProxyType({}),
 ) -> list[Float[Tensor, "_ width"]]:
     """Run captions through the layers, one layer after the other: the concatenated hidden states
     after the family's layers, on the CPU.
@@ -326,13 +336,16 @@ def features(
         rotary: Computes the rotary tables.
         ids: Tokens of each caption, which may differ in number, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
-        positions: Where each caption's tokens are, on the same device.
+        positions: Where each caption's tokens are, perhaps on several axes, on the same device.
         passing: Makes a context that loads one layer at a time; each call makes another one with
             its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
+        sights: What is seen of the pictures of captions, by their number.
     """
     with passing()("embed_tokens") as embedding:
         hidden = [embedding(caption_ids[None]) for caption_ids in ids]
+    for number, sight in sights.items():
+        sight.put(hidden[number])
     tables = [rotary(state, where) for state, where in zip(hidden, positions, strict=True)]
     width = len(family.layers) * hidden[0].shape[-1]
     texts = [torch.empty(state.shape[1], width, dtype=state.dtype) for state in hidden]
@@ -346,6 +359,8 @@ def features(
                     layer(state, attention_mask=mask, position_ids=where, position_embeddings=table)
                 )
                 advance(1 / family.layers[-1])
+        for number, sight in sights.items():
+            sight.add(hidden[number], index)
         if family.last_norm and index + 1 == family.layers[-1]:
             with passing()("norm") as norm:
                 for state in hidden:
@@ -358,11 +373,17 @@ def features(
 
 
 def captions_at_once(
-    encoding: TextEncoding, width: int, hidden_size: int, dtype: torch.dtype
+    encoding: TextEncoding, family: TextFamily, hidden_size: int, dtype: torch.dtype
 ) -> int:
-    """Number of captions per reading of all layers, limited by memory; from the widths of features
-    and hidden states."""
-    bytes_each = encoding.usual_tokens * (width + hidden_size) * dtype.itemsize
+    """Number of captions per reading of all layers, limited by memory; from the width of hidden
+    states, and with one picture each where it sees."""
+    tokens, pixels = encoding.usual_tokens, 0
+    if family.vision is not None:
+        pixels = family.vision.usual_pixels
+        side = math.isqrt(pixels)
+        tokens += family.vision.num_slots(side, side)
+    bytes_each = tokens * (len(family.layers) + 1) * hidden_size * dtype.itemsize
+    bytes_each += pixels * 3 * 3 * 4  # fp32 channels, read once and in the patches of two frames
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
@@ -413,7 +434,7 @@ def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) ->
             config["hidden_size"],
             module.get_parameter("embed_tokens.weight").dtype,
         )
-        count = captions_at_once(encoding, len(family.layers) * hidden_size, hidden_size, dtype)
+        count = captions_at_once(encoding, family, hidden_size, dtype)
         # One layer is enough: all layers have the same size, and a caption keeps only the hidden
         # state of each.
         return _read(
@@ -433,10 +454,25 @@ def _read(
     device: torch.device,
     passing: Callable[[], LayerContext],
 ) -> list[Tensor]:
-    """Run padded captions, each with a mask, through the layers."""
-    tokens = encoding.usual_tokens
+    """Run padded captions, each with a mask, through the layers; or, where it sees, captions with
+    a picture each."""
+    tokens, sights = encoding.usual_tokens, dict[int, Sight]()
+    if family.vision is not None:
+        side = math.isqrt(family.vision.usual_pixels)
+        picture = torch.zeros(3, side, side)
+        patches = patches_of(family.vision, module.visual.config, [picture])
+        visible = seen_rows(module.visual, [patches] * count, device, passing)
+        num_slots = len(visible[0][0])
+        slots = torch.arange(num_slots).to(device)
+        sights = {number: Sight(slots, *rows) for number, rows in enumerate(visible)}
+        tokens += num_slots
     ids = [torch.zeros(tokens, dtype=torch.long).to(device) for _ in range(count)]
     positions = [torch.arange(tokens)[None].to(device) for _ in ids]
     # Most captions are padded and have a mask, so the plan has one for each.
-    masks = [torch.ones((1, 1, tokens, tokens), dtype=torch.bool).to(device) for _ in ids]
-    return features(family, rotary_of(module, device), ids, masks, positions, passing)
+    masks = [
+        None if sights else torch.ones((1, 1, tokens, tokens), dtype=torch.bool).to(device)
+        for _ in ids
+    ]
+    return features(
+        family, rotary_of(module, device), ids, masks, positions, passing, sights=sights
+    )

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ditkit_core.errors import UserError, given_to_library
-from ditkit_core.families.language_models import TextEncoding, TextFamily
+from ditkit_core.families.language_models import TextEncoding, TextFamily, VisionTower
+from ditkit_core.families.vision_tower import build_tower
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
@@ -50,6 +51,11 @@ def describe(
             f"{source.path}: config.json has no num_hidden_layers or no hidden_size; fetch it again"
         )
     family, needed = _counted(family, depth)
+    if family.vision is not None:
+        config = {
+            **config,
+            "vision_config": _vision_of(family.vision, source, config["hidden_size"]),
+        }
     if depth < needed:
         raise UserError(
             f"{source.path} has {depth} layers, and {encoding.reader} reads the hidden states "
@@ -60,6 +66,18 @@ def describe(
         name: value for name, value in config.items() if name != "layer_types"
     }  # a list as long as the depth
     return family, settings | {"num_hidden_layers": needed}
+
+
+def _vision_of(vision: VisionTower, source: SafetensorsSource, width: int) -> Mapping[str, Any]:
+    """The configuration of the tower next to a text's; of a single file, the published one."""
+    stored = read_config(source.path) if source.path.is_dir() else {}
+    config = stored.get("vision_config", vision.published.get(width))
+    if not isinstance(config, Mapping):
+        raise UserError(
+            f"{source.path} has no vision_config and no published tower has rows of width {width}; "
+            f"{_REMEDY}"
+        )
+    return config
 
 
 def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
@@ -78,7 +96,9 @@ def published(encoding: TextEncoding, text_dim: int) -> tuple[TextFamily, dict[s
         for config in family.published.values():
             if len(family.layers) * config["hidden_size"] == text_dim:
                 counted, needed = _counted(family, config["num_hidden_layers"])
-                return counted, {**config, "num_hidden_layers": needed}
+                vision = family.vision and family.vision.published[config["hidden_size"]]
+                sees = {"vision_config": vision} if vision else {}
+                return counted, {**config, **sees, "num_hidden_layers": needed}
     raise UserError(
         f"no published text encoder has features of width {text_dim}; set model.text_encoder to "
         f"the model's own"
@@ -151,7 +171,9 @@ def _without_prefix(name: str) -> str:
 
 def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
     """The language model on `meta`, without its last norm where hidden states are taken before
-    it."""
+    it, and with its tower, `visual`, where it sees."""
+    vision = config.get("vision_config")
+    config = {name: value for name, value in config.items() if name != "vision_config"}
     make_config, make_model = (
         resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model")
     )
@@ -161,6 +183,8 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
         with torch.device("meta"):
             model = make_model(full)
+            if family.vision is not None and vision is not None:
+                model.visual = build_tower(family.vision, vision, ATTENTION)
     if not family.last_norm:
         model.norm = nn.Identity()
     return model.requires_grad_(False).eval()
@@ -180,12 +204,18 @@ def rotary_of(model: Any, device: torch.device) -> nn.Module:
 def locate_weights(
     model: nn.Module, source: SafetensorsSource
 ) -> dict[str, tuple[TensorSlice, ...]]:
-    """Where the files store each weight of the model; other weights (vision, later layers, head)
-    are ignored."""
-    wanted = {
+    """Where the files store each weight of the model and of its tower; other weights (a tower that
+    it has not, later layers, head) are ignored."""
+    shapes = {
         name: tuple(tensor.shape)
         for name, tensor in without_scales(model.state_dict(), model).items()
     }
+    tower = {
+        name.removeprefix("visual."): shape
+        for name, shape in shapes.items()
+        if name.startswith("visual.")
+    }
+    wanted = {name: shape for name, shape in shapes.items() if not name.startswith("visual.")}
     num_layers = len([*model.get_submodule("layers").children()])
 
     def used(name: str) -> bool:
@@ -200,4 +230,15 @@ def locate_weights(
     names = StateDictNames.renaming(
         prefixes=_PREFIXES, to_native=lambda name: name if used(name) else None
     )
-    return match(source, names, wanted, ignore=ignore, advice=_ADVICE)
+    located = match(source, names, wanted, ignore=ignore, advice=_ADVICE)
+    if tower:
+        # Apart: files have other prefixes in front of it, `model.visual.` or `visual.`.
+        names = StateDictNames.renaming(
+            prefixes=("model.visual.", "visual."),
+            to_native=lambda name: name if name in tower else None,
+        )
+        visual = match(
+            source, names, tower, ignore=lambda name: "visual." not in name, advice=_ADVICE
+        )
+        located |= {f"visual.{name}": parts for name, parts in visual.items()}
+    return located
