@@ -46,6 +46,17 @@ class Reader(ToyReader):
         return super().encode(items, *advance)
 
 
+class Several(Reader):
+    """Takes four prompts at once, as an encoder does that reads its layers from files."""
+
+    items_at_once = 4
+
+    def encode(self, items: Sequence[Prompt], *advance: Any) -> list[dict[str, Tensor]]:
+        return [
+            tensors for item in items for tensors in super(Several, self).encode([item], *advance)
+        ]
+
+
 class Edits(World):
     """Three images of one size; two have a reference each, and the last one has two."""
 
@@ -190,6 +201,16 @@ def test_what_its_encoder_cannot_read_is_a_bad_sample(world: Edits) -> None:
     reference = (world.folder / "refs/a.png",)
     with pytest.raises(UserError, match="is too long"):  # a preview is no sample to be left out
         world.encode(extra_prompts=[PromptFiles("make it red", reference)], on_bad=lambda *_: None)
+
+
+def test_a_bad_sample_among_many_at_once_is_the_only_one_left_out(world: Edits) -> None:
+    world.text = Several(unreadable="make it red")
+    bad: list[str] = []
+    encoded = world.encode(on_bad=lambda sample, error: bad.append(sample.id))
+    assert bad == ["b"] and [sample.id for sample in encoded] == ["a", "c"]
+    assert all(sample.load() for sample in encoded)
+    with pytest.raises(UserError, match="make it red is too long"):
+        world.encode()
 
 
 def test_a_run_trains_and_goes_on_bitwise_and_its_previews_see_references(world: Edits) -> None:

@@ -152,10 +152,14 @@ class _Work(Generic[Item]):
             except (
                 UserError
             ) as error:  # conditioners read their files themselves, so they fail here
-                if not should_continue(error, keep_going=self.keep_going) or len(inputs) > 1:
+                if not should_continue(error, keep_going=self.keep_going):
                     if isinstance(error, EnvironmentFault) or len(inputs) > 1:
                         raise
                     raise with_owner(jobs.name(jobs.wanted[next(iter(inputs))]), error) from error
+                if len(inputs) > 1:  # one of them is bad, and nothing says which
+                    for number, (key, item) in enumerate(inputs.items(), 1):
+                        self._store({key: item}, num_left + len(inputs) - number)
+                    return
                 self.failures |= dict.fromkeys(inputs, error)
                 self.advance(1.0)
                 return
