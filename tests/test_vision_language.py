@@ -241,16 +241,20 @@ def test_pictures_that_touch_are_told_apart_by_their_sizes() -> None:
 
 
 def test_a_long_caption_is_cut_and_pictures_never_are(model: Model) -> None:
-    encoder = model.encoder(marked := "never")
+    encoder = model.encoder()
     picture = pixels(images((16, 16))[0])
     short, long = (
         encoder.encode([Prompt("a", [picture])]),
         encoder.encode([Prompt("a" * 200, [picture])]),
     )
-    assert marked and len(encoder.truncated) == 1
+    assert len(encoder.truncated) == 1
     assert long[0]["text"].shape[0] == 128 + 3 - model.family.dropped > short[0]["text"].shape[0]
     fake = encoder.encode([Prompt("a<|image_pad|>", [picture])])
     assert torch.equal(fake[0]["text"], short[0]["text"]), "a slot in a caption is no picture"
+    removing = model.encoder(removed="<|image_pad|>")
+    assert torch.equal(
+        removing.encode([Prompt("a<|image_pad|>", [picture])])[0]["text"], short[0]["text"]
+    )
     with pytest.raises(UserError, match="9 pictures are too many for the 128 tokens of a prompt"):
         encoder.encode([Prompt("a", [picture] * 9)])
 

@@ -116,10 +116,12 @@ class Prompter:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
-        """Ids [tokens] of a caption in its template, a mask [tokens] that is False on padding, and
-        the number of tokens that were cut."""
-        ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
+    def tokens(self, caption: str, pictures: str = "") -> tuple[Tensor, Tensor, int]:
+        """Ids [tokens] of a caption in its template, with the words of its pictures in front of it,
+        a mask [tokens] that is False on padding, and the number of tokens that were cut."""
+        rendered, start = self._family.render(caption), len(self._family.before)
+        rendered = rendered[:start] + pictures + rendered[start:]
+        ids = self._tokenizer.encode(rendered, add_special_tokens=False).ids
         cut = max(0, len(ids) - self._num_tokens)
         if cut:
             end = self._end()
@@ -308,8 +310,10 @@ class LanguageModelEncoder:
         memory = LayerStreamer(self._source, device=self._device, dtype=self._dtype)
         return lambda name: memory.holding(model.get_submodule(name), below(name, self._mapping))
 
-    def _tokens(self, item: str) -> tuple[Int64[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-        ids, real, cut = self._prompter.tokens(item)
+    def _tokens(
+        self, item: str, pictures: str = ""
+    ) -> tuple[Int64[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
+        ids, real, cut = self._prompter.tokens(item, pictures)
         if cut:
             self.truncated.append(
                 f"{item[:60]!r}… is {self.encoding.num_tokens + cut} tokens long with its "

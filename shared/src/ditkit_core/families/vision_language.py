@@ -86,7 +86,7 @@ class VisionLanguageEncoder(LanguageModelEncoder):
         pictures = vision.between.join(
             vision.picture.replace("{number}", str(number + 1)) for number in range(len(grids))
         )
-        padded, real = self._tokens(pictures + text.replace(vision.slot, ""))
+        padded, real = self._tokens(text.replace(vision.slot, ""), pictures)
         tokens, sizes = padded[real], iter(grids)
         if int((tokens == self._prompter.slots[0]).sum()) != len(grids):
             raise UserError(
