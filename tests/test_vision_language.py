@@ -139,6 +139,10 @@ class Model:
         encoder.load()
         return encoder
 
+    def loaded(self, dtype: torch.dtype) -> Any:
+        """The model of transformers; `to` would round its frequencies as well."""
+        return type(self.model).from_pretrained(self.folder / "text_encoder", dtype=dtype).eval()
+
     def expected(
         self,
         caption: str,
@@ -166,7 +170,7 @@ class Model:
         if kinds:
             given["mm_token_type_ids"] = (tokens.input_ids == self.config.image_token_id).int()
         with torch.no_grad():
-            return self.model.to(dtype).model(
+            return self.loaded(dtype).model(
                 input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, **given,
             ).last_hidden_state[0]  # fmt: skip
 
@@ -188,7 +192,7 @@ def pixels(image: np.ndarray) -> Tensor:
 SIZES = [(), ((40, 24),), ((40, 24), (16, 48))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("streaming", ["never", "always"])
 def test_features_are_the_hidden_states_of_transformers(
     model: Model, streaming: Any, dtype: torch.dtype
@@ -363,6 +367,15 @@ def test_published_towers_have_their_sizes(tower: Any, width: int, parameters: i
     with torch.device("meta"):
         built = build_tower(tower, tower.published[width], "sdpa")
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
+
+
+def test_plans_without_files_have_the_published_model() -> None:
+    """Qwen2.5-VL 7B has 8,292,166,656 parameters, its head 152064 x 3584 of them."""
+    seeing = replace(QWEN2_5_VL, vision=QWEN2_5_VL_TOWER)
+    encoding = TextEncoding(models=(seeing,), reader="Zed", remedy="")
+    built = text_model(encoding, 3584, ModelPaths()).build(torch.bfloat16)
+    count = sum(parameter.numel() for parameter in built.parameters())
+    assert count == 8_292_166_656 - 152064 * 3584
 
 
 def test_sizes_of_references_are_those_of_the_pipelines() -> None:
