@@ -36,6 +36,7 @@ from ditkit_core.diagnostics.doctor.media import WindowLook
 from ditkit_core.diagnostics.doctor.render import check_document, check_verdict
 from ditkit_core.diagnostics.doctor.rules import (
     MOSTLY_KEPT,
+    UPSCALED,
     check_buckets,
     check_coverage,
     check_crops,
@@ -44,6 +45,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_file,
     check_frames,
     file_row,
+    less_enlarged,
     same_content,
 )
 from ditkit_core.io import console
@@ -177,7 +179,14 @@ def test_json_has_these_keys() -> None:
         and found["frames"] == {"kept": 9, "dropped": 23}
     )
     assert found["class_images"] == found["class_pictures"] == 1
-    assert set(found["findings"][0]) == {"code", "severity", "where", "what", "remedy"}
+    assert set(found["findings"][0]) == {
+        "code",
+        "severity",
+        "where",
+        "what",
+        "remedy",
+        "settings",
+    }
     assert set(found["excluded"][0]) == {"name", "reason", "stops"}
     assert set(found["captions"]) == {"count", "distinct", "empty", "cut"}
     listed = DOCS.read_text(encoding="utf-8")
@@ -396,9 +405,60 @@ def test_the_remedy_for_a_crop_names_the_fewest_keys_that_work(
     assert found.remedy == (
         f"set {' and '.join(named)}, or crop it yourself" if named else "crop it yourself"
     )
+    assert found.settings == (
+        ({f"data.{key}": value for key, value in keys.items()},) if keys else ()
+    )
     if keys:
         kept = size_of(*size, resolutions_of(replace(data, **keys), 16))
         assert cut_share(*size, kept) <= MOSTLY_KEPT
+
+
+@pytest.mark.parametrize("size", [(60, 60), (48, 100), (200, 90), (500, 380), (40, 3000)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"height": 512, "width": 512},
+        {"height": 512, "width": 512, "buckets": False},
+        {"height": 480, "width": 832},
+        {"height": 480, "width": 832, "buckets": False},
+        {"height": 1024, "width": 1024, "resolutions": (512, 1024), "bucket_step": 16},
+    ],
+)
+def test_the_remedy_for_an_upscaled_file_is_a_resolution_at_which_it_hardly_is(
+    size: tuple[int, int], settings: Any
+) -> None:
+    data = DataConfig(frames=9, **settings)
+    trained = size_of(*size, resolutions_of(data, 16))
+    info = MediaInfo(kind="image", height=size[0], width=size[1], seconds=0.0, fps=0.0)
+    samples = [replace(sample("a", frames=1), height=trained[0], width=trained[1])]
+    row = file_row("a.png", info, samples, 16.0)
+    lower = less_enlarged(row, data, 16)
+    if row.enlarged <= UPSCALED:
+        assert not lower
+        return
+    (finding,) = check_file(row, lower=lower)
+    assert finding.settings == (lower,)
+    changed = replace(data, **{key.removeprefix("data."): value for key, value in lower.items()})
+    changed.check_steps(4, 16)
+    now = size_of(*size, resolutions_of(changed, 16))
+    assert max(now[0] / size[0], now[1] / size[1]) <= UPSCALED
+    if "data.resolutions" in lower:  # others stay as they are
+        assert size_of(2000, 2000, resolutions_of(changed, 16)) == size_of(
+            2000, 2000, resolutions_of(data, 16)
+        )
+
+
+def test_no_resolution_is_named_for_a_file_that_is_smaller_than_any() -> None:
+    info = MediaInfo(kind="image", height=8, width=8, seconds=0.0, fps=0.0)
+    row = file_row("a.png", info, [sample(frames=1)], 16.0)
+    for data in (
+        DataConfig(height=64, width=64),
+        DataConfig(height=64, width=64, buckets=True, bucket_step=64),
+    ):
+        assert less_enlarged(row, data, 16) == {}
+    (finding,) = check_file(row)
+    assert finding.settings == ()
+    assert finding.remedy.endswith("or lower data.height and data.width")
 
 
 def test_what_a_look_says() -> None:
@@ -429,6 +489,8 @@ def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
     assert str(too_short) == f"D02 {short}", (
         "data.on_bad does not skip clips that are only too short"
     )
+    assert (warned.settings, stopped.settings) == ((), ({"data.on_bad": "skip"},))
+    assert {"data.short_clips": "skip"} in too_short.settings
 
 
 def test_captions_and_duplicates() -> None:

@@ -229,7 +229,14 @@ def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
     ]:
         observation = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
         remedy = f"if it is your trigger word, write it there too, or set data.trigger = {word!r}"
-        yield Finding("D42", listed(names_without_word), observation, remedy, severity="note")
+        yield Finding(
+            "D42",
+            listed(names_without_word),
+            observation,
+            remedy,
+            severity="note",
+            settings=({"data.trigger": word},),
+        )
 
 
 def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
@@ -291,7 +298,8 @@ def _check_lines(samples: Sequence[Sample]) -> Iterator[Finding]:
             else "their lines are one caption for each file"
         )
         remedy = 'if each line is a caption of its own, as in OneTrainer and SimpleTuner, set data.captions = "lines"'
-        yield Finding("D45", listed(list(several)), observation, remedy)
+        settings = ({"data.captions": "lines"},)
+        yield Finding("D45", listed(list(several)), observation, remedy, settings=settings)
 
 
 def _caption_by_file(samples: Sequence[Sample]) -> dict[Path, str]:

@@ -132,7 +132,15 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         *rules.check_crops(all_samples, config.data, spec.data.size_step),
         *rules.check_buckets(data_batches.rows),
         *rules.check_uses(data_batches.rows, config.train.steps * config.train.accumulation),
-        *(finding for row, hdr in files for finding in rules.check_file(row, is_hdr=hdr)),
+        *(
+            finding
+            for row, hdr in files
+            for finding in rules.check_file(
+                row,
+                is_hdr=hdr,
+                lower=rules.less_enlarged(row, config.data, spec.data.size_step),
+            )
+        ),
         *rules.check_coverage([row for row, _ in files]),
         *rules.check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
         *rules.check_matrices(without_matrix([row for row, _ in files]), len(files)),

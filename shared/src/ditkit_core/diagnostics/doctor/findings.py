@@ -88,9 +88,12 @@ class Finding:
     observation: str
     remedy: str = ""
     """How to fix it."""
+    settings: tuple[Mapping[str, Any], ...] = field(default=(), kw_only=True)
+    """The remedies that are settings, by dotted key: one of them does. The remedy names them."""
 
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
+        assert all(key in self.remedy for keys in self.settings for key in keys), self.remedy
         object.__setattr__(self, "severity", self.severity or _SEVERITIES.get(self.code, "warning"))
 
     def __str__(self) -> str:

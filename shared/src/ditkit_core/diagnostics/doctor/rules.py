@@ -5,11 +5,13 @@ to compare conditions with their clips. Data with such findings can be trained o
 would learn from conditions and clips that do not belong together.
 """
 
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -114,26 +116,70 @@ def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[
         if exclusion.stops and "data.on_bad" not in remedy and "data.short_clips" not in remedy:
             remedy += ', or leave it out: data.on_bad = "skip"'
         severity: Severity = "error" if exclusion.stops else "warning"
-        yield Finding(code, exclusion.name, observation, remedy, severity=severity)
+        settings: tuple[dict[str, Any], ...] = ({"data.on_bad": "skip"},)
+        if "data.short_clips" in remedy:
+            settings = ({"data.short_clips": "skip"}, {"data.short_clips": "shorten"})
+        yield Finding(
+            code,
+            exclusion.name,
+            observation,
+            remedy,
+            severity=severity,
+            settings=settings if exclusion.stops else (),
+        )
 
 
-def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
-    """Findings about a file's size, frame rate and colour range."""
+def check_file(
+    row: FileRow, *, is_hdr: bool = False, lower: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Finding]:
+    """Findings about a file's size, frame rate and colour range.
+
+    Args:
+        lower: The resolution at which it is hardly upscaled, as of `less_enlarged`.
+    """
     if is_hdr:
         observation = "it is an HDR video; training converts it to SDR"
         yield Finding("D10", row.file, observation, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
         observation = f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
+        resolution = f"set {_written(lower)}" if lower else "lower data.height and data.width"
         yield Finding(
             "D11",
             row.file,
             observation,
-            "use a larger original, or lower data.height and data.width",
+            f"use a larger original, or {resolution}",
+            settings=(lower,) if lower else (),
         )
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
         observation = f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
-        lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
-        yield Finding("D12", row.file, observation, f"use another original, or {lower}")
+        slower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
+        yield Finding("D12", row.file, observation, f"use another original, or {slower}")
+
+
+def less_enlarged(row: FileRow, data: DataConfig, size_step: int) -> dict[str, Any]:
+    """The settings with which a file is upscaled by a quarter at most; empty if it is now, or if
+    none does it.
+
+    Of a square, other files keep their resolution; else all get a lower one.
+
+    Args:
+        size_step: Height and width are multiples of this many pixels.
+    """
+    side, scale = min(data.resolutions, default=data.height), UPSCALED / row.enlarged
+    while scale < 1 and (lower := math.floor(side * scale / size_step) * size_step):
+        changes: dict[str, Any] = {"resolutions": (lower, *(data.resolutions or (data.height,)))}
+        if not data.resolutions and data.height != data.width:
+            width = max(size_step, math.floor(data.width * scale / size_step) * size_step)
+            changes = {"height": lower, "width": width}
+        try:
+            resolutions = resolutions_of(replace(data, **changes), size_step)
+        except UserError:  # no bucket is as small
+            return {}
+        height, width = size_of(row.height, row.width, resolutions)
+        if max(height / row.height, width / row.width) <= UPSCALED:
+            return {f"data.{key}": value for key, value in changes.items()}
+        scale = (lower - 0.5) / side
+    return {}
 
 
 def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
@@ -193,7 +239,13 @@ def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
         remedy = (
             'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
         )
-        yield Finding("D13", f"{len(rows_with_unused)} of {len(rows)} files", observation, remedy)
+        yield Finding(
+            "D13",
+            f"{len(rows_with_unused)} of {len(rows)} files",
+            observation,
+            remedy,
+            settings=({"data.windows": "all"},),
+        )
 
 
 def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
@@ -273,7 +325,11 @@ def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> 
         observation = f"they have fewer than {shortest} frames ({shortest / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
         remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
         yield Finding(
-            "D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy
+            "D33",
+            f"{len(short)} of {plural(len(samples), 'sample')}",
+            observation,
+            remedy,
+            settings=({"data.short_clips": "skip"},),
         )
 
 
@@ -284,7 +340,7 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
     Args:
         size_step: Height and width are multiples of this many pixels.
     """
-    remedies: dict[tuple[int, int], str] = {}
+    remedies: dict[tuple[int, int], dict[str, Any]] = {}
     for sample in {sample.media: sample for sample in reversed(samples)}.values():
         if sample.file_size is None:
             continue
@@ -300,13 +356,19 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
                 f"{middle[0]} x {middle[1]} are trained, as "
                 f"{sample.width} x {sample.height}"
             )
-            remedy = remedies.get((height, width)) or _less_cropped(height, width, data, size_step)
-            remedies[height, width] = remedy
-            yield Finding("D32", str(sample.media), observation, remedy)
+            if (height, width) not in remedies:
+                remedies[height, width] = _less_cropped(height, width, data, size_step)
+            changes = remedies[height, width]
+            remedy = (
+                f"set {_written(changes)}, or crop it yourself" if changes else "crop it yourself"
+            )
+            settings = (changes,) if changes else ()
+            yield Finding("D32", str(sample.media), observation, remedy, settings=settings)
 
 
-def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> str:
-    """The fewest keys with which at most a quarter of a picture is cut away, as a remedy."""
+def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> dict[str, Any]:
+    """The fewest settings with which at most a quarter of a picture is cut away; empty if none do
+    it."""
     auto: dict[str, Any] = {} if data.buckets else {"buckets": "auto"}
     aspect = max(height, width) / min(height, width)
     wide = (
@@ -322,12 +384,16 @@ def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> 
     ):
         size = size_of(height, width, resolutions_of(replace(data, **changes), size_step))
         if changes and cut_share(height, width, size) <= MOSTLY_KEPT:
-            keys = (
-                f'data.{key} = "auto"' if key == "buckets" else f"data.{key} = {value:g}"
-                for key, value in changes.items()
-            )
-            return f"set {' and '.join(keys)}, or crop it yourself"
-    return "crop it yourself"
+            return {f"data.{key}": value for key, value in changes.items()}
+    return {}
+
+
+def _written(settings: Mapping[str, Any]) -> str:
+    """Settings as a run file has them, in a sentence."""
+    return " and ".join(
+        f"{key} = {f'{value:g}' if isinstance(value, int | float) else json.dumps(value)}"
+        for key, value in settings.items()
+    )
 
 
 def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
