@@ -10,7 +10,7 @@ from ditkit_core.commands.options import CaptionOptions, parse_words
 from ditkit_core.data.caption_files import CaptionFiles, CaptionItem
 from ditkit_core.data.captions import has_trigger
 from ditkit_core.data.media.clip import spread_images
-from ditkit_core.diagnostics.doctor.captions import LEFTOVERS
+from ditkit_core.diagnostics.doctor.captions import LEFTOVERS, WHOLE_SENTENCES
 from ditkit_core.diagnostics.doctor.findings import listed
 from ditkit_core.diagnostics.report.words import format_duration, plural
 from ditkit_core.errors import EnvironmentFault, UserError
@@ -28,7 +28,6 @@ STREAMED_BATCH = 8
 """Media files at once where layers are streamed: each token reads all of them, however many."""
 
 _CHAT_TOKENS = re.compile(r"<\|[^|<>]{1,40}\|>|\[/?INST\]|</?s>|<(image|pad|unk|eos|bos)>")
-_SENTENCES = re.compile(r".*[.!?…。！？][\"”’)]*(?=\s|$)", re.DOTALL)
 
 _RUN_WORDS, _FEWEST_RUNS = 4, 12
 """Words of a run, and the fewest runs that are counted. A model that only takes the likeliest token
@@ -212,7 +211,7 @@ def _checked(answer: Answer) -> tuple[str, str]:
     if len(runs) >= _FEWEST_RUNS and len(set(runs)) < len(runs) / 2:
         return text, f"the answer says the same again and again: {text[-60:]!r}"
     if answer.is_cut:
-        sentences = _SENTENCES.match(text)
+        sentences = WHOLE_SENTENCES.match(text)
         if sentences is None:
             return text, f"cut at the limit of tokens before a sentence ended: {text[-60:]!r}"
         text = sentences[0]

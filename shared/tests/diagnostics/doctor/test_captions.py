@@ -10,7 +10,11 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.captions import check_captions, count_captions
+from ditkit_core.diagnostics.doctor.captions import (
+    check_captions,
+    count_captions,
+    shortened_caption,
+)
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.diagnostics.doctor.findings import Finding
 from ditkit_core.run.config import RunConfig
@@ -204,3 +208,19 @@ def test_a_check_and_the_summary_before_training_know_the_run(tmp_path: Path) ->
     )
     checkup = examine_dataset(run.data).checkup
     assert [item.code for item in checkup.findings if item.code in ("D42", "D43")] == ["D42", "D42"]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shortened"),
+    [
+        ("a cat on a mat", 14, "a cat on a mat"),
+        ("a cat on a mat", 13, "a cat on a"),
+        ("a cat, on a mat", 8, "a cat"),
+        ("One cat sits here. It is old.", 27, "One cat sits here."),
+        ("It. One cat sits there and looks on", 30, "It. One cat sits there and"),
+        ("猫がいる。犬もいる。", 7, "猫がいる。犬も"),
+        ("a cat", 0, ""),
+    ],
+)
+def test_a_caption_is_shortened_to_what_is_read(text: str, limit: int, shortened: str) -> None:
+    assert shortened_caption(text, lambda part: len(part) <= limit) == shortened

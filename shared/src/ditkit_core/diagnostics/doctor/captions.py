@@ -1,9 +1,10 @@
 """The rules about captions: too long, empty, alike, with leftovers of the program that wrote them,
 or without the trigger word."""
 
+import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.api.auxiliary import Auxiliary
@@ -65,6 +66,9 @@ LEFTOVERS: Mapping[str, tuple[str, str]] = {
 }
 """What programs leave in captions: the pattern, what it is, and what to do about it."""
 
+WHOLE_SENTENCES = re.compile(r".*[.!?…。！？][\"”’)]*(?=\s|$)", re.DOTALL)
+"""A text up to the end of its last sentence."""
+
 _SENTENCE_END = re.compile(r"[.!?。！？…][\"'”’)\]*]*$")
 _OPENING = frozenset(
     word
@@ -118,6 +122,27 @@ def cut_captions(auxiliary: Auxiliary, samples: Sequence[Sample]) -> list[CutCap
         for id, cut in sample_cuts
         if cut is not None
     ]
+
+
+def shortened_caption(text: str, is_read: Callable[[str], bool]) -> str:
+    """The longest beginning of a caption that a text encoder reads: up to the end of a sentence if
+    that is more than half of it, else of a word.
+
+    Args:
+        is_read: Whether all of a text is read.
+    """
+    if is_read(text):
+        return text
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    if not is_read(text[: ends[0]]):  # writing without spaces
+        ends = list(range(ends[0] + 1))
+    count = bisect.bisect(ends, False, key=lambda end: not is_read(text[:end]))
+    for end in reversed(ends[:count]):  # a beginning may have more tokens than the same text has
+        sentences = WHOLE_SENTENCES.match(text[:end])
+        longer = sentences[0] if sentences and 2 * sentences.end() > end else text[:end]
+        if is_read(longer):
+            return longer.rstrip(" ,;:")
+    return ""
 
 
 def check_captions(
