@@ -1,9 +1,11 @@
 """Captions are written whole or not at all, and an undo gives back what was there."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ditkit_core.data.list_text import RowEdit
 from ditkit_core.errors import UserError
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.folders import OpenedFolders
@@ -48,3 +50,66 @@ def test_what_another_program_wrote_meanwhile_is_not_overwritten_and_no_half_is_
     with pytest.raises(UserError, match=r"a\.txt was changed by another program"):
         edits.undo()
     assert a.read_text() == "later"
+
+
+LISTS = {
+    "metadata.jsonl": '{"file_name": "a.png", "text": "one", "n": 1.50}\n\n{"file_name": "b.png"}\n',
+    "metadata.csv": 'image,n,prompt\na.png,"1, 2",one\nb.png,3,\n',
+    "metadata.json": '[{"path": "a.png", "caption": "one"}, {"path": "b.png", "n": "\\u00e9"}]',
+}
+
+
+@pytest.mark.parametrize("name", list(LISTS))
+def test_rows_of_a_list_are_edited_in_place_and_undone_to_the_byte(
+    tmp_path: Path, name: str
+) -> None:
+    path, before = tmp_path / name, LISTS[name]
+    path.write_text(before)
+    text = tmp_path / "c.txt"
+    text.write_text("beside")
+    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    rows = [RowEdit(0, "a.png", "one", 'a "<b>"\ncät, in two'), RowEdit(1, "b.png", "", "")]
+    assert edits.write({str(text): ("beside", "1")}, {str(path): rows}) == 2
+    after = path.read_text("utf-8")
+    assert json.dumps("cät, in two")[1:-1] in after or "cät, in two" in after
+    assert text.read_text() == "1"
+    now = RowEdit(0, "a.png", 'a "<b>"\ncät, in two', "three")
+    assert edits.write({}, {str(path): [now, RowEdit(1, "b.png", "", "a dog")]}) == 2
+    assert edits.undo() and path.read_text("utf-8") == after
+    assert edits.undo() and path.read_text("utf-8") == before and text.read_text() == "beside"
+
+
+@pytest.mark.parametrize("name", list(LISTS))
+@pytest.mark.parametrize(
+    "stale",
+    [
+        RowEdit(1, "b.png", "another", "x"),
+        RowEdit(0, "b.png", "", "x"),
+        RowEdit(2, "b.png", "", "x"),
+    ],
+)
+def test_of_edits_of_which_one_is_stale_none_is_written(
+    tmp_path: Path, name: str, stale: RowEdit
+) -> None:
+    path, text = tmp_path / name, tmp_path / "c.txt"
+    path.write_text(LISTS[name])
+    text.write_text("beside")
+    before, edits = contents(tmp_path), CaptionEdits(OpenedFolders([tmp_path]))
+    fine = RowEdit(0, "a.png", "one", "two")
+    with pytest.raises(UserError, match="has another caption of b.png by now"):
+        edits.write({str(text): ("beside", "1")}, {str(path): [fine, stale]})
+    assert contents(tmp_path) == before and not edits.undo()
+
+
+def test_several_captions_of_a_row_stay_several(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.jsonl"
+    path.write_text('{"file_name": "a.png", "text": ["one", " two "]}\n')
+    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edit = RowEdit(0, "a.png", "one\ntwo", "one\n\n 2 \nthree")
+    assert edits.write({}, {str(path): [edit]}) == 1
+    assert json.loads(path.read_text())["text"] == ["one", "2", "three"]
+    path.write_text(json.dumps({"file_name": "a.png", "text": ["one\nand more", "two"]}))
+    before = path.read_text()
+    with pytest.raises(UserError, match="several captions of several lines for a.png; edit the"):
+        edits.write({}, {str(path): [RowEdit(0, "a.png", "one\nand more\ntwo", "x")]})
+    assert path.read_text() == before

@@ -1,8 +1,11 @@
-"""Captions in text files next to pictures and clips: read, written atomically, and undone."""
+"""Captions in text files next to pictures and clips, and in lists: read, written atomically, and
+undone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
+from ditkit_core.data.list_text import RowEdit, edited_list
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text, write_text
 from ditkit_ui import texts
@@ -21,28 +24,39 @@ class CaptionEdits:
         path = self._opened.checked(file)
         return read_text(path) if path.is_file() else None
 
-    def write(self, captions: Mapping[str, tuple[str | None, str]]) -> int:
+    def write(
+        self,
+        captions: Mapping[str, tuple[str | None, str]],
+        rows: Mapping[str, Sequence[RowEdit]] = MappingProxyType({}),
+    ) -> int:
         """Write captions, all or none of them.
 
         Args:
             captions: By caption file the text that the page showed, None where there was no file,
                 and the new one.
+            rows: By list the rows to change.
 
         Returns:
             How many differed.
 
         Raises:
-            UserError: If one was changed by another program meanwhile.
+            UserError: If one was changed by another program meanwhile, or cannot be written.
         """
         edits = {
             self._opened.checked(file): pair
             for file, pair in captions.items()
             if (pair[0] or "") != pair[1]
         }
+        count = len(edits)
+        for file, changes in rows.items():
+            path = self._opened.checked(file)
+            text, changes = read_text(path), [edit for edit in changes if edit.before != edit.after]
+            edits |= {path: (text, edited_list(path, text, changes))} if changes else {}
+            count += len(changes)
         self._write(edits)
         if edits:
             self._earlier.append(edits)
-        return len(edits)
+        return count
 
     def undo(self) -> bool:
         """Undo the last edit; False if there is none."""

@@ -3,11 +3,10 @@
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from ditkit_core.commands.options import CaptionOptions, parse_words
-from ditkit_core.data.caption_files import CaptionFiles, CaptionItem
+from ditkit_core.data.caption_files import CaptionFiles, CaptionItem, caption_folders
 from ditkit_core.data.captions import has_trigger
 from ditkit_core.data.media.clip import spread_images
 from ditkit_core.diagnostics.doctor.captions import LEFTOVERS, WHOLE_SENTENCES
@@ -77,16 +76,9 @@ def caption(spec: ModelSpec, config: RunConfig, options: CaptionOptions) -> int:
             "--template or --instruction has {trigger}, and no trigger word is set; add --trigger "
             "WORD"
         )
-    data = config.data.with_home()
-    datasets = [
-        CaptionFiles(
-            Path(folder),
-            replace(data, folder=folder, folders=(), repeats=()),
-            run.auxiliary.columns,
-            edits=run.spec.data.reference_size is not None,
-        )
-        for folder in data.folders or (data.folder,)
-    ]
+    datasets = caption_folders(
+        config.data, run.auxiliary.columns, edits=run.spec.data.reference_size is not None
+    )
     words = parse_words(options.words) or run.spec.data.caption_words
     task = _Task(options=options, trigger=trigger, words=words)
     outcome = _Outcome()

@@ -6,17 +6,14 @@ digest of each caption that was written here, and a caption that has changed sin
 is left alone.
 """
 
-import csv
 import hashlib
-import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ditkit_core.data.columns import CAPTION_COLUMNS, media_columns
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.control_files import control_folders
 from ditkit_core.data.discovery import (
@@ -26,6 +23,7 @@ from ditkit_core.data.discovery import (
     side_file_records,
     side_files,
 )
+from ditkit_core.data.list_text import caption_now, list_rows, row_caption, with_captions
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
 from ditkit_core.data.media.files import status
 from ditkit_core.data.metadata import (
@@ -35,10 +33,8 @@ from ditkit_core.data.metadata import (
     csv_rows,
     json_lines,
     json_list,
-    json_value,
 )
 from ditkit_core.data.references import references_by_name
-from ditkit_core.data.side_names import plain_name
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside, read_text, write_text
 from ditkit_core.models.conditions import Column
@@ -75,6 +71,23 @@ class CaptionItem:
     """Why it cannot be captioned."""
 
 
+def caption_folders(
+    config: DataConfig, columns: Sequence[Column], *, edits: bool
+) -> "list[CaptionFiles]":
+    """The captions of all folders of a dataset, one after the other; arguments and errors as for
+    `CaptionFiles`."""
+    data = config.with_home()
+    return [
+        CaptionFiles(
+            Path(folder),
+            replace(data, folder=folder, folders=(), repeats=()),
+            columns,
+            edits=edits,
+        )
+        for folder in data.folders or (data.folder,)
+    ]
+
+
 class CaptionFiles:
     """The captions of one folder of a dataset."""
 
@@ -104,7 +117,9 @@ class CaptionFiles:
         """The list that has the captions; None if they are next to the media files."""
         self.written = _read_record(folder / RECORD_NAME)
         """By the name of an item, its caption that was written here last."""
-        self._side_files: Mapping[str, str] = {}
+        self.side_files: Mapping[str, str] = {}
+        """By the name of an item, the text next to it that has its caption or gets it; empty with a
+        list."""
         self.items = self._beside() if self.list_path is None else self._listed(self.list_path)
         if not self.items:
             raise UserError(
@@ -135,15 +150,17 @@ class CaptionFiles:
             changed = [item for item, _ in captions if self._beside_now(item) != item.text]
             kept = [pair for pair in captions if pair[0] not in changed]
             for item, caption in kept:
-                write_text(self.folder / self._side_files[item.name], f"{caption}\n")
+                write_text(self.folder / self.side_files[item.name], f"{caption}\n")
         else:
             text = read_list(self._reader, self.list_path)
-            rows = _rows(self.list_path, text)
-            changed = [item for item, _ in captions if not _is_same(rows, item)]
+            rows = list_rows(self.list_path, text)
+            changed = [
+                item for item, _ in captions if caption_now(rows, item.row, item.name) != item.text
+            ]
             kept = [pair for pair in captions if pair[0] not in changed]
             by_row = {item.row: caption for item, caption in kept if item.row is not None}
             if by_row:
-                write_text(self.list_path, _with_captions(self.list_path, text, by_row))
+                write_text(self.list_path, with_captions(self.list_path, text, by_row))
         lines = []
         for item, caption in kept:
             self.written[item.name] = WrittenCaption(_digest(caption), settings)
@@ -164,11 +181,11 @@ class CaptionFiles:
     def _beside(self) -> list[CaptionItem]:
         """The items of a folder whose captions are next to the media files."""
         records = list(side_file_records(self._reader))
-        self._side_files = side_files(self.folder, [record.media for record in records])
+        self.side_files = side_files(self.folder, [record.media for record in records])
         return [self._item(record, "\n".join(record.captions)) for record in records]
 
     def _beside_now(self, item: CaptionItem) -> str:
-        path = self.folder / self._side_files[item.name]
+        path = self.folder / self.side_files[item.name]
         # No text: none was there either, or the caption is in another file, which a text precedes.
         return read_text(path).strip() if status(path) is not None else item.text
 
@@ -184,12 +201,12 @@ class CaptionFiles:
                 "to each file"
             )
         text = read_list(self._reader, path)
-        rows = _rows(path, text)
-        lacking = {number: _PLACEHOLDER for number, row in enumerate(rows) if not _caption(row)}
+        rows = list_rows(path, text)
+        lacking = {number: _PLACEHOLDER for number, row in enumerate(rows) if not row_caption(row)}
         read = _READERS[path.suffix.lower()]
-        records = list(read(self._reader, path, _with_captions(path, text, lacking)))
+        records = list(read(self._reader, path, with_captions(path, text, lacking)))
         return [
-            self._item(record, _caption(row), row=number)
+            self._item(record, row_caption(row), row=number)
             for number, (record, row) in enumerate(zip(records, rows, strict=True))
         ]
 
@@ -246,89 +263,3 @@ def _read_record(path: Path) -> dict[str, WrittenCaption]:
                 str(entry["caption"]), str(entry["settings"])
             )
     return written
-
-
-def _rows(path: Path, text: str) -> list[dict[str, Any]]:
-    """The rows of a list, in order. All are checked: the list is written again as a whole."""
-    if path.suffix.lower() == ".csv":
-        return _table(path, text)[1]
-    if path.suffix.lower() == ".json":
-        value = json_value(str(path), text, "file")
-        if not isinstance(value, list):
-            raise UserError(f'{path} is not a JSON list; write [{{"file_path": "clip.mp4"}}, …]')
-        numbered = [(f"entry {number}", row) for number, row in enumerate(value, start=1)]
-    else:
-        numbered = [
-            (f"line {number}", json_value(f"{path} line {number}", line, "line"))
-            for number, line in enumerate(text.split("\n"), start=1)
-            if line.strip()
-        ]
-    rows = [row for _, row in numbered if isinstance(row, dict)]
-    if other := next((where for where, row in numbered if not isinstance(row, dict)), ""):
-        raise UserError(f'{path} {other} is not a JSON object; write {{"file_name": "clip.mp4"}}')
-    return rows
-
-
-def _table(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """The names of a CSV file's columns, and its rows."""
-    table = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
-    try:
-        rows = []
-        for row in table:
-            if None in row:  # DictReader collects surplus fields under the key None
-                raise UserError(
-                    f"{path} line {table.line_num} has more fields than the header; put texts that "
-                    f"contain commas in double quotes"
-                )
-            rows.append(row)
-    except csv.Error as error:
-        raise UserError(
-            f"{path} line {table.line_num} is not valid CSV ({error}); correct the file"
-        ) from error
-    return list(table.fieldnames or []), rows
-
-
-def _column(names: Iterable[str]) -> str:
-    """The column that has captions, or gets them."""
-    return next((name for name in CAPTION_COLUMNS if name in set(names)), CAPTION_COLUMNS[0])
-
-
-def _caption(row: Mapping[str, Any]) -> str:
-    """The caption of a row, or all of them; empty if there is none."""
-    value = row.get(_column(row))
-    texts = value if isinstance(value, list) else [value]
-    return "\n".join(text.strip() for text in texts if isinstance(text, str) and text.strip())
-
-
-def _is_same(rows: Sequence[Mapping[str, Any]], item: CaptionItem) -> bool:
-    """Whether a list still has an item's row, with the caption that it had."""
-    row = rows[item.row] if item.row is not None and item.row < len(rows) else {}
-    names = [str(row.get(name, "")).strip() for name in media_columns(row)]
-    return plain_name(item.name) in map(plain_name, names) and _caption(row) == item.text
-
-
-def _with_captions(path: Path, text: str, captions: Mapping[int, str]) -> str:
-    """The text of a list with captions in some of its rows, by number; the other rows stay as they
-    are."""
-    if not captions:
-        return text
-    if path.suffix.lower() == ".csv":
-        names, rows = _table(path, text)
-        column, output = _column(names), io.StringIO(newline="")
-        writer = csv.DictWriter(output, dict.fromkeys([*names, column]), lineterminator="\n")
-        writer.writeheader()
-        for number, row in enumerate(rows):
-            writer.writerow(row | ({column: captions[number]} if number in captions else {}))
-        return output.getvalue()
-    rows = _rows(path, text)
-    for number, caption in captions.items():
-        rows[number][_column(rows[number])] = caption
-    # As the list is written: with escapes, which keep half of a character readable, or without.
-    escapes = "\\u" in text
-    if path.suffix.lower() == ".json":
-        return json.dumps(rows, ensure_ascii=escapes, indent=2) + "\n"
-    lines = text.split("\n")
-    line_of_row = [index for index, line in enumerate(lines) if line.strip()]
-    for number in captions:
-        lines[line_of_row[number]] = json.dumps(rows[number], ensure_ascii=escapes)
-    return "\n".join(lines)

@@ -21,6 +21,7 @@ from ditkit_core.data.columns import (
     reference_columns,
 )
 from ditkit_core.data.control_files import control_headers, control_values
+from ditkit_core.data.list_text import json_value
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import kind_by_name
 from ditkit_core.data.media.files import is_folder, status
@@ -162,29 +163,6 @@ def json_captions(reader: Reader, path: Path, text: str) -> tuple[str, ...]:
             f'{path} is not a JSON object; write {{"caption": "…"}}, or the caption to a .txt of that name'
         )
     return _captions(reader, str(path), row)
-
-
-def json_value(where: str, text: str, unit: str) -> object:
-    """The value of a JSON text; `unit` it is, a line or a file, is for messages."""
-    try:
-        return json.loads(text, object_pairs_hook=functools.partial(_object, where))
-    except json.JSONDecodeError as error:
-        where += f" line {error.lineno}" if unit == "file" else ""
-        reason = f"is not valid JSON ({error.msg}, column {error.colno})"
-    except RecursionError:
-        reason = "is nested too deeply"
-    except ValueError:  # Python's limit on the digits of an integer
-        reason = "has a number with too many digits"
-    raise UserError(f"{where} {reason}; correct the {unit}")
-
-
-def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    # json.loads keeps the last of two equal keys: one caption would silently replace the other.
-    if len(fields) < len(pairs):
-        duplicate = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise UserError(f"{where} has {duplicate!r} twice; remove one")
-    return fields
 
 
 def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
