@@ -109,8 +109,9 @@ def _sample(folder: Path, path: str) -> Path:
 
 
 def _media(file: Path) -> Response:
-    """A picture or a clip; no other file is sent, whatever folder it is in."""
+    """A picture, a clip or a sound; no other file is sent, whatever folder it is in."""
     kind = mimetypes.guess_type(file.name)[0] or ""
-    if not (file.suffix.lower() in SUFFIXES or kind.startswith("video/")) or not file.is_file():
+    is_played = kind.startswith(("video/", "audio/"))
+    if not (file.suffix.lower() in SUFFIXES or is_played) or not file.is_file():
         raise HTTPException(404)
     return FileResponse(file, media_type=kind or None)

@@ -2,24 +2,28 @@
 says about them."""
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from nicegui import ui
 
+from ditkit_core.data.list_text import RowEdit
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_ui import texts
+from ditkit_ui.run_file import RunFile
 from ditkit_ui.thumbnails import crop_frame
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
 
 _ROW = """
 <q-tr :props="props" class="row-of-media">
   <q-td class="cell-of-picture">
-    <button class="tile" :aria-label="props.row.larger" @click="$parent.$parent.$emit('larger', props.row.path)">
+    <button class="tile" :aria-label="props.row.larger" @click="$parent.$parent.$emit('larger', {path: props.row.path, name: props.row.name, kind: props.row.kind})">
       <span class="picture">
         <img loading="lazy" decoding="async" alt="" :src="props.row.thumbnail">
         <span v-if="props.row.frame" class="crop" :style="props.row.frame"></span>
@@ -30,12 +34,27 @@ _ROW = """
     <div><b>{{ props.row.name }}</b> <span class="note">{{ props.row.size }}</span></div>
     <textarea rows="3" :aria-label="props.row.label" :value="props.row.text" :readonly="props.row.fixed"
       @change="$parent.$parent.$emit('caption', {path: props.row.path, text: $event.target.value})"></textarea>
-    <div v-for="badge in props.row.badges" :class="'badge ' + badge.severity">{{ badge.text }}</div>
+    <div v-for="badge in props.row.badges" :class="'badge ' + badge.severity">{{ badge.text }}
+      <button v-for="remedy in badge.remedies" class="remedy" @click="$parent.$parent.$emit('remedy', {path: props.row.path, remedy: remedy})">{{ remedy.label }}</button>
+    </div>
+    <div v-if="props.row.extras.length" class="extras">
+      <div v-for="extra in props.row.extras" class="extra">
+        <button v-if="extra.thumbnail" class="tile" :aria-label="extra.larger" @click="$parent.$parent.$emit('larger', {path: extra.path, name: extra.name, kind: extra.kind})">
+          <img loading="lazy" decoding="async" alt="" :src="extra.thumbnail">
+        </button>
+        <audio v-if="extra.sound" controls preload="none" :aria-label="extra.label" :src="extra.sound"></audio>
+        <span class="note">{{ extra.label }}</span>
+      </div>
+    </div>
   </q-td>
 </q-tr>
 """
 """A row of the table. Vue's braces and bindings escape: a caption is text wherever it is shown.
 Events go to the table, which is around the part that scrolls: the parent of the parent."""
+
+
+_TOO_LONG = "D14"
+"""The finding that a caption is longer than is read."""
 
 
 class DataPage:
@@ -44,7 +63,8 @@ class DataPage:
     def __init__(self, bench: Workbench, subject: Subject):
         self._bench, self._subject = bench, subject
         self._rows: dict[str, dict[str, Any]] = {}
-        self._general: list[dict[str, str]] = []
+        self._found: list[dict[str, Any]] | None = None
+        """What the doctor found; None before it was asked."""
         with page_frame("data", subject) as self._page:
             with ui.element("div").classes("titled"):
                 self._count = ui.label(texts.READING).classes("verdict").props("role=status")
@@ -56,6 +76,7 @@ class DataPage:
                 self._with = ui.input(texts.WITH)
                 ui.button(texts.REPLACE, on_click=self._replace).props("flat")
             self._notes = ui.element("div")
+            self._findings = ui.element("div")
             self._table = ui.table(
                 columns=[{"name": "name", "label": "", "field": "name"}], rows=[], row_key="path"
             )
@@ -65,13 +86,16 @@ class DataPage:
             self._table.props["rows-per-page-options"] = [0]
             self._table.add_slot("body", _ROW)
             self._table.on("caption", lambda event: self._edit(event.args))
-            self._table.on("larger", lambda event: self._enlarge(event.args))
+            self._table.on("larger", lambda event: self._enlarge(**event.args))
+            self._table.on("remedy", lambda event: self._apply(**event.args))
         ui.timer(0, self._read, once=True)
 
     async def _read(self) -> None:
         """Read the folder; where it was not opened yet, ask first."""
         config = self._subject.file.config.data
-        folders = [local_path(text) for text in config.folders or (config.folder,) if text]
+        controls = (entry.partition("=")[2] for entry in config.controls)
+        named = (*config.folders, config.folder, config.references, config.masks, *controls)
+        folders = [local_path(text) for text in named if text]
         if closed := [path for path in folders if not self._bench.opened.contains(path)]:
             self._count.text = texts.NOT_OPENED.format(path=closed[0])
 
@@ -95,8 +119,8 @@ class DataPage:
             return
         if self._count.is_deleted:
             return
-        with errors_shown(self._page):
-            self._rows = {row["path"]: self._row(row, read["list"]) for row in read["rows"]}
+        self._count.classes(remove="bad")
+        self._rows = {row["path"]: self._row(row) for row in read["rows"]}
         trained = sum(not row["reason"] for row in self._rows.values())
         self._count.text = (
             texts.COUNT.format(
@@ -105,14 +129,20 @@ class DataPage:
             if self._rows
             else texts.NO_MEDIA.format(folder=", ".join(read["folders"]))
         )
-        if read["list"]:
-            with self._notes:
-                ui.label(texts.IN_A_LIST.format(file=read["list"])).classes("note")
-        self._show()
+        self._notes.clear()
+        with self._notes:
+            for note in read["notes"]:
+                ui.label(note).classes("note")
+        self._show_findings()
 
-    def _row(self, row: Mapping[str, Any], listed: str) -> dict[str, Any]:
+    def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A media file as the table shows it."""
-        shown, frame = "", ""
+        shown, frame, stored, reason = "", "", None, row["reason"]
+        if row["caption"] and row["row"] is None:
+            try:
+                stored = self._bench.captions.text(row["caption"])
+            except UserError as error:  # it leads elsewhere, or is no text
+                reason = str(error)
         if "trained" in row:
             height, width = row["trained"]
             shown = texts.TRAINED_AS.format(width=width, height=height)
@@ -123,17 +153,19 @@ class DataPage:
                     shown = texts.CUT_AWAY.format(
                         share=round(100 * (1 - tall * wide)), width=width, height=height
                     )
-        text = row.get("text", "") if listed else self._bench.captions.text(row["caption"])
         return {
             **row,
-            "text": text,
+            "text": row["text"] if stored is None else stored,
+            "file text": stored,
+            "reason": reason,
             "size": shown,
             "frame": frame,
-            "fixed": bool(listed),
+            "fixed": not row["caption"] or reason != row["reason"],
             "label": texts.CAPTION_OF.format(name=row["name"]),
             "larger": texts.PICTURE_OF.format(name=row["name"]),
             "thumbnail": f"/thumbnail?{urlencode({'path': row['path']})}",
-            "badges": [{"severity": "warning", "text": row["reason"]}] if row["reason"] else [],
+            "extras": list(map(_extra, row["extras"])),
+            "badges": [],
         }
 
     def _show(self) -> None:
@@ -145,31 +177,43 @@ class DataPage:
         """A caption was edited in its place."""
         row = self._rows[edit["path"]]
         with errors_shown(self._page):
-            edits = {row["caption"]: (row["text"], edit["text"])}
-            if await asyncio.to_thread(self._bench.captions.write, edits):
-                row["text"] = edit["text"]
+            if await self._write([(row, edit["text"])]):
                 tell(self._page, texts.CAPTION_SAVED.format(file=Path(row["caption"]).name))
-        self._show()
+        self._show_findings()
 
     async def _replace(self) -> None:
         """Replace a text in all captions. Thousands take seconds, each file is written safely."""
         find, by = self._find.value, self._with.value
         with errors_shown(self._page):
-            rows = [
-                r
-                for r in self._rows.values()
-                if find and find in (r["text"] or "") and not r["fixed"]
-            ]
-            edits = {r["caption"]: (r["text"], r["text"].replace(find, by)) for r in rows}
-            count = await asyncio.to_thread(self._bench.captions.write, edits)
-            for row in rows:
-                row["text"] = edits[row["caption"]][1]
+            rows = [r for r in self._rows.values() if find and find in r["text"] and not r["fixed"]]
+            count = await self._write([(row, row["text"].replace(find, by)) for row in rows])
             tell(self._page, texts.REPLACED.format(count=count) if count else texts.FOUND_NONE)
-        self._show()
+        self._show_findings()
+
+    async def _write(self, edits: Sequence[tuple[dict[str, Any], str]]) -> int:
+        """Write captions, all or none; how many differed."""
+        captions, lists = {}, defaultdict(list)
+        for row, text in edits:
+            if row["row"] is None:
+                captions[row["caption"]] = (row["file text"], text)
+            else:
+                edit = RowEdit(row["row"], row["item"], row["text"], text)
+                lists[row["caption"]].append(edit)
+        count = await asyncio.to_thread(self._bench.captions.write, captions, lists)
+        if count:
+            self._bench.undos.append(self._bench.captions.undo)
+        for row, text in edits:
+            if row["row"] is None and text != (row["file text"] or ""):
+                row["file text"] = text
+            row["text"] = text
+        return count
 
     async def _undo(self) -> None:
         with errors_shown(self._page):
-            is_undone = await asyncio.to_thread(self._bench.captions.undo)
+            undos, is_undone = self._bench.undos, False
+            while undos and not is_undone:
+                is_undone = await asyncio.to_thread(undos[-1])
+                undos.pop()
             tell(self._page, texts.UNDONE if is_undone else texts.NOTHING_TO_UNDO)
         await self._read()
 
@@ -179,42 +223,103 @@ class DataPage:
         self._check.text = texts.CHECKING
         try:
             with errors_shown(self._page):
-                found = await self._bench.worker.ask(
+                self._found = await self._bench.worker.ask(
                     "findings", family=self._subject.family, file=str(self._subject.file.path)
                 )
                 if not self._check.is_deleted:
-                    self._show_findings(found)
+                    self._show_findings()
         finally:
             self._check.text = texts.CHECK
             self._check.enable()
 
-    def _show_findings(self, found: list[dict[str, str]]) -> None:
+    def _show_findings(self) -> None:
+        """Show the findings, but those that were remedied since."""
+        settings = self._subject.file.values()
         by_place = defaultdict(list)
-        for finding in found:
-            by_place[finding["where"]].append(finding)
+        for finding in self._found or ():
+            if not any(remedy.items() <= settings.items() for remedy in finding["settings"]):
+                by_place[finding["where"]].append(finding)
         general = dict(by_place)
         for row in self._rows.values():
-            places = {row["path"], row["name"], *row.get("ids", ())}
-            row["badges"] = [finding for place in places for finding in by_place.get(place, ())]
-            for place in places:
-                general.pop(place, None)
-        self._notes.clear()
-        with self._notes:
-            if not found:
+            row["badges"] = []
+            for finding in (f for name in row["names"] for f in by_place.get(name, ())):
+                read = finding.setdefault("caption", row["text"])
+                if finding["code"] != _TOO_LONG or read == row["text"]:
+                    row["badges"].append(finding | {"remedies": _remedies(finding, row)})
+            if row["reason"] and not row["badges"]:
+                row["badges"] = [{"severity": "warning", "text": row["reason"]}]
+            for name in row["names"]:
+                general.pop(name, None)
+        self._findings.clear()
+        with self._findings:
+            if self._found == []:
                 ui.label(texts.NO_FINDINGS).classes("good")
-            for findings in general.values():
-                for finding in findings:
-                    ui.label(finding["text"]).classes(f"badge {finding['severity']}")
+            for finding in (finding for findings in general.values() for finding in findings):
+                with ui.element("div").classes(f"badge {finding['severity']}"):
+                    ui.label(finding["text"])
+                    for remedy in _remedies(finding):
+                        act = partial(self._apply, remedy)
+                        ui.button(remedy["label"], on_click=act).props("outline dense")
         self._show()
 
-    def _enlarge(self, path: str) -> None:
-        row = self._rows[path]
+    async def _apply(self, remedy: Mapping[str, Any], path: str = "") -> None:
+        """Do what a remedy says: in the run file, or to the caption of a file."""
+        file, family = self._subject.file, self._subject.family
+        with errors_shown(self._page):
+            if "settings" not in remedy:
+                text = self._rows[path]["text"]
+                shorter = await self._bench.worker.ask(
+                    "shortened", family=family, file=str(file.path), text=text
+                )
+                await self._edit({"path": path, "text": shorter})
+                return
+            before = file.text
+            try:
+                file.set(remedy["settings"])
+            except UserError:
+                file.text = before
+                raise
+            self._bench.undos.append(partial(_undo_settings, file, file.text))
+            tell(self._page, texts.REMEDIED.format(settings=remedy["label"]))
+        await self._read()
+
+    def _enlarge(self, path: str, name: str, kind: str) -> None:
         source = f"/media?{urlencode({'path': path})}"
         with ui.dialog() as dialog, ui.card().classes("larger"):
-            if row["kind"] == "video":
+            if kind == "video":
                 ui.video(source, autoplay=False)
             else:
                 ui.element("img").props["src"] = source
-            ui.label(row["name"])
+            ui.label(name)
             ui.button(texts.CLOSE, on_click=dialog.close)
         dialog.open()
+
+
+def _remedies(finding: Mapping[str, Any], row: Mapping[str, Any] | None = None) -> list[Any]:
+    """The remedies of a finding that a button can do, each with its label."""
+    remedies: list[Any] = []
+    for settings in finding["settings"]:
+        keys = (f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in settings.items())
+        label = f"{texts.REMEDIES[next(iter(settings))]}: {', '.join(keys)}"
+        remedies.append({"label": label, "settings": settings})
+    if finding["code"] == _TOO_LONG and row and not row["fixed"]:
+        remedies.append({"label": texts.SHORTEN})
+    return remedies
+
+
+def _undo_settings(file: RunFile, text: str) -> bool:
+    """Undo a remedy in a run file, if nobody has edited the file since."""
+    return file.text == text and file.undo()
+
+
+def _extra(extra: Mapping[str, str]) -> dict[str, str]:
+    """Another file of a sample as the table shows it."""
+    query = urlencode({"path": extra["path"]})
+    name = Path(extra["path"]).name
+    shown = {"label": f"{extra['name']}: {extra['text'] or name}"}
+    shown["larger"] = texts.PICTURE_OF.format(name=shown["label"])
+    if extra["kind"] in ("image", "video"):
+        shown["thumbnail"] = f"/thumbnail?{query}"
+    elif extra["kind"] == "audio":
+        shown["sound"] = f"/media?{query}"
+    return {**extra, **shown}

@@ -103,7 +103,7 @@ REPLACED = "Replaced in {count} captions."
 FOUND_NONE = "No caption contains this."
 CAPTION_SAVED = "Caption saved: {file}"
 CAPTION_CHANGED = "{file} was changed by another program meanwhile; load the page again"
-IN_A_LIST = "{file} has the captions of this folder: edit them there"
+IN_A_LIST = "{file} has the captions of this folder: edit them there ({reason})"
 CAPTION_OF = "Caption of {name}"
 PICTURE_OF = "Show {name} larger"
 CUT_AWAY = "{share} % cut away, trained as {width}×{height}"
@@ -112,6 +112,22 @@ CHECK = "Check the data"
 CHECKING = "checking …"
 NO_FINDINGS = "Nothing wrong was found."
 FILTER = "Show only files with findings"
+REMEDIES = {
+    "data.on_bad": "Leave out",
+    "data.short_clips": "Short clips",
+    "data.buckets": "Crop otherwise",
+    "data.max_aspect": "Crop otherwise",
+    "data.bucket_step": "Crop otherwise",
+    "data.height": "Other resolution",
+    "data.resolutions": "Other resolution",
+    "data.windows": "Use all of it",
+    "data.captions": "Lines as captions",
+    "data.trigger": "Trigger word",
+}
+"""What the remedy is that a setting brings, by its first key."""
+SHORTEN = "Shorten the caption"
+REMEDIED = "In the run file now: {settings}. Check the data again to see what remains."
+MASK, REFERENCE = "mask", "reference"
 CLOSE = "Close"
 
 STATES = {

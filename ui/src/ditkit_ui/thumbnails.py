@@ -7,6 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from ditkit_core.data.media.image import SUFFIXES, read_image
+from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.video import frames_at
 from ditkit_core.io.files import atomic_write, json_hash
 
@@ -23,11 +24,14 @@ def cache_folder() -> Path:
 
 
 def thumbnail(path: Path) -> Path:
-    """The JPEG thumbnail of a picture, or of the first frame of a clip; made at the first call.
+    """The JPEG thumbnail of a picture, or of the first frame of a clip or folder of images; made at
+    the first call.
 
     Raises:
         UserError: If the file cannot be read.
     """
+    if path.is_dir():
+        path = Path(open_folder(path).files[0])
     status = path.stat()
     key = json_hash([str(path), status.st_size, status.st_mtime_ns, SIDE])
     file = cache_folder() / key[:2] / f"{key}.jpg"

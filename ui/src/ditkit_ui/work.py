@@ -4,6 +4,7 @@ out."""
 import io
 import os
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,15 @@ import torch
 from ditkit_core.commands.cli import start
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
-from ditkit_core.data.dataset import NothingToTrain
-from ditkit_core.data.discovery import CAPTION_SUFFIXES, lists_of, media_files
+from ditkit_core.data.caption_files import caption_folders
+from ditkit_core.data.captions import captions_of
+from ditkit_core.data.dataset import NothingToTrain, Sample
+from ditkit_core.data.discovery import lists_of, media_files, names_of
 from ditkit_core.data.media.clip import kind_by_name
+from ditkit_core.diagnostics.doctor.captions import shortened_caption
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
+from ditkit_core.diagnostics.doctor.findings import CutsCaptions
+from ditkit_core.errors import UserError, printable
 from ditkit_core.io.files import local_path
 from ditkit_core.planner.gpus import KNOWN_GPUS, parse_gpus
 from ditkit_core.run.config import RunConfig
@@ -26,6 +32,7 @@ from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.fit import gpus_to_fit
 from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
 from ditkit_core.run.recipes import read_recipes
+from ditkit_ui import texts
 from ditkit_ui.families import installed_families
 
 
@@ -85,9 +92,11 @@ def dataset(family: str, file: str) -> dict[str, Any]:
     """The media files of a run's dataset, with what training makes of each.
 
     Returns:
-        `folders`; `list`, the file that has the captions, or empty; and `rows`, one for each file:
-        its path and its caption's, its kind, the size that it is trained in, its own size, and why
-        it is left out.
+        `folders`; `notes` about captions that are not written here; and `rows`, one for each file.
+        Its `names` are all by which a finding may call it. Its caption is in the file `caption`,
+        or in the `row` of that list, which calls it `item`; `text` has it as it was read. If it is
+        trained, `trained` is the size, `stored` its own, and `extras` are the other files of the
+        sample; else `reason` says why not.
     """
     run = _run(family, file)
     config, data = run.config, run.data  # with the model's own size where the file sets none
@@ -98,34 +107,84 @@ def dataset(family: str, file: str) -> dict[str, Any]:
         samples, reasons = scan.samples, dict(scan.excluded)
     except NothingToTrain as error:
         samples, reasons = [], dict(error.excluded)
-    masks = {os.path.abspath(sample.mask) for sample in samples if sample.mask}
+    kinds = {column.name: column.kind for column in run.auxiliary.columns}
     trained = defaultdict(list)
     for sample in samples:
         trained[os.path.abspath(sample.media)].append(sample)
-    listed = config.data.metadata or next(
-        (str(folder / name) for folder in folders for name in lists_of(folder)), ""
-    )
-    rows = []
-    for folder in folders:
-        for name in sorted(media_files(folder, skip=[], image_folders=config.data.image_folders)):
-            path = Path(os.path.abspath(folder / name))
-            if str(path) in masks:
+    extras = {path: _extras(of_file[0], kinds) for path, of_file in trained.items()}
+    taken = {extra["path"] for some in extras.values() for extra in some}
+    notes: list[str] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for folder, prefix in zip(folders, names_of(list(map(str, folders))), strict=True):
+        for row in _stored_captions(run, folder, notes):
+            path = row["path"] = os.path.abspath(folder / row["name"])
+            if path in taken or path in rows or not os.path.lexists(path):
                 continue
-            captions = [path.with_suffix(suffix) for suffix in CAPTION_SUFFIXES]
-            caption = next((file for file in captions if file.is_file()), captions[0])
-            row: dict[str, Any] = {"path": str(path), "name": name, "caption": str(caption)}
-            row |= {"kind": kind_by_name(path), "reason": ""}
-            if of_file := trained.get(str(path)):
+            of_file = trained.get(path, [])
+            names = [path, row["name"], str(folder / row["name"]), prefix + row["name"]]
+            row["names"] = [*dict.fromkeys(names), *(sample.id for sample in of_file)]
+            row["kind"], row["extras"] = _kind(path), extras.get(path, [])
+            row["reason"] = "" if of_file else reasons.get(printable(prefix + row["name"]), "")
+            if of_file:
                 first = of_file[0]
-                row |= {"ids": [sample.id for sample in of_file], "text": first.captions[0]}
                 row |= {"trained": [first.height, first.width], "stored": first.file_size}
-            else:
-                row["reason"] = reasons.get(name, "")
-            rows.append(row)
-    return {"folders": list(map(str, folders)), "list": listed, "rows": rows}
+                row["text"] = row["text"] or first.captions[0]
+            rows[path] = row
+    return {"folders": list(map(str, folders)), "notes": notes, "rows": list(rows.values())}
 
 
-def findings(family: str, file: str) -> list[dict[str, str]]:
+def _stored_captions(run: RunContext, folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Where the captions of a folder are, and those of files that no list names; a reason why they
+    cannot be written is added to the notes."""
+    config, named = replace(run.config.data, folder=str(folder), folders=(), repeats=()), set()
+    try:
+        edits = run.spec.data.reference_size is not None
+        (files,) = caption_folders(config, run.auxiliary.columns, edits=edits)
+    except UserError as error:
+        if listed := config.metadata or next(iter(lists_of(folder)), ""):
+            notes.append(texts.IN_A_LIST.format(file=folder / listed, reason=error))
+    else:
+        for item in files.items:
+            file = files.list_path or folder / files.side_files[item.name]
+            named.add(item.name)
+            yield {
+                "name": item.name,
+                "item": item.name,
+                "caption": os.path.abspath(file),
+                "row": item.row,
+                "text": item.text,
+            }
+    skipped = [config.references, config.masks, *(c.partition("=")[2] for c in config.controls)]
+    skip = [local_path(path) for path in skipped if path]
+    for name in media_files(folder, skip=skip, image_folders=config.image_folders):
+        if name not in named:
+            yield {"name": name, "item": name, "caption": "", "row": None, "text": ""}
+
+
+def _kind(path: str) -> str:
+    """Whether a file is an image or a video; a folder of images is shown as its first."""
+    return "image" if os.path.isdir(path) else kind_by_name(Path(path))
+
+
+def _extras(sample: Sample, kinds: Mapping[str, str]) -> list[dict[str, str]]:
+    """The other files and texts of a sample: what each is, its kind, and its path or text."""
+    files = [(texts.MASK, "video", str(sample.mask))] if sample.mask else []
+    files += [(texts.REFERENCE, "image", str(path)) for path in sample.references]
+    files += [(name, kinds[name], value) for name, value in sample.controls.items()]
+    extras = []
+    for name, kind, value in files:
+        extra = {"name": name, "kind": kind, "text": "", "path": ""}
+        if kind == "text":
+            extra["text"] = value
+        else:
+            extra["path"] = os.path.abspath(value)
+        if kind in ("image", "video"):  # of a video a still image does, too
+            extra["kind"] = _kind(value)
+        extras.append(extra)
+    return extras
+
+
+def findings(family: str, file: str) -> list[dict[str, Any]]:
     """What the doctor finds in a run's dataset."""
     report = examine_dataset(_run(family, file).data).checkup
     return [
@@ -134,9 +193,24 @@ def findings(family: str, file: str) -> list[dict[str, str]]:
             "severity": finding.severity,
             "where": finding.where,
             "text": str(finding),
+            "settings": finding.settings,
         }
         for finding in report.findings
     ]
+
+
+def shortened(family: str, file: str, text: str) -> str:
+    """A caption without the end that a run's text encoder would not read."""
+    run = _run(family, file)
+    config, encoder = run.config.data, run.auxiliary.encoders[1]
+    if not isinstance(encoder, CutsCaptions):
+        return text
+    lines = text.split("\n") if config.captions == "lines" else [text]
+
+    def is_read(part: str) -> bool:
+        return all(encoder.cut_of(caption) is None for caption in captions_of((part,), config))
+
+    return "\n".join(shortened_caption(line, is_read) for line in lines)
 
 
 def _run(family: str, file: str) -> RunContext:

@@ -1,7 +1,7 @@
 """What all pages share: the opened folders, the worker process, the run files that are edited, and
 the frame around a page."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,9 @@ class Workbench:
     captions: CaptionEdits
     files: dict[Path, RunFile] = field(default_factory=dict)
     """Run files that were opened, so that an undo outlives a change of the page."""
+    undos: list[Callable[[], bool]] = field(default_factory=list)
+    """How to undo each edit of the page Data, the last one last; False where it is undone or lost
+    already."""
     gpus: str = ""
     """What was last planned for, as `--gpus` takes it; empty for this machine."""
 

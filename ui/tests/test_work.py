@@ -1,0 +1,109 @@
+"""What the worker reads for the page Data: each file with its caption where it is stored, and with
+all other files of its sample."""
+
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ditkit_core.data.media.clip import write_video
+from ditkit_ui import work
+
+
+def pictures(folder: Path, *names: str) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (40 * number, 90, 160)).save(folder / name)
+
+
+def rows_of(tmp_path: Path, family: str, data: str) -> dict[str, dict[str, Any]]:
+    """The rows by name, and below an empty name all notes."""
+    model = {
+        "zimage": '[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n',
+        "flux2": '[model]\nbase = "black-forest-labs/FLUX.2-klein-base-4B"\npreset = "klein-base-4b"\n',
+        "wan": '[model]\npreset = "s2v-14b"\n',
+    }
+    file = tmp_path / "run.toml"
+    file.write_text(f"{model[family]}[data]\nfolder = '{tmp_path / 'photos'}'\n{data}")
+    read = work.dataset(family, str(file))
+    json.dumps(read)
+    return {row["name"]: row for row in read["rows"]} | {"": {"notes": read["notes"]}}
+
+
+def test_the_caption_of_a_file_is_where_training_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    pictures(folder, "a.png", "b.png", "c.png", "d.png", "sub/e.png")
+    (folder / "a.caption").write_text("a")
+    (folder / "b.png.txt").write_text("b")
+    (folder / "c.json").write_text('{"caption": "of a table"}')
+    rows = rows_of(tmp_path, "zimage", 'on_bad = "skip"\n')
+    files = {name: Path(row["caption"]).name for name, row in rows.items() if name}
+    assert files == {
+        "a.png": "a.caption",
+        "b.png": "b.png.txt",
+        "c.png": "c.txt",
+        "d.png": "d.txt",
+        "sub/e.png": "e.txt",
+    }
+    assert (rows["b.png"]["text"], rows["c.png"]["text"]) == ("b", "of a table")
+    assert "has no caption" in rows["d.png"]["reason"] and not rows["a.png"]["reason"]
+    assert rows["a.png"]["trained"] and str(folder / "a.png") in rows["a.png"]["names"]
+
+
+def test_rows_of_a_list_say_which_they_are_and_other_lists_are_only_read(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    pictures(folder, "a.png", "b.png", "c.png")
+    lines = [{"file_name": "b.png", "text": "of b"}, {"file_name": "a.png"}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = rows_of(tmp_path, "zimage", 'on_bad = "skip"\n')
+    assert rows["b.png"]["row"] == 0 and rows["a.png"]["row"] == 1 and rows[""]["notes"] == []
+    assert rows["b.png"]["caption"] == str(folder / "metadata.jsonl")
+    assert [rows[name]["text"] for name in ("b.png", "a.png")] == ["of b", ""]
+    assert rows["c.png"]["caption"] == "", "the list does not name it"
+    (folder / "metadata.jsonl").unlink()
+    (folder / "images.txt").write_text("a.png\n")
+    (folder / "prompts.txt").write_text("of a\n")
+    rows = rows_of(tmp_path, "zimage", "")
+    assert (rows["a.png"]["caption"], rows["a.png"]["text"]) == ("", "of a")
+    (note,) = rows[""]["notes"]
+    assert "images.txt has the captions of this folder: edit them there" in note
+
+
+def test_masks_and_references_are_with_their_picture_and_no_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    pictures(folder, "a.png", "a-mask.png", "references/a_0.png", "references/a_1.png")
+    (folder / "a.txt").write_text("make it red")
+    rows = rows_of(tmp_path, "flux2", f"references = '{folder / 'references'}'\n")
+    assert set(rows) == {"a.png", ""}
+    assert [(extra["name"], extra["kind"], Path(extra["path"]).name) for extra in rows["a.png"]["extras"]] == [
+        ("mask", "image", "a-mask.png"),
+        ("reference", "image", "a_0.png"),
+        ("reference", "image", "a_1.png"),
+    ]  # fmt: skip
+
+
+def test_sound_and_poses_are_with_their_clip(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    write_video(folder / "a.mp4", torch.rand(3, 17, 64, 64), 16.0)
+    (folder / "a.txt").write_text("somebody speaks")
+    for name in ("sounds", "poses"):
+        (tmp_path / name).mkdir()
+    write_video(tmp_path / "poses" / "a.mp4", torch.rand(3, 17, 64, 64), 16.0)
+    with wave.open(str(tmp_path / "sounds" / "a.wav"), "wb") as sound:
+        sound.setparams((1, 2, 16000, 0, "NONE", ""))
+        sound.writeframes(bytes(32000))
+    rows = rows_of(
+        tmp_path,
+        "wan",
+        f"height = 64\nwidth = 64\nframes = 5\ncontrols = ['input_audio={tmp_path / 'sounds'}', "
+        f"'s2v_pose_video={tmp_path / 'poses'}']\n",
+    )
+    assert rows["a.mp4"]["reason"] == "" and rows["a.mp4"]["kind"] == "video"
+    assert {(e["name"], e["kind"], Path(e["path"]).name) for e in rows["a.mp4"]["extras"]} == {
+        ("input_audio", "audio", "a.wav"),
+        ("s2v_pose_video", "video", "a.mp4"),
+    }
