@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from media_files import LEVELS, numbered_video
+from stand_in_hub import stand_in_hub
 from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.commands import cli
@@ -62,6 +63,36 @@ def test_files_without_a_caption_get_one_and_all_others_stay(
     # A second call has nothing to do, and loads nothing.
     assert run(folder, "/no/such/model", "--trigger", "ohwx") == 0
     assert "5 with a caption (4 by this command); 0 to be written" in capsys.readouterr().out
+
+
+def test_a_plan_says_what_would_be_done_and_does_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_photos(tmp_path / "photos", ["a.png", "b.png"])
+    (folder / "b.txt").write_text("mine")
+    assert run(folder, model, "--plan") == 0
+    said = capsys.readouterr().out
+    assert "2 files, 1 with a caption (0 by this command); 1 to be written" in said
+    assert f"captions by {model}: 0.0 GiB of weights in bf16; 1 at once" in said
+    assert "captioner: to be loaded into memory as a whole (" in said
+    assert run(folder, model, "--plan", "--encode.streaming", "always") == 0
+    assert "captioner: to be read layer by layer for each token" in capsys.readouterr().out
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with stand_in_hub(monkeypatch) as hub:
+        hub.models["owner/model"] = {"model.safetensors": 9 * 10**9, "x/y.safetensors": 1}
+        assert run(folder, "owner/model", "--plan") == 0
+        said = capsys.readouterr()
+        assert (
+            f"to be fetched: captioner, 9.00 GB, from owner/model on the hub into {tmp_path}"
+            in (said.out)
+        )
+        assert said.err == ""
+        hub.refuses["owner/none"] = 404
+        assert run(folder, "owner/none", "--plan") == 1
+        assert "--model owner/none: no such folder here" in capsys.readouterr().err
+    assert run(folder, str(tmp_path), "--plan") == 1
+    assert "config.json" in capsys.readouterr().err
+    assert texts(folder) == {"b.txt": "mine"} and not (folder / RECORD_NAME).exists()
 
 
 def test_training_reads_what_was_written(model: str, tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 import re
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+
+import torch
 
 from ditkit_core.commands.options import CaptionOptions, parse_words
 from ditkit_core.data.caption_files import CaptionFiles, CaptionItem, caption_folders
@@ -17,7 +20,7 @@ from ditkit_core.families.caption_prompts import caption_prompt
 from ditkit_core.families.captioner import Answer, Captioner, CaptionRequest
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import json_hash
-from ditkit_core.models.paths import locate_model
+from ditkit_core.models.paths import locate_model, model_to_fetch, nothing_fetched
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -86,24 +89,43 @@ def caption(spec: ModelSpec, config: RunConfig, options: CaptionOptions) -> int:
     if options.preview:
         todo = todo[: options.preview]
     if todo:
-        captioner = Captioner(
-            locate_model(options.model, "--model", "captioner"),
-            device=run.auxiliary.device,
-            dtype=parse_dtype(config.encode.text_dtype),
-            streaming=config.encode.streaming,
-            side=options.side,
-            most_tokens=options.max_tokens,
-            package=f"ditkit-{spec.name}",
-        )
-        captioner.check_prompt(options.instruction)
+        try:
+            with nothing_fetched() if options.plan else nullcontext():
+                captioner = _captioner(config, options, run.auxiliary.device, spec.name)
+        except UserError:
+            download = model_to_fetch(options.model, "captioner") if options.plan else ""
+            if not download:
+                raise
+            say(f"to be fetched: {download}; whether it fits is known when it is here")
+            return 0
         at_once = options.batch or (STREAMED_BATCH if captioner.streams else 1)
         say(
             f"captions by {options.model}: {captioner.needed_bytes / 2**30:.1f} GiB of weights in "
             f"{config.encode.text_dtype}; {at_once} at once, up to {options.max_tokens} tokens each"
         )
+        if options.plan:
+            say(f"captioner: to be {captioner.way}")
+            return 0
         captioner.load()
         _caption_all(captioner, todo, at_once, task, outcome)
-    return _summary(outcome, options)
+    return 0 if options.plan else _summary(outcome, options)
+
+
+def _captioner(
+    config: RunConfig, options: CaptionOptions, device: torch.device, family: str
+) -> Captioner:
+    """The model, without its weights yet."""
+    captioner = Captioner(
+        locate_model(options.model, "--model", "captioner"),
+        device=device,
+        dtype=parse_dtype(config.encode.text_dtype),
+        streaming=config.encode.streaming,
+        side=options.side,
+        most_tokens=options.max_tokens,
+        package=f"ditkit-{family}",
+    )
+    captioner.check_prompt(options.instruction)
+    return captioner
 
 
 def _wanted(files: CaptionFiles, task: _Task, outcome: _Outcome) -> list[CaptionItem]:

@@ -528,6 +528,9 @@ class CaptionOptions:
     other settings and nobody has changed since, `all` for a person's as well. Unset: none."""
     preview: int = 0
     """Print the first so many captions and write nothing."""
+    plan: bool = False
+    """Print how many captions are to be written, whether the model fits, and what would have to be
+    downloaded; load and write nothing."""
 
     def __post_init__(self) -> None:
         for name, least in {

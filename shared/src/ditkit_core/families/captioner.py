@@ -106,12 +106,17 @@ class Captioner:
         count = sum(math.prod(tensor.shape) for tensor in self._source.tensors.values())
         self.needed_bytes = count * dtype.itemsize
         """Bytes of the weights."""
-        self.streams, self._why = decide(streaming, self.needed_bytes, device)
+        self.streams, why = decide(streaming, self.needed_bytes, device)
         if self.streams and "quantization_config" in config:
             raise UserError(
-                f"{folder} has quantized weights, whose layers cannot be streamed ({self._why}); "
+                f"{folder} has quantized weights, whose layers cannot be streamed ({why}); "
                 f"name the model's unquantized files, or a smaller model"
             )
+        how = "read layer by layer for each token of a batch"
+        if not self.streams:
+            how = "loaded into memory as a whole"
+        self.way = f"{how} ({why})"
+        """How its weights come into memory, and the reason."""
         self._model: Any = None
 
     def load(self) -> None:
@@ -120,11 +125,9 @@ class Captioner:
         if self.streams:
             give_back_large_blocks()
             self._model = self._load_streamed()
-            how = f"read layer by layer for each token of a batch ({self._why})"
         else:
             self._model = self._load({"": str(self._device)})
-            how = f"loaded into memory as a whole ({self._why})"
-        say(f"captioner: {how}")
+        say(f"captioner: {self.way}")
 
     @torch.no_grad()
     def answers(self, requests: Sequence[CaptionRequest]) -> list[Answer]:

@@ -363,16 +363,30 @@ def locate_model(value: str, key: str, part: str) -> Path:
             return path
         if path.exists():
             raise UserError(f"{key} {value} is a file; name the folder of the model")
-    match = _HUB_ID.fullmatch(value)
-    if match is None or not is_hub_id(value):
+    if not is_hub_id(value):
         raise not_there(key, value)
-    inner = match["inner"] or ""
-    wanted = [f"{inner}/{name}".lstrip("/") for name in _WANTED_FROM_HUB]
-    # Not the same weights in another form, which some repositories have next to them.
-    ignored = [f"{inner}/*/*".lstrip("/"), "*consolidated*"]
+    inner, wanted, ignored = _files_of_model(value)
     instead = f"a folder that is here, given as {key} FOLDER"
     where = f"{key} {value}"
-    return _snapshot(match["repository"], part, wanted, ignored, where, instead) / inner
+    return _snapshot(repository_of(value), part, wanted, ignored, where, instead) / inner
+
+
+def model_to_fetch(value: str, part: str) -> str:
+    """What `locate_model` would download, how large it is, from where and into which folder; empty
+    if nothing, or if the hub cannot be reached."""
+    if not is_hub_id(value):
+        return ""
+    _, wanted, ignored = _files_of_model(value)
+    return _to_fetch(repository_of(value), part, wanted, ignored)
+
+
+def _files_of_model(hub_id: str) -> tuple[str, list[str], list[str]]:
+    """The folder of a model in its repository, and the patterns of its files and of those to
+    ignore."""
+    inner = hub_id.removeprefix(repository_of(hub_id)).lstrip("/")
+    wanted = [f"{inner}/{name}".lstrip("/") for name in _WANTED_FROM_HUB]
+    # Not the same weights in another form, which some repositories have next to them.
+    return inner, wanted, [f"{inner}/*/*".lstrip("/"), "*consolidated*"]
 
 
 def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: bool) -> Path:
@@ -428,26 +442,12 @@ def _announce(
 ) -> None:
     """Print what a download brings, how large it is, and what would do instead; nothing if the
     cache has all of it. `part` is a component of a model, or the key of another file."""
-    # Imported here: a mistake in a path must not wait for the library.
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     # Ranks look for parts before they are connected, and only then do all but the first print
     # nothing.
-    if (
-        os.environ.get("RANK", "0") != "0"
-        or (size := bytes_to_fetch(repository, allow, ignore)) == 0
+    if os.environ.get("RANK", "0") != "0" or not (
+        download := _to_fetch(repository, part, allow, ignore)
     ):
         return
-    if size is None:
-        with suppress(LocalEntryNotFoundError):
-            snapshot_download(
-                repository, allow_patterns=allow, ignore_patterns=ignore, local_files_only=True
-            )
-            return
-        amount = "of unknown size"
-    else:
-        amount = f"{size / 1e9:.2f} GB" if size >= 1e7 else "less than 0.01 GB"
     file_or_folder = "folder" if part == "tokenizer" else "file or folder"
     key = part if "." in part else f"model.{part}"
     if not instead:
@@ -456,10 +456,29 @@ def _announce(
             instead = f"a file that is here, set as {argument(key)}"
         elif part not in _WITH_PATHS:
             instead = f"a folder with all parts of the model, set as {argument('model.base')}"
-    warn(
-        f"fetching {part}, {amount}, from {repository} on the hub into {constants.HF_HUB_CACHE}; "
-        f"{instead}, does instead"
-    )
+    warn(f"fetching {download}; {instead}, does instead")
+
+
+def _to_fetch(repository: str, part: str, allow: list[str], ignore: list[str]) -> str:
+    """What a download brings, how large it is, from where and into which folder; empty if the cache
+    has all of it."""
+    # Imported here: a mistake in a path must not wait for the library.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    size = bytes_to_fetch(repository, allow, ignore)
+    if size == 0:
+        return ""
+    if size is None:
+        with suppress(LocalEntryNotFoundError):
+            snapshot_download(
+                repository, allow_patterns=allow, ignore_patterns=ignore, local_files_only=True
+            )
+            return ""
+        amount = "of unknown size"
+    else:
+        amount = f"{size / 1e9:.2f} GB" if size >= 1e7 else "less than 0.01 GB"
+    return f"{part}, {amount}, from {repository} on the hub into {constants.HF_HUB_CACHE}"
 
 
 def _snapshot(
