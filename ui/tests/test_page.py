@@ -1,5 +1,6 @@
 """The page in a real browser without a window."""
 
+import json
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 from made_runs import write_run
+from PIL import Image
 from playwright.sync_api import Page, expect
 from served_page import HOSTILE, needs_browser, opened, overflows, served, write_pictures
+from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.config.toml import to_toml
 from ditkit_core.io.run_dir import RunFolder
@@ -184,6 +187,99 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         looked_at(page, "export")
     assert page_of.said == []
     assert list(folder.exports.glob("*export*.safetensors"))
+
+
+@pytest.mark.slow
+def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Path) -> None:
+    """Remedies in the run file, captions in a list, masks and sound next to their sample; captions
+    by a model are planned, started, stopped, and continued."""
+    world = write_world(tmp_path)
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        page.get_by_role("link", name="photos.toml").click()
+        go(page, "Data")
+        expect(page.get_by_label("Caption of 0wide.png")).to_have_value(f"wide {HOSTILE}")
+        expect(page.get_by_label("Show mask: 0wide-mask.png larger").locator("img")).to_be_visible()
+        page.get_by_role("button", name="Check the data").click()
+        wide = page.locator(".row-of-media", has_text="0wide.png")
+        wide.get_by_role("button", name="Crop otherwise: data.max_aspect").click()
+        expect(page.get_by_text("In the run file now: Crop otherwise")).to_be_visible()
+        assert "max_aspect = " in world.read_text()
+        expect(wide.get_by_text("D32")).to_have_count(0)
+        broken = page.locator(".row-of-media", has_text="0broken.png")
+        looked_at(page, "remedies")
+        broken.get_by_role("button", name='Leave out: data.on_bad = "skip"').click()
+        expect(broken.get_by_role("button")).to_have_count(1)
+        assert 'on_bad = "skip"' in world.read_text()
+        for _ in range(2):
+            page.get_by_role("button", name="Undo").click()
+            expect(page.get_by_text("Undone.").last).to_be_visible()
+        expect(wide.get_by_text("D32")).to_be_visible()
+        assert world.read_text() == WORLD
+        captions_by_a_model(page, tmp_path / "photos")
+        page.goto(page.url.replace("photos.toml", "listed.toml"))
+        caption = page.get_by_label("Caption of a.png")
+        expect(caption).to_have_value(HOSTILE)
+        caption.fill('a "dog"')
+        caption.press("Tab")
+        expect(page.get_by_text("Caption saved: metadata.jsonl")).to_be_visible()
+        listed = tmp_path / "listed" / "metadata.jsonl"
+        assert [json.loads(line)["text"] for line in listed.read_text().splitlines()] == [
+            'a "dog"',
+            "b",
+        ]
+        page.get_by_role("button", name="Undo").click()
+        expect(caption).to_have_value(HOSTILE)
+        looked_at(page, "list")
+        assert "owned" not in page.title()
+        assert not page.evaluate("document.querySelectorAll('img[src=x]').length")
+    assert page_of.said == []
+
+
+MODEL = '[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n[data]\nheight = 64\nwidth = 64\n'
+WORLD = f'{MODEL}folder = "photos"\n'
+
+
+def write_world(folder: Path) -> Path:
+    """Pictures with all that has a remedy, pictures with a list, and a model that captions; returns
+    the run file."""
+    write_photos(folder / "photos", [f"p{index:02}.png" for index in range(24)])
+    for name in ("0wide.png", "0wide-mask.png"):
+        Image.new("RGB", (260, 80), "navy").save(folder / "photos" / name)
+    (folder / "photos" / "0wide.txt").write_text(f"wide {HOSTILE}")
+    (folder / "photos" / "0broken.png").write_bytes(b"no picture")
+    (folder / "photos" / "0broken.txt").write_text("broken")
+    write_photos(folder / "listed", ["a.png", "b.png"])
+    rows = [{"file_name": "a.png", "text": HOSTILE}, {"file_name": "b.png", "text": "b"}]
+    (folder / "listed" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "listed.toml").write_text(f'{MODEL}folder = "listed"\n')
+    write_captioner(folder / "captioner", "A red cat sits on the mat.")
+    (folder / "photos.toml").write_text(WORLD)
+    return folder / "photos.toml"
+
+
+def captions_by_a_model(page: Page, folder: Path) -> None:
+    page.get_by_text("Captions by a model").click()
+    page.get_by_label("Model: a hub id, or a folder").fill("captioner")
+    page.get_by_label("Trigger word").fill("ohwx")
+    start = page.get_by_role("button", name="Write captions")
+    expect(start).to_be_disabled()
+    page.get_by_role("button", name="does it fit?").click()
+    expect(page.locator(".log")).to_contain_text("24 to be written")
+    expect(page.locator(".log")).to_contain_text("captioner: to be loaded into memory")
+    looked_at(page, "captions")
+    assert len(list(folder.glob("*.txt"))) == 2, "a plan writes nothing"
+    start.click()
+    page.get_by_role("button", name="Stop", exact=True).click()  # while the process still begins
+    expect(page.get_by_text("Stopped. What is written stays")).to_be_visible()
+    (folder / "p00.txt").write_text("a person's words")
+    start.click()
+    expect(page.get_by_text("Captions are written.")).to_be_visible()
+    assert len(list(folder.glob("*.txt"))) == 26
+    assert (folder / "p00.txt").read_text() == "a person's words"
+    expect(page.get_by_label("Caption of p00.png")).to_have_value("a person's words")
+    expect(page.get_by_label("Caption of p01.png")).to_have_value(
+        "ohwx, A red cat sits on the mat.\n"
+    )
 
 
 def shorter(page: Page, file: Path) -> None:

@@ -81,5 +81,8 @@ def test_every_installed_family_is_found_and_guessed_by_its_models(tmp_path: Pat
     assert family_of(folder, {"model": {"base": "Tongyi-MAI/Z-Image"}}) == "zimage"
     assert family_of(folder, {"model": {"base": "black-forest-labs/FLUX.2-dev"}}) == "flux2"
     assert family_of(folder, {"model": {"preset": families["wan"].presets[0]}}) == "wan"
+    both = {"base": "Tongyi-MAI/Z-Image", "preset": "base"}
+    assert "base" in families["krea2"].presets, "of a family that comes before"
+    assert family_of(folder, {"model": both}) == "zimage"
     folder.about.write_text('{"model": {"family": "flux2"}}')
     assert family_of(folder, {"model": {"base": "Tongyi-MAI/Z-Image"}}) == "flux2"

@@ -6,6 +6,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 
@@ -107,3 +108,24 @@ def test_sound_and_poses_are_with_their_clip(tmp_path: Path) -> None:
         ("input_audio", "audio", "a.wav"),
         ("s2v_pose_video", "video", "a.mp4"),
     }
+
+
+def test_a_caption_that_is_too_long_is_shortened_to_what_the_encoder_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path / "photos", "a.png")
+    long = "A red card lies here. " * 400
+    (tmp_path / "photos" / "a.txt").write_text(long)
+    arguments = ["--demo", "--data.folder=photos", "--run.folder=run", "--changed"]
+    printed = work.command("zimage", "train", arguments)
+    Path("run.toml").write_text(printed["out"])
+    work.write_demo("zimage", "run")
+    (cut,) = (f for f in work.findings("zimage", "run.toml") if f["code"] == "D14")
+    (row,) = work.dataset("zimage", "run.toml")["rows"]
+    assert cut["where"] in row["names"]
+    shorter = work.shortened("zimage", "run.toml", long)
+    assert long.startswith(shorter) and shorter.endswith("here.") and len(shorter) > 100
+    (tmp_path / "photos" / "a.txt").write_text(shorter)
+    assert not [f for f in work.findings("zimage", "run.toml") if f["code"] == "D14"]
+    assert work.shortened("zimage", "run.toml", "A card.") == "A card."

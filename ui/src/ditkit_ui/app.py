@@ -39,6 +39,7 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
     """Add the pages, the files that they show, and the guard in front of everything."""
     app.add_middleware(Guard, token=token, host=host, port=port)
     app.on_shutdown(bench.worker.end)
+    app.on_shutdown(bench.captioner.stop)
 
     @ui.page("/")
     def begin() -> None:
@@ -52,8 +53,8 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
         file = _opened(bench, path)
         try:
             return FileResponse(await asyncio.to_thread(thumbnail, file), media_type="image/jpeg")
-        except (UserError, OSError) as error:
-            raise HTTPException(404) from error
+        except (UserError, OSError):
+            return Response(status_code=204)  # its row says what is wrong with it
 
     @app.get("/media")
     def media(path: str) -> Response:

@@ -4,8 +4,9 @@ undone."""
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from ditkit_core.data.list_text import RowEdit, edited_list
+from ditkit_core.data.list_text import RowEdit, edited_list, list_rows, row_caption
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text, write_text
 from ditkit_ui import texts
@@ -23,6 +24,20 @@ class CaptionEdits:
         """A caption as its file has it; None without one."""
         path = self._opened.checked(file)
         return read_text(path) if path.is_file() else None
+
+    def texts(self, places: Sequence[tuple[str, int | None]]) -> list[str | None]:
+        """The captions as their files or rows of lists have them now; None where there is none."""
+        lists: dict[str, list[dict[str, Any]]] = {}
+        found: list[str | None] = []
+        for file, row in places:
+            if row is None:
+                found.append(self.text(file))
+                continue
+            if file not in lists:
+                path = self._opened.checked(file)
+                lists[file] = list_rows(path, read_text(path))
+            found.append(row_caption(lists[file][row]) if row < len(lists[file]) else None)
+        return found
 
     def write(
         self,

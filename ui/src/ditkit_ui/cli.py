@@ -15,6 +15,7 @@ from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.console import prepare_streams, say, warn
 from ditkit_ui import __version__, texts
 from ditkit_ui.app import add_pages
+from ditkit_ui.caption_job import CaptionJob
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.families import installed_families
 from ditkit_ui.folders import OpenedFolders
@@ -88,7 +89,9 @@ def _free_port(host: str, port: int) -> int:
 
 def _serve(opened: OpenedFolders, host: str, port: int, *, browser: bool) -> None:
     token = secrets.token_urlsafe(24)
-    bench = Workbench(opened=opened, worker=Worker(), captions=CaptionEdits(opened))
+    bench = Workbench(
+        opened=opened, worker=Worker(), captions=CaptionEdits(opened), captioner=CaptionJob()
+    )
     add_pages(bench, token=token, host=host, port=port)
     name = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):

@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ditkit_core.data.list_text import RowEdit
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_ui import texts
+from ditkit_ui.caption_section import CaptionSection
 from ditkit_ui.run_file import RunFile
 from ditkit_ui.thumbnails import crop_frame
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
@@ -32,7 +34,7 @@ _ROW = """
   </q-td>
   <q-td class="cell-of-text">
     <div><b>{{ props.row.name }}</b> <span class="note">{{ props.row.size }}</span></div>
-    <textarea rows="3" :aria-label="props.row.label" :value="props.row.text" :readonly="props.row.fixed"
+    <textarea rows="3" :aria-label="props.row.label" :ref="shown => { if (shown && !shown.matches(':focus')) shown.value = props.row.text }" :readonly="props.row.fixed"
       @change="$parent.$parent.$emit('caption', {path: props.row.path, text: $event.target.value})"></textarea>
     <div v-for="badge in props.row.badges" :class="'badge ' + badge.severity">{{ badge.text }}
       <button v-for="remedy in badge.remedies" class="remedy" @click="$parent.$parent.$emit('remedy', {path: props.row.path, remedy: remedy})">{{ remedy.label }}</button>
@@ -50,7 +52,8 @@ _ROW = """
 </q-tr>
 """
 """A row of the table. Vue's braces and bindings escape: a caption is text wherever it is shown.
-Events go to the table, which is around the part that scrolls: the parent of the parent."""
+Events go to the table, which is around the part that scrolls: the parent of the parent. A text is
+shown anew where nobody writes it."""
 
 
 _TOO_LONG = "D14"
@@ -75,6 +78,7 @@ class DataPage:
                 self._find = ui.input(texts.FIND)
                 self._with = ui.input(texts.WITH)
                 ui.button(texts.REPLACE, on_click=self._replace).props("flat")
+            CaptionSection(bench, subject, self._page, on_progress=self._refresh, on_end=self._read)
             self._notes = ui.element("div")
             self._findings = ui.element("div")
             self._table = ui.table(
@@ -134,6 +138,19 @@ class DataPage:
             for note in read["notes"]:
                 ui.label(note).classes("note")
         self._show_findings()
+
+    async def _refresh(self) -> None:
+        """Show captions that were written meanwhile where there was none."""
+        lacking = [row for row in self._rows.values() if not (row["fixed"] or row["text"].strip())]
+        places = [(row["caption"], row["row"]) for row in lacking]
+        with suppress(UserError):  # which the end shows
+            now = await asyncio.to_thread(self._bench.captions.texts, places)
+            for row, text in zip(lacking, now, strict=True):
+                if text and row["row"] is None:
+                    row["file text"] = text
+                row["text"] = text or row["text"]
+            if any(now):
+                self._show()
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A media file as the table shows it."""

@@ -30,15 +30,13 @@ def installed_families() -> Mapping[str, Family]:
 
 
 def family_of(folder: RunFolder, tables: Mapping[str, object]) -> str:
-    """The family that a run file is most likely for: of the run in its folder, or by its preset or
+    """The family that a run file is most likely for: of the run in its folder, or by its preset and
     base; the first one otherwise. The page shows it, and it can be changed there."""
     families = installed_families()
     if (name := json_part(folder.about, "model").get("family")) in families:
         return str(name)
     values = flatten(tables)
-    for family in families.values():
-        if values.get("model.preset") in family.presets:
-            return family.name
+    preset = values.get("model.preset")
+    names = [name for name, family in families.items() if preset in family.presets] or [*families]
     base = str(values.get("model.base", "")).lower().replace("-", "").replace(".", "")
-    named = [name for name in families if name in base]
-    return named[0] if named else next(iter(families))
+    return next((name for name in names if name in base), names[0])

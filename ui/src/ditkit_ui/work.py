@@ -44,6 +44,16 @@ def command(family: str, name: str, arguments: list[str]) -> dict[str, Any]:
     return {"status": status, "out": out.getvalue(), "err": errors.getvalue().strip()}
 
 
+def caption(family: str, arguments: list[str], log: str) -> int:
+    """Call the caption command; what it prints is in the log while it works."""
+    with (
+        open(log, "w", encoding="utf-8", errors="replace", buffering=1) as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
+        return start(installed_families()[family], "caption", arguments)
+
+
 def machine() -> dict[str, Any]:
     """The GPUs of this machine, as `--gpus` takes them, and those that have a name."""
     gpus = ""

@@ -13,6 +13,7 @@ from nicegui import ui
 from ditkit_core.config.toml import read_toml
 from ditkit_core.errors import UserError
 from ditkit_ui import texts
+from ditkit_ui.caption_job import CaptionJob
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.families import family_of, installed_families
 from ditkit_ui.folders import OpenedFolders
@@ -29,6 +30,7 @@ class Workbench:
     opened: OpenedFolders
     worker: Worker
     captions: CaptionEdits
+    captioner: CaptionJob
     files: dict[Path, RunFile] = field(default_factory=dict)
     """Run files that were opened, so that an undo outlives a change of the page."""
     undos: list[Callable[[], bool]] = field(default_factory=list)

@@ -60,10 +60,15 @@ class Worker:
             raise UserError(answer["error"])
         return answer["value"]
 
-    def end(self) -> None:
-        """End the process, whatever it does."""
+    def kill(self) -> None:
+        """Kill the process: who waits for its answer gets an error."""
         if self._child is not None:
             self._child.kill()
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.kill()
+        if self._child is not None:
             with suppress(OSError):  # a request that it did not read
                 self._child.communicate()
 
