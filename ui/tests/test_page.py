@@ -194,7 +194,20 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
     """Remedies in the run file, captions in a list, masks and sound next to their sample; captions
     by a model are planned, started, stopped, and continued."""
     world = write_world(tmp_path)
-    with served(tmp_path) as page_of, opened(page_of) as page:
+    # Without a hub, so that it is the same everywhere.
+    with (
+        served(tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as page_of,
+        opened(page_of) as page,
+    ):
+        page.get_by_label("Model files zimage_character_8gb").click()
+        files = page.get_by_role("dialog")
+        expect(files.get_by_text("vae, from Tongyi-MAI/Z-Image: the hub cannot")).to_be_visible()
+        files.get_by_role("button", name="Fetch").click()
+        expect(files.get_by_text("Not all could be fetched")).to_be_visible()
+        expect(files.locator(".log")).to_contain_text("error: ")
+        looked_at(page, "files")
+        files.get_by_role("button", name="Close").click()
+        expect(files).to_have_count(0)
         page.get_by_role("link", name="photos.toml").click()
         go(page, "Data")
         expect(page.get_by_label("Caption of 0wide.png")).to_have_value(f"wide {HOSTILE}")

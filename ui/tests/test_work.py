@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
+from stand_in_hub import stand_in_hub
 
 from ditkit_core.data.media.clip import write_video
 from ditkit_ui import work
@@ -129,3 +131,37 @@ def test_a_caption_that_is_too_long_is_shortened_to_what_the_encoder_reads(
     (tmp_path / "photos" / "a.txt").write_text(shorter)
     assert not [f for f in work.findings("zimage", "run.toml") if f["code"] == "D14"]
     assert work.shortened("zimage", "run.toml", "A card.") == "A card."
+
+
+def test_missing_model_files_are_named_with_sizes_and_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, asked = tmp_path / "log", list[object]()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    def snapshot(repository: str, local_files_only: bool = False, **wanted: object) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        if log.read_text():  # what was announced before it
+            asked.append(wanted["allow_patterns"])
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    (tmp_path / "vae").mkdir()
+    with stand_in_hub(monkeypatch) as hub:
+        hub.models["Tongyi-MAI/Z-Image"] = {
+            "vae/model.safetensors": 2 * 10**8,
+            "transformer/model.safetensors": 12 * 10**9,
+        }
+        lines = work.missing("zimage", "zimage_character_8gb")
+        assert [line.partition(", from")[0] for line in lines[:2]] == [
+            "transformer, 12.00 GB",
+            "vae, 0.20 GB",
+        ]
+        assert work.fetch("zimage", "zimage_character_8gb", str(log)) == 1, "no transformer came"
+        assert "fetching transformer, 12.00 GB, from Tongyi-MAI/Z-Image" in log.read_text()
+        assert "error: " in log.read_text() and len(asked) == 1
+        for part in ("transformer", "text_encoder", "tokenizer"):
+            (tmp_path / part).mkdir()
+        assert work.fetch("zimage", "zimage_character_8gb", str(log)) == 0
+        assert "error: " not in log.read_text() and len(asked) == 5

@@ -119,6 +119,20 @@ def test_a_part_without_a_key_names_the_base(hub: Hub, capsys: pytest.CaptureFix
     )
 
 
+def test_what_would_be_fetched_is_said_without_fetching(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    into = f"from owner/model on the hub into {tmp_path / 'cache'}"
+    assert ModelPaths(base=ID).to_fetch("vae") == f"vae, 0.50 GB, {into}"
+    assert ModelPaths(transformer=ID).to_fetch("transformer") == f"transformer, 20.00 GB, {into}"
+    hub.models["owner/vae"] = {"model.safetensors": 3 * 10**9, "x/model.safetensors": 10**9}
+    assert ModelPaths(vae="owner/vae").to_fetch("vae").startswith("vae, 3.00 GB, from owner/vae on")
+    assert ModelPaths(base=str(tmp_path / "fetched")).to_fetch("vae") == ""
+    hub.refuses["owner/none"] = 404
+    assert "does not have it" in ModelPaths(base="owner/none").to_fetch("vae")
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_model_that_stands_for_itself_names_its_flag(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

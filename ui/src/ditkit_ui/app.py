@@ -40,6 +40,7 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
     app.add_middleware(Guard, token=token, host=host, port=port)
     app.on_shutdown(bench.worker.end)
     app.on_shutdown(bench.captioner.stop)
+    app.on_shutdown(bench.fetcher.stop)
 
     @ui.page("/")
     def begin() -> None:

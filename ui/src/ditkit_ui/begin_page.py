@@ -14,6 +14,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.recipes import GOALS, Recipe, read_recipes
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
+from ditkit_ui.fetch_dialog import FetchDialog
 from ditkit_ui.runs import run_state
 from ditkit_ui.workbench import Workbench, address, errors_shown, page_frame, subject_of, tell
 
@@ -119,9 +120,14 @@ class BeginPage:
             async def choose() -> None:
                 await self._chosen(family, recipe.name, ["--recipe", recipe.name])
 
-            ui.button(texts.CHOOSE, on_click=choose).props(
-                f'aria-label="{texts.CHOOSE} {recipe.name}"'
-            )
+            with ui.element("div").classes("titled"):
+                ui.button(texts.CHOOSE, on_click=choose).props(
+                    f'aria-label="{texts.CHOOSE} {recipe.name}"'
+                )
+                ui.button(
+                    texts.FILES,
+                    on_click=lambda: FetchDialog(self._bench, self._page, family, recipe.name),
+                ).props(f'flat aria-label="{texts.FILES} {recipe.name}"')
         return cost
 
     def _demo_card(self) -> None:

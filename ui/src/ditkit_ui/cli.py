@@ -6,6 +6,7 @@ import socket
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from nicegui import app, ui
@@ -15,10 +16,10 @@ from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.console import prepare_streams, say, warn
 from ditkit_ui import __version__, texts
 from ditkit_ui.app import add_pages
-from ditkit_ui.caption_job import CaptionJob
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.families import installed_families
 from ditkit_ui.folders import OpenedFolders
+from ditkit_ui.job import Job
 from ditkit_ui.workbench import Workbench
 from ditkit_ui.worker import Worker
 
@@ -58,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = page_parser().parse_args(argv)
     opened = OpenedFolders([Path.cwd()])
     try:
-        with keys_shown():
+        with keys_shown(), TemporaryDirectory(prefix="ditkit-ui-") as logs:
             for folder in options.folders:
                 opened.open(folder)
             installed_families()
             port = _free_port(options.host, options.port)
-            _serve(opened, options.host, port, browser=not options.no_browser)
+            _serve(opened, options.host, port, Path(logs), browser=not options.no_browser)
     except UserError as error:
         warn(f"error: {error}")
         return 1
@@ -87,10 +88,14 @@ def _free_port(host: str, port: int) -> int:
         raise UserError(texts.PORT_TAKEN.format(host=host, port=port, reason=reason)) from error
 
 
-def _serve(opened: OpenedFolders, host: str, port: int, *, browser: bool) -> None:
+def _serve(opened: OpenedFolders, host: str, port: int, logs: Path, *, browser: bool) -> None:
     token = secrets.token_urlsafe(24)
     bench = Workbench(
-        opened=opened, worker=Worker(), captions=CaptionEdits(opened), captioner=CaptionJob()
+        opened=opened,
+        worker=Worker(),
+        captions=CaptionEdits(opened),
+        captioner=Job(logs / "captions"),
+        fetcher=Job(logs / "fetched"),
     )
     add_pages(bench, token=token, host=host, port=port)
     name = f"[{host}]" if ":" in host else host

@@ -78,7 +78,7 @@ class DataPage:
                 self._find = ui.input(texts.FIND)
                 self._with = ui.input(texts.WITH)
                 ui.button(texts.REPLACE, on_click=self._replace).props("flat")
-            CaptionSection(bench, subject, self._page, on_progress=self._refresh, on_end=self._read)
+            CaptionSection(bench, subject, self._page, self._refresh)
             self._notes = ui.element("div")
             self._findings = ui.element("div")
             self._table = ui.table(
@@ -139,8 +139,11 @@ class DataPage:
                 ui.label(note).classes("note")
         self._show_findings()
 
-    async def _refresh(self) -> None:
-        """Show captions that were written meanwhile where there was none."""
+    async def _refresh(self, has_ended: bool) -> None:
+        """Show captions that were written meanwhile where there was none; at the end, all anew."""
+        if has_ended:
+            await self._read()
+            return
         lacking = [row for row in self._rows.values() if not (row["fixed"] or row["text"].strip())]
         places = [(row["caption"], row["row"]) for row in lacking]
         with suppress(UserError):  # which the end shows

@@ -49,6 +49,18 @@ DEMO_ABOUT = (
     "its own."
 )
 DEMO_CHOOSE = "Try"
+FILES = "Model files"
+FILES_OF = "Model files that {recipe} needs"
+LOOKING = "looking …"
+NOTHING_MISSING = "All are here."
+FETCH = "Fetch"
+FETCH_STATES = {
+    "": "",
+    "running": "Fetching, also while you look at another page.",
+    "done": "Fetched.",
+    "failed": "Not all could be fetched; the lines say why.",
+    "stopped": "Stopped. What is complete stays; a new start fetches the rest.",
+}
 EXISTING = "Run files here"
 NO_EXISTING = "None yet."
 EXISTS = "{file} exists; open it below, or move it"
@@ -139,12 +151,15 @@ TRIGGER = "Trigger word"
 INSTRUCTION = "Question in your words"
 PLAN_CAPTIONS = "How many, and does it fit?"
 START_CAPTIONS = "Write captions"
-STOP_CAPTIONS = "Stop"
-CAPTIONING = "Captions are being written, also while you look at another page."
-CAPTIONED = "Captions are written."
-CAPTIONS_LACK = "Some captions are not written; the lines say why."
-CAPTIONS_STOPPED = "Stopped. What is written stays; a new start writes the rest."
-CAPTIONS_RUN = "captions are being written already; stop them first"
+STOP = "Stop"
+CAPTION_STATES = {
+    "": "",
+    "running": "Captions are being written, also while you look at another page.",
+    "done": "Captions are written.",
+    "failed": "Some captions are not written; the lines say why.",
+    "stopped": "Stopped. What is written stays; a new start writes the rest.",
+}
+JOB_RUNS = "one works already; stop it first"
 MASK, REFERENCE = "mask", "reference"
 CLOSE = "Close"
 

@@ -5,7 +5,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from ditkit_core.diagnostics.doctor.captions import shortened_caption
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.diagnostics.doctor.findings import CutsCaptions
 from ditkit_core.errors import UserError, printable
+from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.gpus import KNOWN_GPUS, parse_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -46,12 +48,50 @@ def command(family: str, name: str, arguments: list[str]) -> dict[str, Any]:
 
 def caption(family: str, arguments: list[str], log: str) -> int:
     """Call the caption command; what it prints is in the log while it works."""
+    with _printed_into(log):
+        return start(installed_families()[family], "caption", arguments)
+
+
+def missing(family: str, name: str) -> list[str]:
+    """The model files that a recipe needs and this machine lacks: a line about each part."""
+    paths, parts = _model_files(family, name)
+    return list(filter(None, map(paths.to_fetch, parts)))
+
+
+def fetch(family: str, name: str, log: str) -> int:
+    """Fetch the model files of a recipe that this machine lacks; the exit status."""
+    paths, parts = _model_files(family, name)
+    with _printed_into(log):
+        try:
+            for part in filter(paths.is_to_be_fetched, parts):
+                paths.locate(part)
+        except UserError as error:
+            say(f"error: {error}")
+            return 1
+    return 0
+
+
+def _model_files(family: str, name: str) -> tuple[ModelPaths, list[str]]:
+    """The paths of a recipe's model, and the parts that its run reads."""
+    known = installed_families()[family]
+    spec = known.spec()
+    (chosen,) = (recipe for recipe in read_recipes(known.recipes) if recipe.name == name)
+    with run_of_recipe(spec, chosen) as run:
+        parts = [expert.part for expert in run.experts] or [run.component]
+        parts += ["vae", "text_encoder", "tokenizer"]
+        parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
+        return run.config.model, list(dict.fromkeys(parts))
+
+
+@contextmanager
+def _printed_into(log: str) -> Iterator[None]:
+    """Inside the block what is printed goes into a file, line by line."""
     with (
         open(log, "w", encoding="utf-8", errors="replace", buffering=1) as file,
         redirect_stdout(file),
         redirect_stderr(file),
     ):
-        return start(installed_families()[family], "caption", arguments)
+        yield
 
 
 def machine() -> dict[str, Any]:

@@ -13,10 +13,10 @@ from nicegui import ui
 from ditkit_core.config.toml import read_toml
 from ditkit_core.errors import UserError
 from ditkit_ui import texts
-from ditkit_ui.caption_job import CaptionJob
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.families import family_of, installed_families
 from ditkit_ui.folders import OpenedFolders
+from ditkit_ui.job import Job
 from ditkit_ui.run_file import RunFile
 from ditkit_ui.worker import Worker
 
@@ -30,7 +30,8 @@ class Workbench:
     opened: OpenedFolders
     worker: Worker
     captions: CaptionEdits
-    captioner: CaptionJob
+    captioner: Job
+    fetcher: Job
     files: dict[Path, RunFile] = field(default_factory=dict)
     """Run files that were opened, so that an undo outlives a change of the page."""
     undos: list[Callable[[], bool]] = field(default_factory=list)

@@ -49,8 +49,8 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[Served]:
-    """Serve the page in a folder, in a process of its own."""
+def served(folder: Path, *arguments: str, **variables: str) -> Iterator[Served]:
+    """Serve the page in a folder, in a process of its own with these environment variables."""
     program = shutil.which("ditkit-ui", path=sysconfig.get_path("scripts"))
     assert program is not None
     # NiceGUI serves a test of its own where it finds pytest's variable.
@@ -60,7 +60,7 @@ def served(folder: Path, *arguments: str) -> Iterator[Served]:
         cwd=folder,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**environment, "XDG_CACHE_HOME": str(folder / ".cache")},
+        env={**environment, **variables, "XDG_CACHE_HOME": str(folder / ".cache")},
     )
     assert process.stdout is not None
     try:

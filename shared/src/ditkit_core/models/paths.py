@@ -219,6 +219,19 @@ class ModelPaths:
             return True
         return False
 
+    def to_fetch(self, part: str) -> str:
+        """What `locate` would download of a component, how large it is, from where and into which
+        folder; empty if nothing."""
+        if not self.is_to_be_fetched(part):
+            return ""
+        own_path = self._own_path(part)
+        repository = repository_of(own_path or self.base)
+        inner = (own_path or self.base).removeprefix(repository).lstrip("/")
+        for _, wanted, ignored in _attempts(inner, part, from_base=not own_path):
+            if download := _to_fetch(repository, part, wanted, ignored):
+                return download
+        return f"{part}, from {repository}: the hub cannot be reached, or does not have it"
+
     def _own_path(self, part: str) -> str:
         """The separate path of a component; empty if it has none."""
         return getattr(self, part) if part in _WITH_PATHS else ""
@@ -396,6 +409,16 @@ def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: boo
     may name a file or folder inside the repository; if it names neither, the part's folder is
     taken, and the repository's root if there is none.
     """
+    for path, wanted, ignored in _attempts(inner, part, from_base=from_base):
+        folder = _snapshot(repository, part, wanted, ignored, where) / path
+        if folder.exists():
+            break
+    return folder
+
+
+def _attempts(inner: str, part: str, *, from_base: bool) -> list[tuple[str, list[str], list[str]]]:
+    """Where a part may be in a repository, one place after the other: its path there, the patterns
+    of its files, and of those to ignore. Arguments as for `_fetch`."""
     index: list[str] = []
     if from_base:
         index = [
@@ -403,17 +426,13 @@ def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: boo
         ]  # describes the whole pipeline, such as its pair of experts
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
-        return _snapshot(repository, part, [inner], [], where) / inner
+        return [(inner, [inner], [])]
     if inner:
-        wanted = [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB]
-        return _snapshot(repository, part, [*wanted, *index], [], where) / inner
-    wanted = [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB]
-    folder = _snapshot(repository, part, wanted, [], where) / part
-    if folder.exists():
-        return folder
-    return _snapshot(
-        repository, part, list(_WANTED_FROM_HUB), ["*/*"], where
-    )  # only the files at the root
+        return [(inner, [*(f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB), *index], [])]
+    return [
+        (part, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], []),
+        ("", list(_WANTED_FROM_HUB), ["*/*"]),  # only the files at the root
+    ]
 
 
 def is_hub_file(value: str) -> bool:
