@@ -101,6 +101,7 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
     write_pictures(tmp_path / "elsewhere")
     (here / "photos" / "link.png").symlink_to(tmp_path / "elsewhere" / "p1.png")
     (here / "other.toml").write_text(f'[data]\nfolder = "{tmp_path}/elsewhere"\n')
+    (here / "photos" / "s.wav").write_bytes(b"RIFF")
     (tmp_path / "outside.toml").write_text("[train]\nsteps = 5\n")
     refused = [
         *(f"/{route}?path={quote(str(path))}" for route in ("thumbnail", "media", "sample")
@@ -118,6 +119,10 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         assert page.request.get(f"{origin}/thumbnail?path={own}").headers["content-type"] == (
             "image/jpeg"
         )
+        sound = page.request.get(f"{origin}/media?path={quote(str(here / 'photos' / 's.wav'))}")
+        assert sound.status == 200 and sound.headers["content-type"].startswith("audio/")
+        unreadable = page.request.get(f"{origin}/thumbnail?path={quote(str(here / 'other.toml'))}")
+        assert (unreadable.status, unreadable.body()) == (204, b"")
         foreign = {"origin": "http://evil.example"}
         assert page.request.post(f"{origin}/", headers=foreign).status == 403
         port = urlsplit(origin).port
