@@ -248,6 +248,7 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         page.get_by_role("button", name="Undo").click()
         expect(caption).to_have_value(HOSTILE)
         looked_at(page, "list")
+        shorten_a_caption(page)
         assert "owned" not in page.title()
         assert not page.evaluate("document.querySelectorAll('img[src=x]').length")
     assert page_of.said == []
@@ -273,6 +274,21 @@ def write_world(folder: Path) -> Path:
     write_captioner(folder / "captioner", "A red cat sits on the mat.")
     (folder / "photos.toml").write_text(WORLD)
     return folder / "photos.toml"
+
+
+def shorten_a_caption(page: Page) -> None:
+    """A caption that the demo's encoder does not read to its end, in a list."""
+    page.get_by_role("link", name="Begin").click()
+    page.get_by_label("Folder of your pictures").fill("listed")
+    page.get_by_role("button", name="Try").click()
+    caption, long = page.get_by_label("Caption of b.png"), "A red card lies here. " * 400
+    caption.fill(long)
+    caption.press("Tab")
+    expect(page.get_by_text("Caption saved: metadata.jsonl")).to_be_visible()
+    page.get_by_role("button", name="Check the data").click()
+    page.get_by_role("button", name="Shorten the caption").click()
+    expect(caption).to_have_value(re.compile(r"^(A red card lies here\. ?){2,300}$"))
+    expect(page.get_by_text("D14")).to_have_count(0)
 
 
 def captions_by_a_model(page: Page, folder: Path) -> None:

@@ -56,6 +56,11 @@ Events go to the table, which is around the part that scrolls: the parent of the
 shown anew where nobody writes it."""
 
 
+_SHOWN = (
+    *("path", "name", "kind", "size", "thumbnail", "frame", "larger"),
+    *("label", "text", "fixed", "badges", "extras"),
+)
+"""What of a row the browser gets."""
 _TOO_LONG = "D14"
 """The finding that a caption is longer than is read."""
 
@@ -190,7 +195,7 @@ class DataPage:
 
     def _show(self) -> None:
         rows = [row for row in self._rows.values() if row["badges"] or not self._only.value]
-        self._table.rows = rows
+        self._table.rows = [{name: row[name] for name in _SHOWN} for row in rows]
         self._table.update()
 
     async def _edit(self, edit: Mapping[str, str]) -> None:
@@ -265,7 +270,8 @@ class DataPage:
             for finding in (f for name in row["names"] for f in by_place.get(name, ())):
                 read = finding.setdefault("caption", row["text"])
                 if finding["code"] != _TOO_LONG or read == row["text"]:
-                    row["badges"].append(finding | {"remedies": _remedies(finding, row)})
+                    badge = {name: finding[name] for name in ("severity", "text")}
+                    row["badges"].append(badge | {"remedies": _remedies(finding, row)})
             if row["reason"] and not row["badges"]:
                 row["badges"] = [{"severity": "warning", "text": row["reason"]}]
             for name in row["names"]:
@@ -320,10 +326,12 @@ def _remedies(finding: Mapping[str, Any], row: Mapping[str, Any] | None = None) 
     remedies: list[Any] = []
     for settings in finding["settings"]:
         keys = (f"{key} = {json.dumps(v, ensure_ascii=False)}" for key, v in settings.items())
-        label = f"{texts.REMEDIES[next(iter(settings))]}: {', '.join(keys)}"
+        label = f"{texts.REMEDIES.get(next(iter(settings)), texts.SET)}: {', '.join(keys)}"
         remedies.append({"label": label, "settings": settings})
     if finding["code"] == _TOO_LONG and row and not row["fixed"]:
-        remedies.append({"label": texts.SHORTEN})
+        # Of a row with several captions it is not known which is too long.
+        has_one = row["row"] is None or "\n" not in row["text"]
+        remedies += [{"label": texts.SHORTEN}] if has_one else []
     return remedies
 
 

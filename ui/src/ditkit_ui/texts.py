@@ -137,6 +137,7 @@ REMEDIES = {
     "data.trigger": "Trigger word",
 }
 """What the remedy is that a setting brings, by its first key."""
+SET = "Set"
 SHORTEN = "Shorten the caption"
 REMEDIED = "In the run file now: {settings}. Check the data again to see what remains."
 BY_MODEL = "Captions by a model"
