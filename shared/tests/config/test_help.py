@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ditkit_core.commands.options import OPTIONS, SampleOptions, TrainOptions
 from ditkit_core.config.cli_args import CommonOptions, read_flags
 from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
 from ditkit_core.config.help import format_help
-from ditkit_core.config.schema import config_fields
+from ditkit_core.config.schema import config_fields, field_docs
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
@@ -187,3 +188,29 @@ def test_a_flag_without_its_section_is_first_one_of_the_command(
 ) -> None:
     message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions, section=section))
     assert message == f"unknown key {flag} on the command line; did you mean --{meant}?"
+
+
+def test_the_text_below_a_field_describes_it_wherever_the_class_stands() -> None:
+    @dataclass(frozen=True)
+    class Outer:
+        """No field."""
+
+        first: int = 1
+        """First, on
+        two lines."""
+        bare: int = 2
+
+        @dataclass(frozen=True)
+        class Inner:
+            first: int = 3
+            """Another one."""
+
+    class Derived(Outer):
+        first: int = 4
+        """The same key."""
+
+    assert field_docs(Outer) == {"first": "First, on two lines."}
+    assert field_docs(Outer.Inner) == {"first": "Another one."}
+    assert field_docs(Derived) == {"first": "The same key."}
+    without_source = type("Made", (Outer,), {"__module__": "no_such_module"})
+    assert field_docs(without_source) == field_docs(Outer)

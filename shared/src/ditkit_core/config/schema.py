@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import itertools
-import textwrap
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from types import MappingProxyType
@@ -118,11 +118,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
         if base is not object
         for name, doc in field_docs(base).items()
     }
-    try:
-        source = textwrap.dedent(inspect.getsource(cls))
-    except OSError:
-        return docs
-    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    body = _class_bodies(cls.__module__).get(cls.__qualname__, [])
     for statement, below in itertools.pairwise(body):
         match statement, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
@@ -130,6 +126,30 @@ def field_docs(cls: type) -> Mapping[str, str]:
             ):
                 docs[name] = " ".join(doc.split())
     return docs
+
+
+@functools.cache
+def _class_bodies(module: str) -> Mapping[str, list[ast.stmt]]:
+    """The statements of each class of a module, by qualified name; none if its source is not
+    available."""
+    # Each command reads all sections: `inspect.getsource` reads and parses the file for every class.
+    try:
+        source = inspect.getsource(sys.modules.get(module))  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return {}
+    bodies: dict[str, list[ast.stmt]] = {}
+
+    def collect(statements: Sequence[Any], prefix: str) -> None:
+        for statement in statements:
+            match statement:
+                case ast.ClassDef(name=name, body=body):
+                    bodies[prefix + name] = body
+                    collect(body, f"{prefix}{name}.")
+                case ast.FunctionDef(name=name, body=body):
+                    collect(body, f"{prefix}{name}.<locals>.")
+
+    collect(ast.parse(source).body, "")
+    return bodies
 
 
 def plain(value: Any) -> Any:
