@@ -328,7 +328,7 @@ def test_a_stopped_rank_is_named_and_ended_by_the_other_one(folder):
     minute later."""
     (line,) = lines(folder, "stopped for ever")
     assert re.match(
-        r"error: rank 1 of 2 on \S+ in step [23]: no heartbeat for 4 s \(ranks.timeout\): it hangs",
+        r"error: rank 1 of 2 on \S+ in step [23]: no heartbeat for 10 s \(ranks.timeout\): it hangs",
         line,
     )
     assert result(folder, "stopped for ever")["killed"] == []

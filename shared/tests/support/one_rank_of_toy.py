@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from cases_at_once import launch, run_cases
 from gathered import log_gathered
+from made_runs import write_run
 from safetensors.torch import save_file
 from toy_world import World
 from two_experts import TwoExperts
 
 import ditkit_core
 from ditkit_core.commands import stage, train_job
+from ditkit_core.config.schema import config_fields
+from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.distributed import shared_folders, torchrun
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
@@ -38,6 +41,7 @@ from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.previews import exchange
 from ditkit_core.run import data
+from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
@@ -354,10 +358,7 @@ MORE = {
     "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
     "killed divided": (*SAVED, "--ranks.shard", "2"),
-    **dict.fromkeys(
-        ("killed elsewhere", "killed slowly elsewhere"), (*SAVED, "--ranks.timeout", "6")
-    ),
-    "stopped for ever": (*SAVED, "--ranks.timeout", "4"),
+    "stopped for ever": (*SAVED, "--ranks.timeout", "10"),
     "full alone": FULL,
     **dict.fromkeys(("full divided", "full divided later"), (*FULL, "--ranks.shard", "2")),
     **dict.fromkeys(("sizes alone", "sizes of three"), SIZES),
@@ -458,6 +459,9 @@ def prepare(folder: Path) -> None:
         WORLDS[folder].add(
             f"sizes/{place}.png", size, f"#{place}0{place}0ff", f"picture of size {place}"
         )
+    # Parsed and compiled once, not by each of a hundred ranks.
+    config_fields(RunConfig)
+    write_report(write_run(folder / "page"))
     # Each stage of a run collects garbage: in the ranks that was half of all time, looking through
     # what this process has imported.
     gc.collect()

@@ -7,6 +7,7 @@ the tests, in their own process.
 """
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -368,6 +369,9 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
             why it aborts, and then come the stacks.
     """
     folder.mkdir(parents=True)
+    # A run collects garbage: its ranks need not look through what this process has imported.
+    gc.collect()
+    gc.freeze()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_rank, args=(rank, num, work, folder)) for rank in range(num)
