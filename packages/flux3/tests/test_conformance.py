@@ -40,7 +40,7 @@ from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConform
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
-from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_ranks import FewRanks, RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
 from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
@@ -148,12 +148,18 @@ class TestEveryReplicas(Images, EveryReplica):
     """Every case on up to four ranks."""
 
 
-@pytest.mark.exhaustive  # each change runs Wan's
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestFewRanks(Images, FewRanks):
+    """Two ranks: sharded, kept and recomputed."""
+
+
+@pytest.mark.exhaustive
 class TestRanks(Images, RanksConformance):
     """Two ranks: sharded, under every policy."""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # each change runs Wan's
 class TestSharded(Images, ShardedConformance):
     sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
 

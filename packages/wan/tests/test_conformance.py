@@ -18,7 +18,7 @@ from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConform
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
-from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_ranks import FewRanks, RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
 from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.context_steps import Subject
@@ -155,7 +155,9 @@ class TestKernelRanks(KernelRanksConformance):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(Clips, ReplicaConformance):
-    """Several ranks as replicas."""
+    trains = ("lora with dropout", "full")
+    worlds = (1, 2)
+    continued = ((2, 1),)
 
 
 @pytest.mark.exhaustive
@@ -163,6 +165,13 @@ class TestEveryReplicas(Clips, EveryReplica):
     """Every case on up to four ranks."""
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestFewRanks(Clips, FewRanks):
+    """Two ranks: sharded, kept and recomputed."""
+
+
+@pytest.mark.exhaustive
 class TestRanks(Clips, RanksConformance):
     """Two ranks: sharded, under every policy."""
 
@@ -259,7 +268,14 @@ BOTH = (Divided(4, 2, context=2),)
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestSharded(Clips, ShardedConformance):
-    sharded = (Divided(4, 2), *BOTH)
+    sharded = (Divided(4, 2), Divided(4, 2, context=2, few=("full",)))
+
+
+@pytest.mark.exhaustive
+class TestShardedTokens(Clips, ShardedConformance):
+    """Every case where ranks also share tokens."""
+
+    sharded = BOTH
 
 
 class TestEverySharded(Clips, EverySharded):

@@ -23,13 +23,14 @@ from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_peers import PeerChecks
-from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_ranks import FewRanks, RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
-from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
+from ditkit_core.testing.conformance_sharded import EverySharded
 from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_core.testing.world import Items, ModelChecks
 
 _RANKS = (pytest.mark.ranks, pytest.mark.slow)
+_NIGHTLY = (pytest.mark.exhaustive,)
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,15 @@ class _Suite:
 SUITES = {
     "TestStreamOrder": _Suite(StreamFaultChecks),
     "TestAudit": _Suite(AuditChecks),
-    "TestReplicas": _Suite(ReplicaConformance, _RANKS, {"worlds": (1, 2), "continued": ((2, 1),)}),
-    "TestEveryReplicas": _Suite(EveryReplica, (pytest.mark.exhaustive,)),
-    "TestRanks": _Suite(RanksConformance),
-    "TestSharded": _Suite(ShardedConformance, _RANKS),
-    "TestEverySharded": _Suite(EverySharded),
+    "TestReplicas": _Suite(
+        ReplicaConformance,
+        _RANKS,
+        {"trains": ("lora with dropout", "full"), "worlds": (1, 2), "continued": ((2, 1),)},
+    ),
+    "TestEveryReplicas": _Suite(EveryReplica, _NIGHTLY),
+    "TestFewRanks": _Suite(FewRanks, _RANKS),
+    "TestRanks": _Suite(RanksConformance, _NIGHTLY),
+    "TestEverySharded": _Suite(EverySharded, _NIGHTLY),
 }
 """By the name of its class inside of `EverySuite`."""
 
