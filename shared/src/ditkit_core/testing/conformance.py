@@ -85,10 +85,10 @@ class CoreChecks(ModelChecks):
     slow: ClassVar[bool] = False
     """Whether the cases that a variant runs are of the slow set."""
     one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR | {
-        "test_levers_at_once_change_no_number": 2,
-        "test_levers_together_change_no_number": 16,
-        "test_streams_wait_for_each_other": 11,
-        "test_replays_change_no_bit": 13,
+        "test_levers_at_once_change_no_number": 4,
+        "test_levers_together_change_no_number": 48,
+        "test_streams_wait_for_each_other": 24,
+        "test_replays_change_no_bit": 39,
         "test_a_gpu_replays_bit_by_bit": 3,
     }
     """The same for single checks; the core's own model runs all combinations daily. Replays and the

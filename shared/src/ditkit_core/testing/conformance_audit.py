@@ -67,13 +67,12 @@ class AuditChecks(ModelChecks):
     @pytest.fixture(autouse=True)
     def _shortened(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(audit_module, "ROUNDS", 1)
-        monkeypatch.setattr(audit_module, "EDGES", (0.05, 0.5, 0.95))
+        monkeypatch.setattr(audit_module, "EDGES", (0.05, 0.95))
 
     @pytest.fixture
     def few_places(self, _shortened: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where it is not the places that matter."""
         monkeypatch.setattr(audit_module, "ACTING", ("matmul", "modulation"))
-        monkeypatch.setattr(audit_module, "EDGES", (0.3, 0.7))
 
     @pytest.mark.usefixtures("few_places")
     def test_what_is_not_lowered_has_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
