@@ -84,7 +84,7 @@ def opened(page_of: Served, width: int = 1280) -> Iterator[Page]:
         page.on("console", lambda message: page_of.said.append(message.text))
         page.on("pageerror", lambda error: page_of.said.append(str(error)))
         page.on("request", lambda request: _note_elsewhere(page_of, request.url))
-        for _ in range(100):  # the address is printed before the socket listens
+        for _ in range(5 * SECONDS):  # the address is printed before the socket listens
             try:
                 page.goto(page_of.url)
                 break
