@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES, isometry
+from ditkit_core.families.demo import unigram_tokenizer
 from ditkit_wan.demo import trained
 from ditkit_wan.demo.media import DIRECTIONS, FRAMES, NEW, SIDE, TRAVEL, Scene, caption, moving
-from ditkit_wan.demo.models import TEXT_DIM, build_text_encoder, build_tokenizer
+from ditkit_wan.demo.models import TEXT_DIM, build_text_encoder
 
 STEPS = {"vae": 2000, "transformer": 4000}
 OFFSET = 10.0
@@ -273,7 +274,7 @@ class Texts:
 
 
 def encode_texts(captions: Sequence[str]) -> Texts:
-    tokenizer = build_tokenizer(trained.CAPTIONS)
+    tokenizer = unigram_tokenizer(trained.CAPTIONS)
     model = separate_words(tokenizer)
     texts = Texts(torch.zeros(len(captions), TOKENS, TEXT_DIM), torch.zeros(len(captions), TOKENS))
     for number, text in enumerate(captions):
@@ -402,7 +403,7 @@ def package(work: Path, folder: Path) -> None:
             for name, value in load_file(work / f"{part}.safetensors").items()
         }
         save_file(state, folder / f"{part}.safetensors", metadata={"config": json.dumps(config)})
-    encoder = separate_words(build_tokenizer(trained.CAPTIONS)).state_dict()
+    encoder = separate_words(unigram_tokenizer(trained.CAPTIONS)).state_dict()
     encoder.pop("encoder.embed_tokens.weight")  # tied to `shared`
     save_file(
         {name: value.bfloat16().contiguous() for name, value in encoder.items()},

@@ -6,9 +6,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.data.media.synthetic import random_model, write_index, write_text_encoder
+from ditkit_core.families.demo import unigram_tokenizer
 from ditkit_core.testing.stored_run import StoredRun, keep
 from ditkit_wan.demo.media import CLIPS, write_clip
-from ditkit_wan.demo.models import build_tokenizer
 from ditkit_wan.spec import WAN
 
 STORED = StoredRun(WAN, Path(__file__).parent / "fixtures" / "run_58d647d.zip")
@@ -36,7 +36,7 @@ def _write_checkpoint(folder: Path, captions: list[str]) -> None:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    tokenizer = build_tokenizer(captions)
+    tokenizer = unigram_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     config = UMT5Config(
         vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from ditkit_core.families.demo import unigram_tokenizer
 from ditkit_wan.demo.media import DIRECTIONS, FRAMES, SIDE, moving
-from ditkit_wan.demo.models import build_tokenizer
 from ditkit_wan.demo.trained import BASE, CAPTIONS, load_part, load_text_encoder
 
 
@@ -32,7 +32,7 @@ def test_the_vae_reproduces_other_clips_at_30_db() -> None:
 
 
 def test_words_hardly_resemble_each_other_and_the_vocabulary_is_that_of_the_weights() -> None:
-    tokenizer, encoder = build_tokenizer(CAPTIONS), load_text_encoder()
+    tokenizer, encoder = unigram_tokenizer(CAPTIONS), load_text_encoder()
     assert encoder.config.vocab_size == len(tokenizer)
     ids = tokenizer(CAPTIONS[-1]).input_ids
     with torch.no_grad():

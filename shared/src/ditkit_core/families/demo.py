@@ -1,7 +1,9 @@
-"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 with its
-tokenizer, a tiny VAE, a random transformer."""
+"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 or T5 with
+its tokenizer, a tiny VAE, a random transformer."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -34,7 +36,10 @@ CHAT_TEMPLATE = (
     "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SIDE, FPS = 64, 16
+SIDE = 64
+ROWS = {"red": 0.25, "green": 0.42, "blue": 0.58, "yellow": 0.75}
+"""Where shapes of a colour are, as a share of the height: apart, so that no two images are nearly
+alike."""
 LOOKS = tuple(product(BACKGROUNDS, SHAPES, COLOURS))
 CAPTIONS = tuple(
     f"a {colour} {shape} on a {background} background" for background, shape, colour in LOOKS
@@ -42,11 +47,14 @@ CAPTIONS = tuple(
 """Captions of the images or clips that `write_shapes` writes."""
 
 
-def write_shapes(folder: Path, frame_step: int) -> None:
+def write_shapes(folder: Path, frame_step: int, fps: float = 16.0) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the
-    metadata.jsonl that has their captions.
+    metadata.jsonl that has their captions. No two are nearly alike.
 
-    Clips have one frame more than twice `DataSpec.frame_step` (0: images).
+    Args:
+        folder: Where to write them.
+        frame_step: `DataSpec.frame_step`. Clips have one frame more than twice this; 0: images.
+        fps: Frame rate of clips: `DataSpec.fps`.
     """
     from PIL import Image
 
@@ -57,7 +65,7 @@ def write_shapes(folder: Path, frame_step: int) -> None:
         frames = [
             paint(
                 SIDE, SIDE, shape=shape, colour=colour, background=background,
-                centre=(SIDE * 0.5,
+                centre=(SIDE * ROWS[colour],
                 SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
                 radius=SIDE * 0.22,
             )
@@ -65,7 +73,7 @@ def write_shapes(folder: Path, frame_step: int) -> None:
         ]  # fmt: skip
         name = f"shape{index:02d}.{'mp4' if frame_step else 'png'}"
         if frame_step:
-            write_frames(folder / name, frames, FPS)
+            write_frames(folder / name, frames, round(fps))
         else:
             Image.fromarray(frames[0]).save(folder / name)
         lines.append(json.dumps({"file_name": name, "text": caption}) + "\n")
@@ -143,6 +151,56 @@ def word_tokenizer(
     )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
     return tokenizer
+
+
+def unigram_tokenizer(captions: Sequence[str]) -> Any:
+    """A unigram tokenizer of the T5 kind over the captions' words and characters.
+
+    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces
+    differently.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = Counter(f"▁{word}" for caption in captions for word in caption.split())
+    characters = Counter({character: 0.01 for word in sorted(words) for character in word})
+    total = sum(words.values()) + sum(characters.values())
+    pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
+    special = ["<pad>", "</s>", "<unk>"]
+    vocabulary = [(piece, 0.0) for piece in special] + [
+        (piece, math.log(n / total)) for piece, n in pieces
+    ]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return resolve_name("transformers:PreTrainedTokenizerFast")(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=512,
+    )
+
+
+def random_t5(kind: str, vocabulary_size: int, *, width: int) -> Any:
+    """A two-layer encoder of random weights; `kind` is the start of its classes, `T5` or `UMT5`."""
+    config = resolve_name(f"transformers:{kind}Config")(
+        vocab_size=vocabulary_size,
+        d_model=width,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        architectures=[f"{kind}EncoderModel"],
+    )
+    encoder = resolve_name(f"transformers:{kind}EncoderModel")
+    return random_model("text encoder", encoder, config)
 
 
 def write_vae(folder: Path, family: VaeFamily, sizes: Mapping[str, Any] | None = None) -> None:

@@ -21,7 +21,7 @@ def write_demo(folder: Path) -> None:
     write_inputs(
         folder,
         {
-            "media": lambda media: write_shapes(media, ZED.data.frame_step),
+            "media": lambda media: write_shapes(media, ZED.data.frame_step, ZED.data.fps),
             "checkpoint": write_checkpoint,
         },
     )

@@ -3,7 +3,6 @@ layers, random weights."""
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.synthetic import isometry, random_model
+from ditkit_core.families.demo import random_t5
 from ditkit_wan.demo.media import CLIPS, FRAMES, SIDE, render
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 from ditkit_wan.presets import MUSIC_LAYERS, SPEECH_LAYERS, MusicArch, SpeechArch, WanArch
@@ -135,56 +135,9 @@ VARIANTS: Mapping[str, Variant] = {
 """All variants, by name."""
 
 
-def build_tokenizer(captions: list[str]) -> Any:
-    """A unigram tokenizer of the T5 kind over the captions' words and characters.
-
-    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces
-    differently.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = Counter(f"▁{word}" for caption in captions for word in caption.split())
-    characters = Counter({character: 0.01 for word in sorted(words) for character in word})
-    total = sum(words.values()) + sum(characters.values())
-    pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
-    special = ["<pad>", "</s>", "<unk>"]
-    vocabulary = [(piece, 0.0) for piece in special] + [
-        (piece, math.log(n / total)) for piece, n in pieces
-    ]
-    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=512,
-    )
-
-
 def build_text_encoder(vocabulary_size: int) -> Any:
     """A two-layer UMT5 encoder."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config = UMT5Config(
-        vocab_size=vocabulary_size,
-        d_model=TEXT_DIM,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        architectures=["UMT5EncoderModel"],
-    )
-    return random_model("text encoder", UMT5EncoderModel, config)
+    return random_t5("UMT5", vocabulary_size, width=TEXT_DIM)
 
 
 def build_image_encoder() -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.data.media.synthetic import write_index, write_inputs, write_text_encoder
+from ditkit_core.families.demo import unigram_tokenizer
 from ditkit_core.io.files import write_text
 from ditkit_wan.demo import models as demo_models
 from ditkit_wan.demo import trained
@@ -41,7 +42,7 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
     from safetensors.torch import save_file
 
     kind = VARIANTS[variant]
-    tokenizer = demo_models.build_tokenizer(captions)
+    tokenizer = unigram_tokenizer(captions)
     _write_others(
         folder,
         kind,
@@ -59,7 +60,7 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 def write_trained(folder: Path) -> None:
     """Write the checkpoint of the demo, in diffusers layout: text to video, trained on clips of
     `demo/media.py`."""
-    tokenizer = demo_models.build_tokenizer(trained.CAPTIONS)
+    tokenizer = unigram_tokenizer(trained.CAPTIONS)
     trained.load_part("transformer").save_pretrained(folder / "transformer")
     _write_others(
         folder, VARIANTS["t2v"], tokenizer, trained.load_text_encoder(), trained.load_part("vae")
