@@ -43,7 +43,6 @@ _OPERATIONS = {
         "native_layer_norm",
         "_to_copy",
     ),  # an RMS norm is composed in a wider dtype, and rounded at its end
-    "modulation": ("addcmul", "mul"),
     "residual": ("addcmul", "add", "_to_copy"),
     "entry": ("native_layer_norm", "_to_copy"),
     "time_mlp": _MATMULS,
@@ -85,6 +84,9 @@ class PrecisionChecks(ModelChecks):
     """Places that this family has no operation for."""
     head_norms: ClassVar[int] = 1
     """Norms of the head in a forward of the items."""
+    modulation_operations: ClassVar[tuple[str, ...]] = ("addcmul", "mul")
+    """ATen operations in the dtype of the modulation: ("add",) where the norms have no weight and
+    scale by 1 + scale in a function of the core."""
     num_streams: ClassVar[int] = 1
     """Residual streams in the last carry."""
 
@@ -126,7 +128,8 @@ class PrecisionChecks(ModelChecks):
         if group in self.places_without:
             assert names <= {"_to_copy"} and relative_error(lowered.outputs, exact.outputs) == 0
             return
-        assert names.intersection(_OPERATIONS[group]), f"no {group} in bf16, only {sorted(names)}"
+        operations = self._operations(group)
+        assert names.intersection(operations), f"no {group} in bf16, only {sorted(names)}"
         # torch composes an RMS norm, and the norms of q and k are functions of ours, whose square
         # roots are in place.
         wide_norms = sum(
@@ -161,7 +164,10 @@ class PrecisionChecks(ModelChecks):
         more = {
             name for name, dtype in raised.forward.counts - before.forward.counts if dtype == wide
         }
-        assert more.intersection(_OPERATIONS[group]) or group in self.places_without, more
+        assert more.intersection(self._operations(group)) or group in self.places_without, more
+
+    def _operations(self, group: str) -> tuple[str, ...]:
+        return self.modulation_operations if group == "modulation" else _OPERATIONS[group]
 
     def test_errors_come_in_the_right_order(self) -> None:
         """The timestep is the place that hurts most in bf16, in the output and in the gradient;

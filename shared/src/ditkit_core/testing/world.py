@@ -368,7 +368,8 @@ class ModelChecks:
     another's."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that some items do not use, or whose result nothing
-    reads: layers of the last block's text."""
+    reads: layers of the last block's text. Also of tensors of items that are positions, which have
+    no gradient."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let each check of the class teach when it fails."""
