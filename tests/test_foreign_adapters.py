@@ -16,17 +16,21 @@ from ditkit_core.adapters.files.identify import adapter_in, layers_of
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.models.other_models import looks_like, wrong_config
+from ditkit_core.models.other_models import FAMILIES, looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
+from ditkit_flux3.spec import FLUX3
+from ditkit_krea2.spec import KREA2
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
+from workspace import MODELS
 
-SPECS = {"wan": WAN, "flux2": FLUX2, "zimage": ZIMAGE}
+SPECS = {spec.name: spec for spec in (WAN, FLUX2, FLUX3, KREA2, ZIMAGE)}
 UNET = (
     "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
     "lora_unet_mid_block_attentions_0_proj_in",
@@ -133,7 +137,7 @@ CLASSES = {
     "SanaTransformer2DModel": "Sana",
 }
 """diffusers' classes, as a config.json names them."""
-OF_FAMILY = {"wan": "Wan", "flux2": "FLUX.2", "krea2": "Krea 2", "zimage": "Z-Image"}
+OF_FAMILY = {name: model.name for name, model in FAMILIES.items()}
 METHODS = {
     "peft's OFT": ("base_model.model.{}.oft_R.weight", "OFT"),
     "peft's BOFT": ("base_model.model.{}.boft_R", "BOFT"),
@@ -200,6 +204,33 @@ def test_a_class_of_diffusers_is_read_as_the_model_that_it_is(family: str, kind:
     assert said.startswith(
         f"describes {CLASSES[kind]} ({kind}), and no model of {family}; ditkit does not train"
     )
+
+
+def test_every_package_is_in_the_one_table_of_families():
+    """And the name of each commands is its package's: a message says which to use."""
+    folders = {member.folder.name for member in MODELS}
+    assert set(FAMILIES) == folders == set(SPECS)
+    for name, model in FAMILIES.items():
+        assert model.remedy == f"use the {name} commands"
+
+
+@pytest.mark.parametrize("owner", SPECS)
+@pytest.mark.parametrize("family", SPECS)
+def test_whole_transformers_of_a_family_are_called_by_its_name_in_every_other(family, owner):
+    """In the names of each form, and by the class in a config.json."""
+    if family == owner:
+        return
+    names, others = SPECS[owner].architecture.names, SPECS[family].architecture.names.others
+    arch = next(iter(SPECS[owner].architecture.presets.values()))
+    parameters = build_on_meta(SPECS[owner], arch, Precision()).state_dict()
+    for form, from_native in names.from_native.items():
+        theirs = {part.name for name in parameters for part in from_native(name)}
+        likeness, remedy = looks_like(theirs, others)
+        assert OF_FAMILY[owner] in likeness and f"use the {owner} commands" in remedy, (
+            form,
+            likeness,
+            remedy,
+        )
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -6,7 +6,7 @@ several of ours in one, or whose rows are in another order, is described by `Ten
 
 import re
 
-from ditkit_core.models.other_models import OTHER_MODELS
+from ditkit_core.models.other_models import others_than
 from ditkit_core.models.state_dict import StateDictNames
 
 _OUTSIDE = {"embed.": "", "head.": "final_layer."}
@@ -35,5 +35,5 @@ NAMES = StateDictNames.renaming(
     prefixes=("model.diffusion_model.", "diffusion_model."),
     to_native=to_native,
     from_native={"official": to_official},
-    others=OTHER_MODELS,
+    others=others_than("zed"),
 )

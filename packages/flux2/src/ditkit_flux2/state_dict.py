@@ -12,7 +12,7 @@ shift.
 
 import re
 
-from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.other_models import UNTRAINED, OtherModel, others_than
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
 
 # ours -> diffusers, before and after the blocks; the official names follow by rules, in `_official`
@@ -136,34 +136,11 @@ NAMES = StateDictNames(
         r"single_blocks[._]\d+[._]linear[12]$)",
     ),
     others=(
-        *OTHER_MODELS,
-        OtherModel(
-            name="Krea 2",
-            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
-            classes=r"^Krea2",
-            header=r"^krea[-_]?2",
-            remedy="use the krea2 commands",
-        ),
-        OtherModel(
-            name="Wan",
-            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
-            classes=r"^Wan",
-            header=r"^wan",
-            remedy="use the wan commands",
-        ),
-        OtherModel(
-            name="FLUX.3",
-            keys=r"(early|single)_stream_modulations|mode_blocks[._]|single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
-            r"single_transformer_blocks[._]\d+[._]ff[._]",
-            classes=r"^Flux3",
-            header=r"^flux[-_.]?3",
-            remedy="use the flux3 commands",
-        ),
-        OtherModel(
-            name="Z-Image",
-            classes=r"^ZImage",
-            header=r"^z[-_]?image",
-            remedy="use the zimage commands",
+        *others_than("flux2"),
+        OtherModel(  # it has at most eight such blocks
+            name="another of diffusers' models, such as Stable Diffusion 3, FLUX.1 or Krea 2",
+            keys=r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]to_",
+            remedy=UNTRAINED,
         ),
     ),
 )

@@ -21,7 +21,7 @@ from ditkit_core.models.adapter_programs import (
     AdapterRules,
     ProgramRow,
 )
-from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.other_models import OtherModel, others_than
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
 
 # ours -> diffusers; the official names follow by rules, in `_official`
@@ -116,34 +116,12 @@ NAMES = StateDictNames(
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},
     others=(
-        *OTHER_MODELS,
-        OtherModel(
-            name="Krea 2",
-            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
-            classes=r"^Krea2",
-            header=r"^krea[-_]?2",
-            remedy="use the krea2 commands",
-        ),
-        OtherModel(
-            name="Wan",
-            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
-            classes=r"^Wan",
-            header=r"^wan",
-            remedy="use the wan commands",
-        ),
+        *others_than("flux3"),
         OtherModel(
             name="FLUX.2, or FLUX.1, which ditkit does not train",
-            keys=r"double_stream_modulation|double_blocks|to_qkv_mlp_proj|single_blocks[._]\d+[._]linear",
-            classes=r"^Flux2",
-            header=r"^flux[-_.]?2",
+            keys=r"double_blocks|to_qkv_mlp_proj|single_blocks[._]\d+[._]linear|"
+            r"(?<!single_)transformer_blocks[._]\d+[._]attn[._](add_|to_)",
             remedy="use the flux2 commands",
-        ),
-        OtherModel(
-            name="Z-Image",
-            keys=r"(noise|context)_refiner",
-            classes=r"^ZImage",
-            header=r"^z[-_]?image",
-            remedy="use the zimage commands",
         ),
     ),
 )

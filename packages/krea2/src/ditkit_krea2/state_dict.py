@@ -26,7 +26,7 @@ from ditkit_core.models.adapter_programs import (
     AdapterRules,
     ProgramRow,
 )
-from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+from ditkit_core.models.other_models import TWO_STREAMS, others_than
 from ditkit_core.models.state_dict import StateDictNames
 
 _STAGES = (
@@ -69,43 +69,18 @@ _INSIDE = (
 _NORM = re.compile(r"(^|\.)(norm[12qk_]*)\.(weight|offset)$")
 _BLOCK = re.compile(r"(transformer_blocks|text_fusion\.\w+_blocks)\.(\*|\d+)\.")
 _TABLE = re.compile(r"blocks\.\d+\.mod\.lin")
+# All of the name: another model's blocks, and an adapter's tensors, begin as ours do.
 _KNOWN = re.compile(
-    r"(transformer_blocks|text_fusion|txt_in|final_layer|img_in|time_embed|time_mod_proj)\."
+    r"((transformer_blocks|text_fusion\.\w+_blocks)\.(\*|\d+)\."
+    r"(attn\.(to_[qkv]|to_out\.0|to_gate|norm_[qk])|ff\.(gate|up|down)|norm[12])|"
+    r"text_fusion\.projector|txt_in\.(norm|linear_[12])|final_layer\.(norm|linear)|img_in|"
+    r"time_embed\.linear_[12]|time_mod_proj)\.(weight|bias)|"
+    r"(transformer_blocks\.(\*|\d+)|final_layer)\.scale_shift_table"
 )
 
 
-_FAMILIES = (
-    OtherModel(
-        name="FLUX.3",
-        keys=r"(early|single)_stream_modulations|mode_blocks[._]|"
-        r"single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|single_transformer_blocks[._]\d+[._]ff[._]",
-        classes=r"^Flux3",
-        header=r"^flux[-_.]?3",
-        remedy="use the flux3 commands",
-    ),
-    OtherModel(
-        name="Wan",
-        keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
-        classes=r"^Wan",
-        header=r"^wan",
-        remedy="use the wan commands",
-    ),
-    OtherModel(
-        name="Z-Image",
-        keys=r"(noise|context)_refiner|(^|[._])layers[._]\d+[._](attention|feed_forward)",
-        classes=r"^ZImage",
-        header=r"^z[-_]?image",
-        remedy="use the zimage commands",
-    ),
-    OtherModel(
-        name="FLUX.2",
-        keys=r"double_stream_modulation",
-        classes=r"^Flux2",
-        header=r"^flux[-_.]?2",
-        remedy="use the flux2 commands",
-    ),
-)
-"""Other families, whose files are given by mistake."""
+_TWO_STREAMS = replace(TWO_STREAMS, keys=TWO_STREAMS.keys.replace("(add_|to_)", "add_"))
+"""Without the names that Krea 2 has as well."""
 
 
 def to_diffusers(name: str) -> str:
@@ -135,11 +110,11 @@ def to_native(name: str) -> str | None:
         if name.startswith(official):
             name = theirs + name.removeprefix(official)
             break
-    if not _KNOWN.match(name):
-        return None
     if _BLOCK.match(name):
         for official, theirs in _INSIDE:
             name = name.replace(official, theirs, 1)
+    if not _KNOWN.fullmatch(name):
+        return None
     name = _NORM.sub(r"\1\2.offset", name)
     for ours, theirs in _STAGES[1:]:
         if name.startswith(theirs):
@@ -157,7 +132,7 @@ NAMES = replace(
         prefixes=("model.diffusion_model.", "diffusion_model."),
         to_native=to_native,
         from_native={"official": to_official, "diffusers": to_diffusers},
-        others=(*OTHER_MODELS, *_FAMILIES),
+        others=(*others_than("krea2"), _TWO_STREAMS),
     ),
     stored=_stored,
     flat=_TABLE.pattern,

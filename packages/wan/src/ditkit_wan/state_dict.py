@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
+from ditkit_core.models.other_models import TWO_STREAMS, OtherModel, others_than
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_wan.model.variants.animate import blur_kernel
 from ditkit_wan.presets import FACE_LAYERS_APART, MUSIC_LAYERS, SPEECH_LAYERS, AnimateArch
@@ -313,40 +313,8 @@ NAMES = StateDictNames(
     stored=_stored,
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
     others=(
-        *OTHER_MODELS,
-        OtherModel(
-            name="FLUX.3",
-            keys=r"(early|single)_stream_modulations|mode_blocks[._]|single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
-            r"single_transformer_blocks[._]\d+[._]ff[._]",
-            classes=r"^Flux3",
-            header=r"^flux[-_.]?3",
-            remedy="use the flux3 commands",
-        ),
-        OtherModel(
-            name="Krea 2",
-            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
-            classes=r"^Krea2",
-            header=r"^krea[-_]?2",
-            remedy="use the krea2 commands",
-        ),
-        OtherModel(
-            name="FLUX.2",
-            classes=r"^Flux2",
-            header=r"^flux[-_.]?2",
-            remedy="use the flux2 commands",
-        ),
-        OtherModel(
-            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
-            keys=TWO_STREAMS,
-            classes=r"^Flux",
-            remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
-        ),
-        OtherModel(
-            name="Z-Image",
-            classes=r"^ZImage",
-            header=r"^z[-_]?image",
-            remedy="use the zimage commands",
-        ),
+        *others_than("wan"),
+        TWO_STREAMS,
         OtherModel(name="another transformer of diffusers", keys=r"transformer_blocks"),
     ),
 )

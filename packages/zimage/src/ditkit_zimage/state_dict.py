@@ -24,7 +24,7 @@ from ditkit_core.models.adapter_programs import (
     diffsynth_rows,
     musubi_rows,
 )
-from ditkit_core.models.other_models import OTHER_MODELS, TWO_STREAMS, OtherModel
+from ditkit_core.models.other_models import TWO_STREAMS, others_than
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
 _BLOCK = re.compile(r"(noise_refiner|context_refiner|layers)\.(\*|\d+)\.")
@@ -89,44 +89,7 @@ NAMES = StateDictNames(
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_official, "comfyui": to_comfyui},
     scaled="comfyui",
-    others=(
-        *OTHER_MODELS,
-        OtherModel(
-            name="Krea 2",
-            keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
-            classes=r"^Krea2",
-            header=r"^krea[-_]?2",
-            remedy="use the krea2 commands",
-        ),
-        OtherModel(
-            name="Wan",
-            keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
-            classes=r"^Wan",
-            header=r"^wan",
-            remedy="use the wan commands",
-        ),
-        OtherModel(
-            name="FLUX.3",
-            keys=r"(early|single)_stream_modulations|mode_blocks[._]|single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
-            r"single_transformer_blocks[._]\d+[._]ff[._]",
-            classes=r"^Flux3",
-            header=r"^flux[-_.]?3",
-            remedy="use the flux3 commands",
-        ),
-        OtherModel(
-            name="FLUX.2",
-            keys=r"double_stream_modulation",
-            classes=r"^Flux2",
-            header=r"^flux[-_.]?2",
-            remedy="use the flux2 commands",
-        ),
-        OtherModel(
-            name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
-            keys=TWO_STREAMS,
-            classes=r"^Flux",
-            remedy="name a file of Z-Image, or use the flux2 commands for FLUX.2",
-        ),
-    ),
+    others=(*others_than("zimage"), TWO_STREAMS),
 )
 
 

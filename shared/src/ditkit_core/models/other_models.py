@@ -106,17 +106,16 @@ OTHER_MODELS = (
     ),
     OtherModel(
         name="LTX-Video",
-        keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio|scale_shift_table)|caption_projection",
+        keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio)|caption_projection",
         classes=r"^LTX",
         header=r"^ltx",
         remedy=UNTRAINED,
     ),
     OtherModel(
-        # diffusers' names in several of them; FLUX.2 has other ones there, and at most eight such
-        # blocks.
+        # diffusers' names in several of them; FLUX.2 has at most eight such blocks.
         name="Stable Diffusion 3, FLUX.1, Qwen-Image or another of diffusers' models of two streams",
         keys=r"norm1_context[._]linear|ff_context[._]net|"
-        r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._](add_|to_)",
+        r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]add_",
         remedy=UNTRAINED,
     ),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
@@ -139,9 +138,54 @@ OTHER_MODELS = (
 """Models that are no family's, and the other parts of models, which are in folders next to the
 transformer's."""
 
-TWO_STREAMS = (
-    r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks|"
-    r"transformer_blocks[._]\d+[._]attn[._](add_|to_)"
+FAMILIES = {
+    "flux2": OtherModel(
+        name="FLUX.2",
+        keys=r"double_stream_modulation",
+        classes=r"^Flux2",
+        header=r"^flux[-_.]?2",
+        remedy="use the flux2 commands",
+    ),
+    "flux3": OtherModel(
+        name="FLUX.3",
+        keys=r"(early|single)_stream_modulations|mode_blocks[._]|"
+        r"single_blocks[._]\d+[._](q_proj|attn_out|mlp_)|"
+        r"single_transformer_blocks[._]\d+[._]ff[._]",
+        classes=r"^Flux3",
+        header=r"^flux[-_.]?3",
+        remedy="use the flux3 commands",
+    ),
+    "krea2": OtherModel(
+        name="Krea 2",
+        keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
+        classes=r"^Krea2",
+        header=r"^krea[-_]?2",
+        remedy="use the krea2 commands",
+    ),
+    "wan": OtherModel(
+        name="Wan",
+        keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._]"
+        r"(self_attn|cross_attn|attn1|attn2|ffn)",
+        classes=r"^Wan",
+        header=r"^wan",
+        remedy="use the wan commands",
+    ),
+    "zimage": OtherModel(
+        name="Z-Image",
+        keys=r"(noise|context)_refiner|(^|[._])layers[._]\d+[._](attention|feed_forward)",
+        classes=r"^ZImage",
+        header=r"^z[-_]?image",
+        remedy="use the zimage commands",
+    ),
+}
+"""The families, whose files people give to each other's commands; by the prefix of the commands."""
+
+TWO_STREAMS = OtherModel(
+    name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
+    keys=r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks|"
+    r"transformer_blocks[._]\d+[._]attn[._](add_|to_)",
+    classes=r"^Flux",
+    remedy="name another file, or use the flux2 commands for FLUX.2",
 )
 """Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such
 names."""
@@ -149,6 +193,13 @@ names."""
 _ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
 """Where the header of a LoRA names its model: the convention of Stability's model files, and
 kohya's."""
+
+
+def others_than(family: str) -> tuple[OtherModel, ...]:
+    """The models that files may be for which a family is given by mistake: those that are no
+    family's, and all other families."""
+    families = (model for name, model in FAMILIES.items() if name != family)
+    return (*OTHER_MODELS, *families)
 
 
 def other_by_header(header: Mapping[str, str], others: Iterable[OtherModel]) -> OtherModel | None:
