@@ -26,11 +26,12 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
+from ditkit_ltx.spec import LTX
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 from workspace import MODELS
 
-SPECS = {spec.name: spec for spec in (WAN, FLUX2, FLUX3, KREA2, ZIMAGE)}
+SPECS = {spec.name: spec for spec in (WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE)}
 UNET = (
     "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
     "lora_unet_mid_block_attentions_0_proj_in",
@@ -74,8 +75,7 @@ FILES: Mapping[str, tuple[Sequence[str], Mapping[str, str], str]] = {
     ),
     "SD 3, diffusers, feed-forward": (("transformer.transformer_blocks.0.ff_context.net.0.proj",),
     {}, "Stable Diffusion 3"),
-    "LTX": (("transformer.transformer_blocks.0.attn1.to_q",),
-    {"modelspec.architecture": "ltx-video"}, "LTX-Video"),
+    "LTX-2": (("diffusion_model.transformer_blocks.0.audio_attn1.to_q",), {}, "LTX-2"),
     "CogVideoX": (("transformer.transformer_blocks.0.attn1.to_q",),
     {"modelspec.architecture": "cogvideox/lora"}, "CogVideoX"),
 }  # fmt: skip
@@ -106,7 +106,8 @@ HEADERS = {
         "krea2": "Krea 2",
         "anima": "Anima",
         "qwen_image_edit": "Qwen-Image",
-        "ltx2": "LTX-Video",
+        "ltx2": "LTX-2",
+        "ltxv": "LTX-Video",
         "chroma": "Chroma",
     },
     "modelspec.architecture": {
@@ -120,6 +121,7 @@ HEADERS = {
         "HiDream-O1-Image/lora": "HiDream",
         "Kandinsky-5/lora": "Kandinsky",
         "Krea-2/lora": "Krea 2",
+        "ltx-video": "LTX-Video",
         "anima-preview/lora": "Anima",
     },
 }

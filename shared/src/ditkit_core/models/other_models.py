@@ -105,10 +105,10 @@ OTHER_MODELS = (
         remedy=UNTRAINED,
     ),
     OtherModel(
-        name="LTX-Video",
-        keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio)|caption_projection",
-        classes=r"^LTX",
-        header=r"^ltx",
+        name="LTX-2",
+        keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio)",
+        classes=r"^LTX2",
+        header=r"^ltx[-_]?2(?!b)",
         remedy=UNTRAINED,
     ),
     OtherModel(
@@ -161,6 +161,13 @@ FAMILIES = {
         classes=r"^Krea2",
         header=r"^krea[-_]?2",
         remedy="use the krea2 commands",
+    ),
+    "ltx": OtherModel(
+        name="LTX-Video",
+        keys=r"transformer_blocks[._]\d+[._]scale_shift_table|caption_projection",
+        classes=r"^LTXVideo",
+        header=r"^ltx",
+        remedy="use the ltx commands",
     ),
     "wan": OtherModel(
         name="Wan",
