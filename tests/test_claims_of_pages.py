@@ -85,7 +85,7 @@ def test_a_wrong_count_of_families_is_found():
     ]
     assert (
         gaps(
-            "`wan-watch`, `flux2-watch`, `flux3-watch`, `krea2-watch`, `zimage-watch`; `flux2-train`"
+            "`wan-watch`, `flux2-watch`, `flux3-watch`, `krea2-watch`, `ltx-watch`, `zimage-watch`; `flux2-train`"
         )
         == []
     )

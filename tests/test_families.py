@@ -59,6 +59,7 @@ from ditkit_core.testing.toy import TOY
 from ditkit_flux2 import FLUX2
 from ditkit_flux3 import FLUX3
 from ditkit_krea2 import KREA2
+from ditkit_ltx import LTX
 from ditkit_wan import WAN
 from ditkit_zimage import ZIMAGE
 
@@ -539,7 +540,7 @@ def test_a_family_takes_t5_as_it_takes_language_models() -> None:
         spec.auxiliary.text_encoder(ModelPaths(), CPU, torch.float32, "auto")
 
 
-LTX: dict[str, Any] = {
+LTX_SIZES: dict[str, Any] = {
     "latent_channels": 8, "block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8),
     "down_block_types": ("LTXVideoDownBlock3D",) * 2, "layers_per_block": (1, 1, 1),
     "decoder_layers_per_block": (1, 1, 1), "spatio_temporal_scaling": (True, False),
@@ -552,7 +553,7 @@ def ltx(folder: Path, **config: Any) -> tuple[Any, VaeFamily]:
     """A tiny VAE of LTX-Video in a folder, and its family."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae = AutoencoderKLLTXVideo(**(LTX | config)).eval()
+        vae = AutoencoderKLLTXVideo(**(LTX_SIZES | config)).eval()
         vae.latents_mean.normal_()
         vae.latents_std.uniform_(0.5, 2.0)
         for name, parameter in vae.named_parameters():
@@ -560,7 +561,7 @@ def ltx(folder: Path, **config: Any) -> tuple[Any, VaeFamily]:
                 parameter.data.normal_()
     vae.save_pretrained(folder / "vae")
     return vae, VaeFamily(
-        kind="AutoencoderKLLTXVideo", published=LTX, is_video=True, recipe="posterior mode, {}",
+        kind="AutoencoderKLLTXVideo", published=LTX_SIZES, is_video=True, recipe="posterior mode, {}",
         statistics=lambda vae: (vae.latents_mean, vae.latents_std),
         channels=lambda config: config["latent_channels"], strides=lambda config: (2, 8),
         decode_timestep=0.05, decode_noise_scale=0.025, tiles=Tiles(side=64, overlap=32),
@@ -711,7 +712,9 @@ def test_headings_that_a_missing_piece_names_are_those_of_the_guide() -> None:
     assert all(f"\n## {heading}\n" in page for _, heading in STEPS.values())
 
 
-@pytest.mark.parametrize("spec", [WAN, FLUX2, FLUX3, KREA2, ZIMAGE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE], ids=lambda spec: spec.name
+)
 def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec: ModelSpec) -> None:
     def answer(hub_id: str) -> str:
         with pytest.raises(UserError) as error:
@@ -721,8 +724,10 @@ def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec:
     assert f"by its name it is FLUX.1, and no model of {spec.name}" in answer(
         "black-forest-labs/FLUX.1-dev"
     )
-    assert "by its name it is LTX-Video" in answer("Lightricks/LTX-Video")
-    for other in (family for family in (WAN, FLUX2, FLUX3, KREA2, ZIMAGE) if family is not spec):
+    assert "by its name it is LTX-2" in answer("Lightricks/LTX-2")
+    for other in (
+        family for family in (WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE) if family is not spec
+    ):
         wrong = f"{next(iter(other.architecture.hub_presets))}-x"
         assert f"use the {other.name} commands" in answer(wrong), wrong
     for hub_id in spec.architecture.hub_presets:

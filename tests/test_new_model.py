@@ -113,6 +113,16 @@ def test_the_comparison_with_diffusers_has_inputs_that_the_model_takes(
     assert run(folder, "-c", program) == "True True\n"
 
 
+def test_the_commands_as_written_outlive_one_more_command_of_the_core(
+    package: tuple[str, Path],
+) -> None:
+    more = (
+        "from ditkit_core.commands import cli as core; core.OPTIONS['more'] = object; "
+        "from ditkit_zed import cli; print(cli.caption.args[1])"
+    )
+    assert run(package[1], "-c", more).split()[-1] == "caption"
+
+
 def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]) -> None:
     _, folder = package
     marked = marks(folder)

@@ -13,10 +13,11 @@ from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
+from ditkit_ltx.spec import LTX
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
-SPECS = (WAN, FLUX2, FLUX3, KREA2, ZIMAGE)
+SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE)
 LICENCES = {
     "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
     "black-forest-labs/FLUX.2-klein-base-9B": "FLUX Non-Commercial",

@@ -82,7 +82,7 @@ class Family:
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
     """The functions that a package's console scripts call: train, encode, sample, export, watch and
-    caption, in this order."""
+    caption, in this order; new ones come behind them."""
     return tuple(partial(start, family, command) for command in OPTIONS)
 
 
