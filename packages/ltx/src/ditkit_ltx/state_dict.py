@@ -112,14 +112,18 @@ _DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=_LORAS)
 ROWS = (
     _DIFFUSERS(forms=_READ, alpha=True, misreads=f"rejects keys of alpha; {_CONVERT}"),
     _DIFFUSERS(forms=_READ, up_down=True, misreads=f"rejects lora_up and lora_down; {_CONVERT}"),
-    _DIFFUSERS(forms=_READ, kinds=DORAS, misreads="drops DoRA magnitudes; merge it"),
+    _DIFFUSERS(
+        forms=("official",),
+        kinds=DORAS,
+        misreads="drops DoRA magnitudes; write it with --to diffusers",
+    ),
     _DIFFUSERS(
         forms=("official",),
         naming=("official",),
         present=_RENAMED,
         misreads="does not know the official name of {module}; write it with --to diffusers",
     ),
-    _DIFFUSERS(forms=_READ, kinds=("lora",)),
+    _DIFFUSERS(forms=_READ),
     _DIFFUSERS(misreads=f"loads nothing of it; {_CONVERT}"),
     _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
     DIFFERENCES_IN_DIFFUSERS,
