@@ -79,7 +79,7 @@ def test_a_paragraph_that_names_a_thing_of_two_families_names_it_of_all(page):
 def test_a_wrong_count_of_families_is_found():
     assert miscounts("both families, of either package") == ["both families", "either package"]
     assert miscounts("two packages; the other family") == ["the other family", "two packages"]
-    assert miscounts("five families and both models") == []
+    assert miscounts("six families and both models") == []
     assert gaps("`wan-watch` and `flux2-watch` serve [it](../packages/wan/README.md)") == [
         "…-watch"
     ]
