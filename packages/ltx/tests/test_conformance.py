@@ -255,8 +255,13 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
         prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in official.items()}
         converted = convert_ltx_transformer_checkpoint_to_diffusers(prefixed)
         assert {name: tensor.shape for name, tensor in converted.items()} == shapes
-    with pytest.raises(ValueError, match="patch_size is 2"):
-        arch_from_config(config_of(ARCH) | {"patch_size": 2}, {})
+    for changes, index, said in (
+        ({"patch_size": 2}, {"_class_name": "LTXPipeline"}, "patch_size is 2"),
+        ({"cross_attention_dim": 32}, {"_class_name": "LTXPipeline"}, "cross_attention_dim is 32"),
+        ({}, {}, "no model_index.json names their pipeline"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            arch_from_config(config_of(ARCH) | changes, index)
 
 
 # bf16

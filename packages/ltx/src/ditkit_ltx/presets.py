@@ -1,7 +1,7 @@
 """LTX-Video architectures by name, with the parameters that diffusers' model has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -58,6 +58,12 @@ _SWITCHES = {
     "attention_out_bias": True,
 }
 """Fields of diffusers' configuration that all published models have alike."""
+_PIPELINES = {
+    "LTXPipeline": False,
+    "LTXImageToVideoPipeline": False,
+    "LTXConditionPipeline": True,
+}
+"""Pipelines of diffusers, and whether their models are `causal`."""
 
 
 def config_of(arch: LtxArch) -> dict[str, Any]:
@@ -80,27 +86,30 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Ltx
 
     Args:
         config: Its content.
-        index: The pipeline's `model_index.json`, whose pipeline says how clips count time. Without
-            one, a model of more than 28 layers counts as one of 0.9.7.
+        index: The pipeline's `model_index.json`, whose pipeline says how clips count time.
 
     Raises:
         KeyError: If the configuration belongs to another model.
-        ValueError: If its sizes contradict each other, or it has a switch that no published model
-            has.
+        ValueError: If its sizes contradict each other, it has a switch that no published model has,
+            or nothing says how clips count time.
     """
-    heads, layers = config["num_attention_heads"], config["num_layers"]
-    pipeline = index.get("_class_name", "LTXConditionPipeline" if layers > 28 else "LTXPipeline")
+    heads = config["num_attention_heads"]
     arch = LtxArch(
         dim=heads * config["attention_head_dim"],
         heads=heads,
-        layers=layers,
+        layers=config["num_layers"],
         in_channels=config["in_channels"],
         text_dim=config["caption_channels"],
         eps=config["norm_eps"],
-        causal=pipeline == "LTXConditionPipeline",
     )
     expected = config_of(arch)
     for name in ("cross_attention_dim", "out_channels", *_SWITCHES):
         if (config.get(name, expected[name]) or expected[name]) != expected[name]:
             raise ValueError(f"{name} is {config[name]}, and not {expected[name]}")
-    return arch
+    pipeline = index.get("_class_name")
+    if pipeline not in _PIPELINES:
+        raise ValueError(
+            "the config.json of models up to 0.9.1 and from 0.9.5 on is the same, and no "
+            "model_index.json names their pipeline"
+        )
+    return replace(arch, causal=_PIPELINES[pipeline])
