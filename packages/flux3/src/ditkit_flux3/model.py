@@ -28,7 +28,7 @@ from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import padding_mask
+from ditkit_core.nn.padding import joined_padding_mask, padding_mask
 from ditkit_core.nn.remat import recompute_boundaries
 from ditkit_core.nn.rope import axis_angles, rotary_table, timestep_features
 from ditkit_flux3.presets import Flux3Arch
@@ -235,7 +235,7 @@ class Flux3Embed(nn.Module):
             reference_modulation=modulation["reference"],
             time=time[1],
             rotary=rotary_table(angles, precision.rotary_tables),
-            padding_mask=_joined([lengths[name] for name in present], device),
+            padding_mask=joined_padding_mask([lengths[name] for name in present], device),
             text_mask=masks["text"],
             image_mask=masks["image"],
             reference_mask=masks.get("reference"),
@@ -294,20 +294,6 @@ def _tokens(latents: Tensor) -> Float[Tensor, "tokens channels"]:
 
 def _grid(latents: Tensor) -> Grid:
     return latents.shape[2], latents.shape[3]
-
-
-def _joined(lengths: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
-    """The mask of streams one after the other, each padded by itself."""
-    masks = [padding_mask(stream, device) for stream in lengths]
-    if all(mask is None for mask in masks):
-        return None
-    parts = [
-        torch.ones(len(stream), stream[0], dtype=torch.bool, device=device)
-        if mask is None
-        else mask
-        for mask, stream in zip(masks, lengths, strict=True)
-    ]
-    return torch.cat(parts, 1)
 
 
 class Flux3QKNorm(nn.Module):

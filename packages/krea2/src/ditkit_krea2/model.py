@@ -23,9 +23,9 @@ from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import gated_sum, normalised_heads
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import padding_mask
+from ditkit_core.nn.padding import joined_padding_mask, padding_mask
 from ditkit_core.nn.remat import recompute_boundary
-from ditkit_core.nn.rms_norms import gated_product, scaled_norm
+from ditkit_core.nn.rms_norms import OffsetNorm, gated_product, scaled_norm
 from ditkit_core.nn.rope import axis_angles, rotary_table, timestep_features
 from ditkit_krea2.presets import Krea2Arch
 
@@ -110,19 +110,6 @@ TOKEN_STREAMS = TokenStreams(
 attention among them is on one rank. The caption skips no block."""
 
 
-class Krea2Norm(nn.RMSNorm):
-    """An RMS norm whose parameter is its weight minus 1, as in the files."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__(dim, eps=eps, elementwise_affine=False)
-        self.offset = nn.Parameter(torch.zeros(dim))
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in other norms
-        """What the normalised features are multiplied by."""
-        return 1 + self.offset
-
-
 class Krea2Embed(nn.Module):
     """Inputs to the carry."""
 
@@ -160,17 +147,15 @@ class Krea2Embed(nn.Module):
         hidden = self.time_embed["linear_1"](features.to(precision.time_mlp))
         time = self.time_embed["linear_2"](F.gelu(hidden, approximate="tanh"))[:, None]
         rows = self.time_mod_proj(F.gelu(time, approximate="tanh").to(precision.modulation))
-        masks = [
-            padding_mask([len(x) for x in samples], device) for samples in (patches, inputs.text)
-        ]
+        lengths = [[len(x) for x in samples] for samples in (patches, inputs.text)]
         return Krea2TextCarry(
             image=image.to(precision.entry),
             text=text.to(precision.entry),
             time=time,
             modulation=rows.unflatten(-1, (6, -1)),
             rotary=rotary_table(angles[:, :, None], precision.rotary_tables),
-            text_mask=masks[1],
-            padding_mask=_joined(masks, (image, text)),
+            text_mask=padding_mask(lengths[1], device),
+            padding_mask=joined_padding_mask(lengths, device),
             grids=grids,
         )
 
@@ -189,17 +174,6 @@ class Krea2Embed(nn.Module):
         return F.pad(torch.cat(parts, -1), (0, 0, 0, num_image - len(positions) + num_text))
 
 
-def _joined(masks: Sequence[Tensor | None], streams: Sequence[Tensor]) -> Tensor | None:
-    """The mask of streams one after the other."""
-    if all(mask is None for mask in masks):
-        return None
-    parts = [
-        x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
-        for mask, x in zip(masks, streams, strict=True)
-    ]
-    return torch.cat(parts, 1)
-
-
 class Krea2Attention(nn.Module):
     """Attention whose result passes a gate that its input opens; several heads of queries share one
     of keys and values."""
@@ -211,7 +185,7 @@ class Krea2Attention(nn.Module):
         self.to_q, self.to_gate = (nn.Linear(dim, dim, bias=False) for _ in range(2))
         self.to_k, self.to_v = (nn.Linear(dim, kv_heads * head_dim, bias=False) for _ in range(2))
         self.to_out = nn.Sequential(nn.Linear(dim, dim, bias=False))
-        self.norm_q, self.norm_k = (Krea2Norm(head_dim, eps) for _ in range(2))
+        self.norm_q, self.norm_k = (OffsetNorm(head_dim, eps) for _ in range(2))
 
     def forward(
         self,
@@ -252,7 +226,7 @@ class Krea2TextBlock(nn.Module):
         super().__init__()
         dim, heads = arch.text_dim, (arch.text_heads, arch.text_kv_heads)
         self.dim, self.precision = dim, precision
-        self.norm1, self.norm2 = (Krea2Norm(dim, arch.eps) for _ in range(2))
+        self.norm1, self.norm2 = (OffsetNorm(dim, arch.eps) for _ in range(2))
         self.attn = Krea2Attention(dim, *heads, arch.eps, precision)
         self.ff = Krea2FeedForward(dim, arch.text_mlp_dim)
 
@@ -265,7 +239,7 @@ class Krea2TextBlock(nn.Module):
 
 
 def normed(
-    norm: Krea2Norm, x: Float[Tensor, "*batch tokens dim"], precision: Precision
+    norm: OffsetNorm, x: Float[Tensor, "*batch tokens dim"], precision: Precision
 ) -> Float[Tensor, "*batch tokens dim"]:
     """The norm of a stream, rounded to the matmuls' dtype."""
     norms = precision.norms_of(x.dtype)
@@ -310,7 +284,7 @@ class Krea2TextProjection(nn.Module):
     def __init__(self, arch: Krea2Arch, precision: Precision):
         super().__init__()
         self.precision = precision
-        self.norm = Krea2Norm(arch.text_dim, arch.eps)
+        self.norm = OffsetNorm(arch.text_dim, arch.eps)
         self.linear_1 = nn.Linear(arch.text_dim, arch.dim)
         self.linear_2 = nn.Linear(arch.dim, arch.dim)
 
@@ -341,7 +315,7 @@ class Krea2Block(nn.Module):
         super().__init__()
         self.eps, self.precision = arch.eps, precision
         self.scale_shift_table = nn.Parameter(torch.zeros(6, arch.dim))
-        self.norm1, self.norm2 = (Krea2Norm(arch.dim, arch.eps) for _ in range(2))
+        self.norm1, self.norm2 = (OffsetNorm(arch.dim, arch.eps) for _ in range(2))
         self.attn = Krea2Attention(arch.dim, arch.heads, arch.kv_heads, arch.eps, precision)
         self.ff = Krea2FeedForward(arch.dim, arch.mlp_dim)
 
@@ -371,7 +345,7 @@ class Krea2Head(nn.Module):
         super().__init__()
         self.eps, self.precision = arch.eps, precision
         self.scale_shift_table = nn.Parameter(torch.zeros(2, arch.dim))
-        self.norm = Krea2Norm(arch.dim, arch.eps)
+        self.norm = OffsetNorm(arch.dim, arch.eps)
         self.linear = CastLinear(arch.dim, PATCH**2 * arch.in_channels)
 
     def forward(self, carry: Krea2Carry) -> list[Tensor]:

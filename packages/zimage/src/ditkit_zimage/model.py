@@ -23,7 +23,7 @@ from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import normalised_heads
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import padding_mask
+from ditkit_core.nn.padding import joined_padding_mask, padding_mask
 from ditkit_core.nn.rms_norms import gated_product, normed_sum, scaled_norm
 from ditkit_core.nn.rope import axis_angles, rotary_table, timestep_features
 from ditkit_zimage.presets import ZImageArch
@@ -173,14 +173,10 @@ class ZImageEmbed(nn.Module):
         text = pad_sequence(list(inputs.text), batch_first=True).to(precision.norms)
         text = F.rms_norm(text, norm.normalized_shape, norm.weight.to(text.dtype), norm.eps)
         caption = linear(text.to(precision.matmul)).to(precision.entry)
-        lengths = [
-            (len(rows), len(text_rows))
-            for rows, text_rows in zip(patches, inputs.text, strict=True)
-        ]
-        masks = [padding_mask(sizes, device) for sizes in zip(*lengths, strict=True)]
+        lengths = [[len(rows) for rows in samples] for samples in (patches, inputs.text)]
         # One table serves the whole batch where all samples share a layout: it is broadcast instead
         # of stored per sample.
-        layouts = list(zip(grids, (length for _, length in lengths), strict=True))
+        layouts = list(zip(grids, lengths[1], strict=True))
         angles = self._angles(
             layouts if len(set(layouts)) > 1 else layouts[:1],
             image.shape[1],
@@ -195,9 +191,9 @@ class ZImageEmbed(nn.Module):
             caption=_with_token(caption, inputs.text_mask, self.cap_pad_token),
             time=self.t_embedder["mlp"](features.to(precision.time_mlp)),
             rotary=rotary_table(angles, precision.rotary_tables),
-            image_mask=masks[0],
-            caption_mask=masks[1],
-            padding_mask=_joined(masks, image, caption),
+            image_mask=padding_mask(lengths[0], device),
+            caption_mask=padding_mask(lengths[1], device),
+            padding_mask=joined_padding_mask(lengths, device),
             grids=grids,
         )
 
@@ -248,17 +244,6 @@ def _with_token(
     """The rows, with the learned token in place of padding."""
     mask = pad_sequence(list(real), batch_first=True)
     return torch.where(mask[..., None], rows, token.to(rows.dtype))
-
-
-def _joined(masks: Sequence[Tensor | None], *streams: Tensor) -> Tensor | None:
-    """The mask of streams one after the other."""
-    if all(mask is None for mask in masks):
-        return None
-    parts = [
-        x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
-        for mask, x in zip(masks, streams, strict=True)
-    ]
-    return torch.cat(parts, 1)
 
 
 class ZImageAttention(nn.Module):

@@ -22,3 +22,20 @@ def padding_mask(
         return None
     positions = torch.arange(max(lengths), device=device)
     return torch.stack([positions < length for length in lengths])
+
+
+def joined_padding_mask(
+    lengths: Sequence[Sequence[int]], device: torch.device
+) -> Bool[Tensor, "batch all_tokens"] | None:
+    """The mask of streams one after the other, each padded by itself, from the number of tokens of
+    each sample in each stream; None if nothing is padded."""
+    masks = [padding_mask(stream, device) for stream in lengths]
+    if all(mask is None for mask in masks):
+        return None
+    parts = [
+        torch.ones(len(stream), stream[0], dtype=torch.bool, device=device)
+        if mask is None
+        else mask
+        for mask, stream in zip(masks, lengths, strict=True)
+    ]
+    return torch.cat(parts, 1)

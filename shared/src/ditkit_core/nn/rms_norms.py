@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
@@ -19,6 +19,19 @@ from ditkit_core.nn.kernels.launch import kernels_in_force
 Factor = Float[Tensor, "samples 1 dim"]
 """The weight of a norm, times what the modulation makes of it; one row if all samples have the
 same."""
+
+
+class OffsetNorm(nn.RMSNorm):
+    """An RMS norm whose parameter is its weight minus 1, as some files have it."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__(dim, eps=eps, elementwise_affine=False)
+        self.offset = nn.Parameter(torch.zeros(dim))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in other norms
+        """What the normalised features are multiplied by."""
+        return 1 + self.offset
 
 
 def scaled_norm(
