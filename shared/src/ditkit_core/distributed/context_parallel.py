@@ -43,6 +43,8 @@ class TokenExchange:
     within: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Calls of `attend` among the tokens of some streams only: by the call's name, the number of
     tokens of each of these streams."""
+    queries: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The same of the queries, for calls whose queries are of fewer streams than the keys."""
 
     def rank_part(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
         """This rank's part of each stream, one after the other.
@@ -83,13 +85,14 @@ class TokenExchange:
 
     def attend(
         self,
-        kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        kernel: Callable[..., Tensor],
         name: str,
         q: Float[Tensor, "batch part heads head_dim"],
         k: Float[Tensor, "batch part heads head_dim"],
         v: Float[Tensor, "batch part heads head_dim"],
         padding_mask: Bool[Tensor, "batch tokens"] | None,
         dropout: float,
+        causal: bool = False,
     ) -> Float[Tensor, "batch part heads head_dim"]:
         """A kernel's attention, in the call `name`, of this rank's queries to the keys of all
         ranks. The mask covers all keys."""
@@ -97,21 +100,33 @@ class TokenExchange:
             "refused before anything was loaded: a mask depends on which rank computes it"
         )
         lengths = self.within.get(name, self.lengths)
+        query_lengths = self.queries.get(name, lengths)
         ranks, heads = self.ranks, q.shape[2]
         if heads % ranks.context:
-            keys, values = self._joined(
-                _Gather.apply(ranks, torch.stack([k, v])), 2, lengths
+            # A query's place among the keys decides what it attends to: each rank computes all.
+            together = (q, k, v) if causal else (k, v)
+            *queries, keys, values = self._joined(
+                _Gather.apply(ranks, torch.stack(together)), 2, lengths
             ).unbind()
-            return kernel(q, keys, values, padding_mask, dropout)
-        # [for which rank, which of the three, batch, part, its heads, head_dim]: one exchange of
+            if not causal:
+                return kernel(q, keys, values, padding_mask, dropout)
+            return self.rank_part(
+                kernel(*queries, keys, values, padding_mask, dropout, causal=True), lengths
+            )
+        # [for which rank, batch, part of each of the three, its heads, head_dim]: one exchange of
         # all three.
         local_parts = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
-        q, k, v = self._joined(
-            _AllToAll.apply(ranks, torch.stack(local_parts, 1)), 2, lengths
-        ).unbind()
-        out = kernel(q, k, v, padding_mask, dropout)
-        parts = [part.movedim(2, 0) for part in self._padded(out, lengths)]
-        received = _AllToAll.apply(ranks, torch.cat(parts, 2))
+        parts = _AllToAll.apply(ranks, torch.cat(local_parts, 2)).split(
+            [x.shape[1] for x in (q, k, v)], 2
+        )
+        q, k, v = (
+            self._joined(part, 1, part_lengths)
+            for part, part_lengths in zip(parts, (query_lengths, lengths, lengths), strict=True)
+        )
+        options = {"causal": True} if causal else {}
+        out = kernel(q, k, v, padding_mask, dropout, **options)
+        sent = [part.movedim(2, 0) for part in self._padded(out, query_lengths)]
+        received = _AllToAll.apply(ranks, torch.cat(sent, 2))
         return received.movedim(0, 2).flatten(2, 3)
 
     def _padded(self, x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -202,8 +217,12 @@ class ContextParallel:
             call: tuple(length[name] for name in names)
             for call, names in self.streams.within.items()
         }
+        queries = {
+            call: tuple(length[name] for name in names)
+            for call, names in self.streams.queries.items()
+        }
         exchange = TokenExchange(
-            self.ranks, (*self.streams.attention, *within), lengths, inputs, within
+            self.ranks, (*self.streams.attention, *within), lengths, inputs, within, queries
         )
         for path, names in fields.items():
             carry = with_field(

@@ -28,11 +28,16 @@ class TokenStreams:
 
     attention: tuple[str, ...] = ("self",)
     """Names of the calls of `attend` in blocks whose queries and keys are the tokens of all
-    streams. The keys of other calls are on every rank (text)."""
+    streams. The keys of other calls are on every rank (text). A call may be causal if its queries
+    and keys are of one stream (`within`)."""
 
     within: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Calls of `attend` whose queries and keys are the tokens of some streams only: by the call's
     name, these streams."""
+
+    queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Calls of `attend` whose queries are the tokens of some streams only, while their keys are as
+    in `attention` or `within`: by the call's name, these streams."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input

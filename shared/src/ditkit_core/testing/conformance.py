@@ -307,10 +307,10 @@ class CoreChecks(ModelChecks):
         backend, by_attention, joined = BACKENDS["sdpa"], 0, 0
         with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
 
-            def kernel(*args: Any) -> Tensor:
+            def kernel(*args: Any, **options: Any) -> Tensor:
                 nonlocal by_attention
                 before = live.total()
-                out = backend.kernel(*args)
+                out = backend.kernel(*args, **options)
                 by_attention += live.total() - before
                 return out
 

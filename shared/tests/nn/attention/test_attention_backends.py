@@ -72,12 +72,12 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str, function: Any) -> Non
 @pytest.mark.parametrize(
     ("backend", "dropout", "options", "wrapped"),
     [
-        ("flash2", 0.0, {"dropout_p": 0.0}, False),
-        ("flash2", 0.25, {"dropout_p": 0.25}, False),
-        ("flash3", 0.0, {}, False),
-        ("flash3", 0.0, {}, True),
-        ("flash4", 0.0, {}, False),
-        ("flash4", 0.0, {}, True),
+        ("flash2", 0.0, {"dropout_p": 0.0, "causal": False}, False),
+        ("flash2", 0.25, {"dropout_p": 0.25, "causal": False}, False),
+        ("flash3", 0.0, {"causal": False}, False),
+        ("flash3", 0.0, {"causal": False}, True),
+        ("flash4", 0.0, {"causal": False}, False),
+        ("flash4", 0.0, {"causal": False}, True),
         ("sage", 0.0, {"tensor_layout": "NHD", "is_causal": False}, False),
     ],
 )
@@ -198,7 +198,8 @@ def test_devices_that_recompute_at_once_do_not_undo_each_others_choice_of_a_kern
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_varlen_gets_the_keys_that_may_be_seen_packed(monkeypatch, on_any_device, masked):
-    def packed(q, k, v, bounds_q, bounds_k, max_q, max_k):
+    def packed(q, k, v, bounds_q, bounds_k, max_q, max_k, *, window_size):
+        assert window_size == (-1, -1)
         assert (bounds_q.dtype, bounds_k.dtype) == (torch.int32, torch.int32) and (
             max_q,
             max_k,
@@ -260,6 +261,53 @@ def test_flex_never_runs_eagerly_behind_the_last_graph_that_it_may_make(monkeypa
             attend(q.double(), k.double(), v.double(), name="self")
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_library_is_told_that_a_call_is_causal(monkeypatch, on_any_device, backend):
+    seen: list = []
+    q, _, _ = qkv(torch.bfloat16)
+    install(monkeypatch, backend, stand_in(seen, returns=q))
+    with block_settings(BlockSettings(backend=backend)):
+        attend(q, q, q, name="text", causal=True)
+    ((*_, options),) = seen
+    assert options["is_causal" if backend == "sage" else "causal"] is True
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_math", "exact", "flex", "varlen"])
+def test_a_causal_query_sees_the_keys_up_to_its_place(monkeypatch, on_any_device, backend):
+    """Results and gradients, against a softmax over a triangle; `exact` in several spans. flex has
+    no backward on a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def packed(q, k, v, bounds_q, bounds_k, max_q, max_k, *, window_size):
+        assert torch.equal(bounds_q, bounds_k) and window_size == (-1, 0)
+        shape = (len(bounds_q) - 1, max_q, *q.shape[1:])
+        parts = (x.view(shape) for x in (q, k, v))
+        return attention_backends._sdpa(*parts, None, 0.0, causal=True).flatten(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", packed)
+    monkeypatch.setattr(attention_backends, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr("ditkit_core.nn.attention.reference.SCORES_AT_ONCE", 2 * 3 * 7 * 2)
+    monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["varlen"], half_only=False))
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, 3, 8, generator=random, dtype=torch.float64) for _ in range(3))
+    trains = backend != "flex"
+    leaves = [x.requires_grad_(trains) for x in (q, k, v)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    triangle = torch.ones(7, 7, dtype=torch.bool).tril()
+    weights = scores.masked_fill(~triangle, -float("inf")).softmax(-1)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    with block_settings(BlockSettings(backend=backend)):
+        out = attend(q, k, v, name="text", causal=True)
+    pairs = [(out, expected)]
+    if trains:
+        pairs += zip(
+            *(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)), strict=True
+        )
+    for actual, right in pairs:
+        assert torch.allclose(actual, right, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def attend(
     name: str,
     padding_mask: Bool[Tensor, "batch keys"] | None = None,
     dropout: float = 0.0,
+    causal: bool = False,
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """Scaled dot-product attention through the current backend.
 
@@ -36,6 +37,9 @@ def attend(
         name: Unique within a block (`self`, `cross`); a checkpoint recognises the call by it.
         padding_mask: True where a key may be attended to; None if all may.
         dropout: Probability of dropping an attention weight, 0 to 1.
+        causal: Whether a query attends only to the keys up to its place. There are then as many
+            keys as queries and no mask: what pads a sample behind its end is attended to by
+            padding alone.
 
     Returns:
         One row per query, in the dtype of q.
@@ -53,6 +57,9 @@ def attend(
     kernel = backend.kernel
     if settings.exchange is not None and name in settings.exchange.calls:
         kernel = partial(settings.exchange.attend, kernel, name)
+    if causal:
+        assert padding_mask is None and q.shape == k.shape, "causal attention of unequal lengths"
+        kernel = partial(kernel, causal=True)
     if not settings.keeps(name):
         return kernel(q, k, v, padding_mask, dropout)
     return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)

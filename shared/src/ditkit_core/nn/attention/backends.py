@@ -22,9 +22,10 @@ from ditkit_core.nn.attention.reference import exact_attention
 from ditkit_core.nn.attention.support import SUPPORT, Support
 from ditkit_core.nn.context import device_current
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+Kernel = Callable[..., Tensor]
 """(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the
-result, shaped like q."""
+result, shaped like q. With `causal=True` a query attends only to the keys up to its place; there is
+then no mask, and as many keys as queries."""
 
 MOST_GRAPHS = 64
 """Graphs that torch's compiler may make of flex attention, one for each kind of input; more is an
@@ -35,10 +36,22 @@ _KERNEL_LOCK = threading.Lock()
 once would restore each other's."""
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     mask = None if padding_mask is None else padding_mask[:, None, None, :]
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
     )
     return out.transpose(1, 2)
 
@@ -54,7 +67,13 @@ def _cudnn_of(device: torch.device) -> tuple[int, tuple[int, int]]:
 
 
 def _safe_for_cudnn(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
 ) -> Tensor:
     """The kernel, with keys that the mask hides behind the others where cuDNN would make gradients
     that are not finite.
@@ -72,7 +91,7 @@ def _safe_for_cudnn(
         or k.shape[1] % 128 != 64
         or q.dtype not in (torch.float16, torch.bfloat16)
     ):
-        return kernel(q, k, v, padding_mask, dropout)
+        return kernel(q, k, v, padding_mask, dropout, causal)
     version, capability = _cudnn_of(q.device)
     if version >= _WITHOUT_FAULT or capability != _HOPPER:
         return kernel(q, k, v, padding_mask, dropout)
@@ -88,10 +107,11 @@ def _pinned(
     v: Tensor,
     padding_mask: Tensor | None,
     dropout: float,
+    causal: bool = False,
 ) -> Tensor:
     try:
         with _KERNEL_LOCK, sdpa_kernel(which):
-            return _sdpa(q, k, v, padding_mask, dropout)
+            return _sdpa(q, k, v, padding_mask, dropout, causal)
     except RuntimeError as error:
         # By its words: torch raises a plain RuntimeError for this and for everything else, such as
         # a lack of memory.
@@ -112,18 +132,28 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _hide_later(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A module's function: a new one for each call would be another graph."""
+    return torch.where(query >= key, score, -float("inf"))
+
+
+def _flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     # A score modification costs no memory; a block mask would be built from a full matrix [queries,
     # keys].
-    hide = (
-        None
-        if padding_mask is None
-        else (
-            lambda score, b, head, query, key: torch.where(
-                padding_mask[b, key], score, -float("inf")
-            )
+    hide: Callable[..., Tensor] | None = None
+    if causal:
+        hide = _hide_later
+    elif padding_mask is not None:
+        hide = lambda score, b, head, query, key: torch.where(
+            padding_mask[b, key], score, -float("inf")
         )
-    )
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
         out: Tensor = _compiled_flex()(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide
@@ -131,7 +161,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
     return out.transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # All samples are packed into one sequence; the bounds say where each begins.
@@ -147,8 +184,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
         keys, values = keys.index_select(0, key_indices), values.index_select(0, key_indices)
         key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     # Queries of padding are computed like the rest, as in other backends; nobody reads their rows.
+    window = (-1, 0 if causal else -1)
     out = varlen_attn(
-        q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys
+        q.flatten(0, 1),
+        keys,
+        values,
+        bounds(num_queries),
+        key_bounds,
+        num_queries,
+        num_keys,
+        window_size=window,
     )
     assert isinstance(out, Tensor)
     return out.view(batch, num_queries, *out.shape[1:])
@@ -161,29 +206,57 @@ def _first(out: Any) -> Tensor:
     return result
 
 
-def _flash2(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     from flash_attn import flash_attn_func
 
-    return _first(flash_attn_func(q, k, v, dropout_p=dropout))
+    return _first(flash_attn_func(q, k, v, dropout_p=dropout, causal=causal))
 
 
-def _flash3(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     from flash_attn_interface import flash_attn_func
 
-    return _first(flash_attn_func(q, k, v))
+    return _first(flash_attn_func(q, k, v, causal=causal))
 
 
-def _flash4(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
-    return _first(flash_attn_func(q, k, v))
+    return _first(flash_attn_func(q, k, v, causal=causal))
 
 
-def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+def _sage(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
+) -> Tensor:
     from sageattention import sageattn
 
     # Our layout [batch, tokens, heads, head_dim] is NHD there; its default has heads first.
-    out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=False)
+    out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=causal)
     return out
 
 
@@ -195,10 +268,16 @@ class Backend(Support):
 
 
 def _on_its_device(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: Tensor | None,
+    dropout: float,
+    causal: bool = False,
 ) -> Tensor:
     with device_current(q):
-        return kernel(q, k, v, padding_mask, dropout)
+        return kernel(q, k, v, padding_mask, dropout, causal)
 
 
 _KERNELS: dict[str, Kernel] = {

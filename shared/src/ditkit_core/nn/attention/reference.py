@@ -24,26 +24,30 @@ def exact_attention(
     v: Float[Tensor, "batch keys heads head_dim"],
     padding_mask: Bool[Tensor, "batch keys"] | None,
     dropout: float,
+    causal: bool = False,
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """softmax(q kᵀ / √head_dim) v, in the dtype of q, k and v.
 
     `padding_mask` is True where a key may be attended to; None if all may. `dropout` is always 0:
-    all kernels have one signature.
+    all kernels have one signature. With `causal`, a query attends to the keys up to its place.
     """
-    out: Tensor = _Exact.apply(q, k, v, padding_mask)
+    out: Tensor = _Exact.apply(q, k, v, padding_mask, causal)
     return out
 
 
 class _Exact(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, causal: bool
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, padding_mask)
+        ctx.causal = causal
         # Written span by span: the results of all spans and their concatenation would be in memory
         # twice.
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         for span in _spans(q, k):
-            part = _weights(q[:, span], keys, padding_mask) @ values
+            part = _weights(q, span, keys, padding_mask, causal) @ values
             out[:, span] = part.transpose(1, 2)
         return out
 
@@ -56,7 +60,7 @@ class _Exact(torch.autograd.Function):
         d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         for span in _spans(q, k):
             weights, d_out = (
-                _weights(q[:, span], keys, padding_mask),
+                _weights(q, span, keys, padding_mask, ctx.causal),
                 gradient[:, span].transpose(1, 2),
             )
             d_v += weights.transpose(-2, -1) @ d_out
@@ -66,12 +70,17 @@ class _Exact(torch.autograd.Function):
             d_scores = (d_weights - inner).mul_(weights).mul_(_scale(q))
             d_q[:, span] = (d_scores @ keys).transpose(1, 2)
             d_k += d_scores.transpose(-2, -1) @ q[:, span].transpose(1, 2)
-        return d_q, d_k.transpose(1, 2), d_v.transpose(1, 2), None
+        return d_q, d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
 
 
-def _weights(q: Tensor, keys: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Attention weights [batch, heads, queries, keys] of some queries."""
-    scores = q.transpose(1, 2) @ keys.transpose(-2, -1) * _scale(q)
+def _weights(
+    q: Tensor, span: slice, keys: Tensor, padding_mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Attention weights [batch, heads, queries, keys] of the queries in a span."""
+    scores = q[:, span].transpose(1, 2) @ keys.transpose(-2, -1) * _scale(q)
+    if causal:
+        positions = torch.arange(keys.shape[2], device=q.device)
+        scores = scores.masked_fill(positions > positions[span, None], -float("inf"))
     if padding_mask is not None:
         scores = scores.masked_fill(~padding_mask[:, None, None, :], -float("inf"))
     return scores.softmax(-1)
