@@ -214,7 +214,7 @@ def test_the_commands_that_fetch_are_named_repository_by_repository():
         base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5"
     )
     assert elsewhere.fetch_commands(["transformer", "tokenizer", "vae", "text_encoder"]) == (
-        'hf download owner/model --include "wan/model_index.json" --include "wan/transformer/*" --include "wan/tokenizer/*" && '
+        'hf download owner/model --include "wan/model_index.json" --include "wan/transformer/*" --include "wan/tokenizer/*" --include "wan/processor/*" && '
         'hf download owner/vae --include "wan/vae.safetensors" && hf download other/texts --include "umt5/*"'
     )
     alone = ModelPaths(base="owner/model", vae="owner/model")
@@ -310,6 +310,22 @@ def test_a_base_inside_a_repository_brings_its_own_index(tmp_path, monkeypatch):
         == tmp_path / "inner" / "transformer"
     )
     assert hub.fetched() == {"inner/model_index.json", "inner/transformer/config.json"}
+
+
+@pytest.mark.parametrize("inner", ["", "inner/"])
+def test_a_tokenizer_may_be_the_processors(tmp_path, monkeypatch, inner):
+    """On the hub and here, and only where there is no folder of its own name."""
+    hub = Hub(tmp_path, [f"{inner}processor/tokenizer.json", f"{inner}vae/config.json"])
+    monkeypatch.setattr(HUB, hub)
+    base = tmp_path / inner
+    elsewhere = ModelPaths(base=f"owner/model/{inner}".rstrip("/"))
+    assert elsewhere.locate("tokenizer") == base / "processor"
+    here = ModelPaths(base=str(base))
+    assert here.locate("tokenizer") == here.here("tokenizer") == base / "processor"
+    with pytest.raises(UserError, match="contains no scheduler"):
+        here.locate("scheduler")
+    (base / "tokenizer").mkdir()
+    assert here.locate("tokenizer") == here.here("tokenizer") == base / "tokenizer"
 
 
 def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypatch):

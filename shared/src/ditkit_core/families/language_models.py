@@ -121,6 +121,8 @@ class TextFamily:
     dropped: int = field(default=0, repr=False)
     """Number of tokens of `before` whose features are no part of the result: of a system prompt,
     which the transformer does not attend to."""
+    dropped_turn: str = field(default="", repr=False)
+    """The start of `before` that is dropped, where its number of tokens is the tokenizer's."""
     removed: str = ""
     """A token that is removed from captions, because it would stand for an image; empty for
     none."""
@@ -280,10 +282,11 @@ QWEN3_VL = TextFamily(
     model_type="qwen3_vl_text",
     unstated={"rms_norm_eps": 1e-6, "rope_parameters": _MULTIMODAL_ROTARY},
     published={
-        "Qwen3-VL 4B": {
+        f"Qwen3-VL {size}": {
             **{name: value for name, value in _QWEN3.items() if name != "rope_theta"},
-            "hidden_size": 2560, "intermediate_size": 9728, "rope_parameters": _MULTIMODAL_ROTARY,
-        },
+            "hidden_size": width, "intermediate_size": hidden, "rope_parameters": _MULTIMODAL_ROTARY,
+        }
+        for size, width, hidden in (("4B", 2560, 9728), ("8B", 4096, 12288))
     },
     norms_heads=True,
 )  # fmt: skip

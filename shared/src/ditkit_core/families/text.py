@@ -116,6 +116,12 @@ class Prompter:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    @property
+    def dropped(self) -> int:
+        """Number of tokens in front of a caption whose features are no part of the result."""
+        turn = self._tokenizer.encode(self._family.dropped_turn, add_special_tokens=False).ids
+        return self._family.dropped + len(turn)
+
     def tokens(self, caption: str, pictures: str = "") -> tuple[Tensor, Tensor, int]:
         """Ids [tokens] of a caption in its template, with the words of its pictures in front of it,
         a mask [tokens] that is False on padding, and the number of tokens that were cut."""
@@ -171,6 +177,7 @@ class LanguageModelEncoder:
         rows += [f"without {self.family.dropped} tokens of the template"] * bool(
             self.family.dropped
         )
+        rows += [f"without {self.family.dropped_turn!r}"] * bool(self.family.dropped_turn)
         rows += [f"padded to multiples of {self.encoding.window}, at 1"] * bool(
             self.encoding.window
         )
@@ -292,7 +299,7 @@ class LanguageModelEncoder:
         texts = features(self.family, self._rotary, ids, masks, positions, self._passing, advance)
         if self.encoding.keeps_padding:
             return [{"text": text} for text in texts]
-        dropped = self.family.dropped
+        dropped = self._prompter.dropped
         return [
             {"text": text[real][dropped:]} for text, (_, real) in zip(texts, tokens, strict=True)
         ]

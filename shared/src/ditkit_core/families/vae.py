@@ -109,6 +109,10 @@ class VaeFamily:
     """Whether the class takes [batch, channels, frames, height, width]; others take images, and a
     clip is one."""
 
+    has_opacity: bool = False
+    """Whether the class has a fourth channel of pixels, their opacity: images are encoded as opaque
+    and decoded ones are laid over white."""
+
     channels: Callable[[Mapping[str, Any]], int] = lambda config: config["latent_channels"]
     """From the configuration to the VAE's latent channels, before patches."""
 
@@ -197,6 +201,8 @@ class VaeFamily:
         """Normalised latents of one clip, in fp32, on the device of the VAE's weights and computed
         in their dtype."""
         batch = pixels[None] if self.is_video else pixels.transpose(0, 1)
+        if self.has_opacity:
+            batch = torch.cat([batch, torch.ones_like(batch[:, :1])], 1)
         mode = vae.encode(batch.to(device, vae.dtype)).latent_dist.mode()[0].float()
         return self.normalise(vae, patchify(mode if self.is_video else mode[:, None], self.patch))
 
@@ -219,6 +225,9 @@ class VaeFamily:
         temb = {"temb": batch.new_full(batch.shape[:1], timestep)} if conditioned else {}
         pixels = vae.decode(batch, **temb).sample.float()
         pixels = ((pixels + 1) / 2).clamp(0, 1)
+        if self.has_opacity:
+            colours, opacity = pixels.split(3, 1)
+            pixels = 1 - opacity * (1 - colours)
         return pixels[0] if self.is_video else pixels.transpose(0, 1)
 
     def latent_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -36,6 +36,10 @@ _WITH_PATHS = (
 )
 """Components that may have a path of their own."""
 
+_ALSO_IN = {"tokenizer": "processor"}
+"""The folder of a base that has a component where none has its name: a pipeline whose text encoder
+sees has a processor, and the tokenizer is in it."""
+
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
@@ -191,7 +195,7 @@ class ModelPaths:
         own_path = self._own_path(part)
         if not (own_path or self.base):
             return None
-        path = model_path(own_path) if own_path else model_path(self.base) / part
+        path = model_path(own_path) if own_path else _folder_of(part, model_path(self.base))
         with readable(path):
             return path if path.exists() else None
 
@@ -288,8 +292,10 @@ class ModelPaths:
             assert match is not None, "is_elsewhere says so"
             inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
             if not own_path:
+                folders = _folders_of(part)
                 patterns += [
-                    f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")
+                    f"{inner}/{name}".lstrip("/")
+                    for name in (_PIPELINE_INDEX, *(f"{folder}/*" for folder in folders))
                 ]
             elif inner:
                 patterns.append(inner if inner.endswith(".safetensors") else f"{inner}/*")
@@ -337,7 +343,7 @@ class ModelPaths:
         with readable(path):
             is_local = path.exists()
         if is_local:
-            path = path if own_path else path / part
+            path = path if own_path else _folder_of(part, path)
         elif is_hub_id(value) and (match := _HUB_ID.fullmatch(value)):
             path = _fetch(
                 match["repository"],
@@ -357,6 +363,18 @@ class ModelPaths:
                 )
             refuse_pickles(path, safe_names)
         return path
+
+
+def _folders_of(part: str) -> tuple[str, ...]:
+    """The folders of a base that may have a component, the likeliest first."""
+    return (part, _ALSO_IN[part]) if part in _ALSO_IN else (part,)
+
+
+def _folder_of(part: str, base: Path) -> Path:
+    """The folder of a component below a base: of its name, or the one in `_ALSO_IN`."""
+    paths = [base / folder for folder in _folders_of(part)]
+    with readable(base):
+        return next((path for path in paths if path.exists()), paths[0])
 
 
 def locate_model(value: str, key: str, part: str) -> Path:
@@ -424,11 +442,16 @@ def _attempts(inner: str, part: str, *, from_base: bool) -> list[tuple[str, list
         index = [
             f"{inner}/{_PIPELINE_INDEX}".lstrip("/")
         ]  # describes the whole pipeline, such as its pair of experts
-        inner = f"{inner}/{part}".lstrip("/")
-    if inner.endswith(".safetensors"):
+        folders = [f"{inner}/{name}".lstrip("/") for name in _folders_of(part)]
+    else:
+        folders = [inner] if inner else []
+    if inner.endswith(".safetensors") and not from_base:
         return [(inner, [inner], [])]
-    if inner:
-        return [(inner, [*(f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB), *index], [])]
+    if folders:
+        return [
+            (folder, [*(f"{folder}/{wanted}" for wanted in _WANTED_FROM_HUB), *index], [])
+            for folder in folders
+        ]
     return [
         (part, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], []),
         ("", list(_WANTED_FROM_HUB), ["*/*"]),  # only the files at the root
