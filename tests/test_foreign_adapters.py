@@ -27,11 +27,12 @@ from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
 from ditkit_ltx.spec import LTX
+from ditkit_qwen.spec import QWEN
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 from workspace import MODELS
 
-SPECS = {spec.name: spec for spec in (WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE)}
+SPECS = {spec.name: spec for spec in (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, ZIMAGE)}
 UNET = (
     "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q",
     "lora_unet_mid_block_attentions_0_proj_in",
@@ -106,6 +107,8 @@ HEADERS = {
         "krea2": "Krea 2",
         "anima": "Anima",
         "qwen_image_edit": "Qwen-Image",
+        "qwen-image-2512": "Qwen-Image",
+        "qwen_image_2.1": "Qwen-Image 2.1",
         "ltx2": "LTX-2",
         "ltxv": "LTX-Video",
         "chroma": "Chroma",

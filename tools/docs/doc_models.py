@@ -14,10 +14,11 @@ from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
 from ditkit_ltx.spec import LTX
+from ditkit_qwen.spec import QWEN
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
-SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, ZIMAGE)
+SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, ZIMAGE)
 LICENCES = {
     "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
     "black-forest-labs/FLUX.2-klein-base-9B": "FLUX Non-Commercial",

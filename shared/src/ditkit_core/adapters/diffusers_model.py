@@ -443,7 +443,9 @@ class DiffusersModel:
         make = resolve_name(f"diffusers:{self.kind(arch)}")
         with torch.device("meta"):
             transformer = make(**self.config(arch))
-        self.prepare(transformer, next(model.embed.parameters()).device)
+        # Not of a parameter that is made at each use, which is on `meta`.
+        device = next(x.device for x in model.parameters() if not x.is_meta)
+        self.prepare(transformer, device)
         return transformer.eval()
 
     def bare_pipeline(self, transformer: Any) -> Any:

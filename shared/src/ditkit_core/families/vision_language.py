@@ -74,7 +74,7 @@ class VisionLanguageEncoder(LanguageModelEncoder):
             self.family, self._rotary, ids, [None] * len(ids), positions, self._passing, advance,
             sights,
         )  # fmt: skip
-        dropped, marks = self.family.dropped, self.vision.marks_slots
+        dropped, marks = self._prompter.dropped, self.vision.marks_slots
         return [
             {"text": text[dropped:], **({"slots": slots[dropped:].cpu()} if marks else {})}
             for text, slots in zip(texts, are_slots, strict=True)

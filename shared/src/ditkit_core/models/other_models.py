@@ -99,9 +99,9 @@ OTHER_MODELS = (
     ),
     OtherModel(
         name="Qwen-Image",
-        keys=r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)",
-        classes=r"^QwenImage",
-        header=r"^qwen[-_]?image",
+        keys=r"transformer_blocks[._]\d+[._](img_mlp[._]net|txt_mlp|(img|txt)_mod)",
+        classes=r"^QwenImage(?!21)",
+        header=r"^qwen[-_]?image(?![-_]?2\.1)",
         remedy=UNTRAINED,
     ),
     OtherModel(
@@ -168,6 +168,13 @@ FAMILIES = {
         classes=r"^LTXVideo",
         header=r"^ltx",
         remedy="use the ltx commands",
+    ),
+    "qwen": OtherModel(
+        name="Qwen-Image 2.1",
+        keys=r"img_mlp[._](gate_|proj|out)|txt_in[._]text_norm",
+        classes=r"^QwenImage21",
+        header=r"^qwen[-_]?image[-_]?2\.1",
+        remedy="use the qwen commands",
     ),
     "wan": OtherModel(
         name="Wan",

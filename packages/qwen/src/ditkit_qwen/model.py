@@ -1,0 +1,301 @@
+"""The Qwen-Image 2.1 transformer as embed → blocks → head, for text to image.
+
+Names follow diffusers' `QwenImage21Transformer2DModel`; `state_dict.py` has those that differ.
+Caption and image are two streams of tokens with one set of weights. The caption is modulated as at
+noise level 0 and attends to itself alone, each token to those before it, so nothing of it depends
+on the image; the image attends to both.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import Engine, run_plain
+from ditkit_core.models.token_streams import TokenStreams
+from ditkit_core.nn.attention.attention import attend
+from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.nn.padding import joined_padding_mask
+from ditkit_core.nn.remat import recompute_boundary
+from ditkit_core.nn.rms_norms import OffsetNorm, gated_product
+from ditkit_core.nn.rope import axis_angles, rotary_table, timestep_features
+from ditkit_qwen.presets import QwenArch
+
+STREAMS = ("text", "image")
+"""The streams of tokens, in the order in which the image's attention has their keys."""
+FREQ_DIM, THETA = 256, 10_000.0
+"""Features of the noise level; base of the rotary frequencies."""
+
+Grid = tuple[int, int]
+"""Rows and columns of an image's tokens."""
+
+
+class QwenInputs(NamedTuple):
+    """The model's inputs: one entry per sample; samples may differ in size."""
+
+    latents: Sequence[Tensor]
+    """[channels, 1, height, width] each."""
+    sigma: Float[Tensor, " batch"]
+    """Noise level from 0 to 1, fp32 or wider."""
+    text: Sequence[Tensor]
+    """[rows, text_dim] each."""
+
+
+def make_inputs(
+    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
+) -> QwenInputs:
+    """Make the model's inputs of noised latents and training items; there is no embedding of
+    guidance."""
+    return QwenInputs(noised, sigma, [item["text"].to(noised[0].device) for item in items])
+
+
+class QwenCarry(NamedTuple):
+    """Everything one block hands to the next."""
+
+    text: Float[Tensor, "batch text dim"]
+    image: Float[Tensor, "batch image dim"]
+    text_modulation: Float[Tensor, "batch 4 dim"]
+    """Scale and gate of attention, then of the MLP, the same for all blocks; the gates are behind
+    their tanh."""
+    image_modulation: Float[Tensor, "batch 4 dim"]
+    time: Float[Tensor, "batch dim"]
+    """Of the image, for the head."""
+    rotary: Float[Tensor, "tables tokens 1 pairs 2"]
+    """Cosines and sines, side by side, of text, then image; `tables` is 1 when all samples share a
+    layout."""
+    padding_mask: Bool[Tensor, "batch all_tokens"] | None
+    """False on what pads a sample to the longest; None when all have one size."""
+    grids: tuple[Grid, ...]
+    """Rows and columns of each sample's image."""
+
+
+TOKEN_STREAMS = TokenStreams(
+    names=STREAMS,
+    fields=lambda carry: {**{name: (name,) for name in STREAMS}, "rotary": STREAMS},
+    head=("image",),
+    within={"text": ("text",)},
+    queries={"self": ("image",)},
+    residual=STREAMS,
+    routed="image",
+)
+"""Text and image, each divided among ranks by itself. Text skips no block."""
+
+
+class QwenEmbed(nn.Module):
+    """Inputs to the carry."""
+
+    def __init__(self, arch: QwenArch, precision: Precision):
+        super().__init__()
+        self.arch, self.precision = arch, precision
+        self.img_in = nn.Linear(arch.in_channels, arch.dim, bias=False)
+        self.txt_in = nn.ModuleDict(
+            {
+                "text_norm": OffsetNorm(arch.text_dim, arch.eps),
+                "in_layer": nn.Linear(arch.text_dim, arch.dim, bias=False),
+                "out_layer": nn.Linear(arch.dim, arch.dim, bias=False),
+            }
+        )
+        self.timestep_embedder = nn.ModuleDict(
+            {
+                "linear_1": CastLinear(FREQ_DIM, arch.dim, bias=False),
+                "linear_2": CastLinear(arch.dim, arch.dim, bias=False),
+            }
+        )
+        self.modulation = CastLinear(arch.dim, 4 * arch.dim, bias=False)
+
+    def forward(self, inputs: QwenInputs) -> QwenCarry:
+        precision, device = self.precision, inputs.latents[0].device
+        tokens = [rearrange(x, "c 1 h w -> (h w) c") for x in inputs.latents]
+        grids = tuple((x.shape[2], x.shape[3]) for x in inputs.latents)
+        image = self.img_in(pad_sequence(tokens, batch_first=True).to(precision.matmul))
+        text = self._text(pad_sequence(list(inputs.text), batch_first=True))
+        lengths = [[len(x) for x in samples] for samples in (inputs.text, tokens)]
+        # One table serves the whole batch where all samples share a layout: it is broadcast instead
+        # of stored per sample.
+        layouts = list(zip(lengths[0], grids, strict=True))
+        angles = [
+            self._angles(*layout, text.shape[1], image.shape[1], device)
+            for layout in (layouts if len(set(layouts)) > 1 else layouts[:1])
+        ]
+        times = [self._time(level) for level in (torch.zeros_like(inputs.sigma), inputs.sigma)]
+        modulations = [self._modulation(time) for time in times]
+        return QwenCarry(
+            text=text.to(precision.entry),
+            image=image.to(precision.entry),
+            text_modulation=modulations[0],
+            image_modulation=modulations[1],
+            time=times[1],
+            rotary=rotary_table(torch.stack(angles)[:, :, None], precision.rotary_tables),
+            padding_mask=joined_padding_mask(lengths, device),
+            grids=grids,
+        )
+
+    def _text(self, text: Float[Tensor, "batch text text_dim"]) -> Float[Tensor, "batch text dim"]:
+        precision, norm = self.precision, cast(OffsetNorm, self.txt_in["text_norm"])
+        x = text.to(precision.norms)
+        x = F.rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), norm.eps)
+        hidden = self.txt_in["in_layer"](x.to(precision.matmul))
+        return self.txt_in["out_layer"](F.gelu(hidden, approximate="tanh"))
+
+    def _time(self, sigma: Float[Tensor, " batch"]) -> Float[Tensor, "batch dim"]:
+        """The embedded noise level."""
+        dtype = self.precision.timestep
+        features = timestep_features(1000 * sigma.to(dtype), FREQ_DIM, dtype)
+        hidden = self.timestep_embedder["linear_1"](features.to(self.precision.time_mlp))
+        return self.timestep_embedder["linear_2"](F.silu(hidden))
+
+    def _modulation(self, time: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch 4 dim"]:
+        rows = self.modulation(F.silu(time.to(self.precision.modulation))).chunk(4, -1)
+        # scale, gate, scale, gate
+        return torch.stack([row.tanh() if index % 2 else row for index, row in enumerate(rows)], 1)
+
+    def _angles(
+        self, rows: int, grid: Grid, num_text: int, num_image: int, device: torch.device
+    ) -> Float[Tensor, "tokens pairs"]:
+        """Angles of text, then image; 0 on what pads the image.
+
+        A token of text has its place on all three axes. The image is behind the sample's text on
+        the first one, and has its centre at 0 on the others.
+        """
+        text = torch.arange(num_text, device=device)[:, None].expand(-1, 3)
+        axes = [torch.arange(rows, rows + 1, device=device)]
+        axes += [torch.arange(size // 2 - size, size // 2, device=device) for size in grid]
+        image = torch.cartesian_prod(*axes)
+        parts = [
+            axis_angles(torch.cat([text, image])[:, axis], size // 2, THETA)
+            for axis, size in enumerate(self.arch.axes)
+        ]
+        return F.pad(torch.cat(parts, -1), (0, 0, 0, num_image - len(image)))
+
+
+class QwenAttention(nn.Module):
+    """Attention of the text among itself, each token to those before it, and of the image to
+    both."""
+
+    def __init__(self, arch: QwenArch, precision: Precision):
+        super().__init__()
+        self.heads, self.precision = arch.heads, precision
+        self.to_q, self.to_k, self.to_v = (
+            nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(3)
+        )
+        self.to_out = nn.Sequential(nn.Linear(arch.dim, arch.dim, bias=False))
+        self.norm_q, self.norm_k = (nn.RMSNorm(arch.head_dim, eps=arch.eps) for _ in range(2))
+
+    def forward(
+        self,
+        h: Float[Tensor, "batch tokens dim"],
+        rotary: Tensor,
+        mask: Tensor | None,
+        num_text: int,
+    ) -> Float[Tensor, "batch tokens dim"]:
+        precision = self.precision
+        q = normalised_heads(self.to_q(h), self.norm_q, self.heads, precision, rotary)
+        k = normalised_heads(self.to_k(h), self.norm_k, self.heads, precision, rotary)
+        v = self.to_v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)
+        # What pads a caption is behind it: no mask hides it from a token in front of it.
+        text = attend(*(x[:, :num_text] for x in (q, k, v)), name="text", causal=True)
+        image = attend(q[:, num_text:], k, v, name="self", padding_mask=mask)
+        return self.to_out(torch.cat([text, image], 1).flatten(2).to(precision.matmul))
+
+
+class QwenFeedForward(nn.Module):
+    """A gated MLP without its last layer, which blocks call."""
+
+    def __init__(self, arch: QwenArch):
+        super().__init__()
+        hidden = arch.mlp_ratio * arch.dim
+        self.proj, self.gate_layer = (nn.Linear(arch.dim, hidden, bias=False) for _ in range(2))
+        self.out = nn.Linear(hidden, arch.dim, bias=False)
+
+    def forward(self, h: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch hidden"]:
+        return gated_product(self.gate_layer(h), self.proj(h))
+
+
+class QwenBlock(nn.Module):
+    """Attention and MLP of both streams, which are modulated apart."""
+
+    def __init__(self, arch: QwenArch, precision: Precision):
+        super().__init__()
+        self.eps, self.precision = arch.eps, precision
+        self.attn, self.img_mlp = QwenAttention(arch, precision), QwenFeedForward(arch)
+
+    def forward(self, carry: QwenCarry) -> QwenCarry:
+        precision = self.precision
+        streams = [carry.text, carry.image]
+        modulations = [
+            rows[:, None].unbind(2) for rows in (carry.text_modulation, carry.image_modulation)
+        ]
+        norms, num_text = precision.norms_of(carry.image.dtype), carry.text.shape[1]
+        h = self._normed(streams, [scale for scale, _, _, _ in modulations], norms)
+        y = self.attn(h, carry.rotary, carry.padding_mask, num_text)
+        streams = [x.to(precision.residual) for x in streams]
+        streams = _sums(y, streams, [gate for _, gate, _, _ in modulations])
+        h = self._normed(streams, [scale for _, _, scale, _ in modulations], precision.norms)
+        gates = [gate for _, _, _, gate in modulations]
+        # A recompute of the block can stop in front of this matmul: its input is all that the
+        # backward needs.
+        y = recompute_boundary(self.img_mlp.out, self.img_mlp(h))
+        text, image = _sums(y, streams, gates)
+        return carry._replace(text=text, image=image)
+
+    def _normed(
+        self, streams: Sequence[Tensor], scales: Sequence[Tensor], norms: torch.dtype
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """Text, then image, normalised and scaled; there is no shift."""
+        matmul = self.precision.matmul
+        parts = [
+            modulated_norm(x, scale, torch.zeros_like(scale), self.eps, norms, matmul)
+            for x, scale in zip(streams, scales, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+
+def _sums(y: Tensor, streams: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
+    """The streams behind a sub-layer, whose result is text, then image."""
+    parts = y.split([x.shape[1] for x in streams], 1)
+    return [gated_sum(part, x, gate) for part, x, gate in zip(parts, streams, gates, strict=True)]
+
+
+class QwenHead(nn.Module):
+    """The last carry to one velocity per sample, from data to noise; text is dropped."""
+
+    def __init__(self, arch: QwenArch, precision: Precision):
+        super().__init__()
+        self.eps, self.precision = arch.eps, precision
+        self.norm_out = nn.ModuleDict({"linear": CastLinear(arch.dim, arch.dim, bias=False)})
+        self.proj_out = CastLinear(arch.dim, arch.in_channels, bias=False)
+
+    def forward(self, carry: QwenCarry) -> list[Tensor]:
+        dtype = self.precision.head
+        scale = self.norm_out["linear"](F.silu(carry.time.to(dtype)))[:, None]
+        shift = torch.zeros_like(scale)
+        rows = self.proj_out(modulated_norm(carry.image, scale, shift, self.eps, dtype, dtype))
+        return [
+            rearrange(row[: height * width], "(h w) c -> c 1 h w", h=height)
+            for row, (height, width) in zip(rows, carry.grids, strict=True)
+        ]
+
+
+class QwenTransformer(nn.Module):
+    """A StagedModel: velocity of each sample from its noised latents, noise level and text."""
+
+    def __init__(self, arch: QwenArch, precision: Precision):
+        super().__init__()
+        self.embed = QwenEmbed(arch, precision)
+        self.transformer_blocks = nn.ModuleList(
+            QwenBlock(arch, precision) for _ in range(arch.layers)
+        )
+        self.head = QwenHead(arch, precision)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer_blocks)
+
+    def forward(self, inputs: QwenInputs, engine: Engine = run_plain) -> list[Tensor]:
+        return engine(self, inputs)

@@ -1,0 +1,640 @@
+"""Qwen-Image 2.1 against every suite of the core, and diffusers: outputs, every gradient, captions,
+samples, adapters."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from einops import rearrange
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export import check_export, export_adapter
+from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import WHOLE, GenerationRequest
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.nn.rope import timestep_features
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
+from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
+from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.run_files import check_schema
+from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.suites import EverySuite
+from ditkit_core.testing.world import make_model
+from ditkit_core.weights.fused_tensors import FusedTensors
+from ditkit_qwen.demo.write import write_checkpoint
+from ditkit_qwen.encoders import SYSTEM
+from ditkit_qwen.model import QwenTransformer, make_inputs
+from ditkit_qwen.presets import PRESETS, QwenArch, arch_from_config, config_of
+from ditkit_qwen.spec import QWEN
+from ditkit_qwen.state_dict import RULES, to_comfyui, to_diffusers, to_native
+from ditkit_qwen.verify import DIFFUSERS, diffusers_arguments
+
+CPU = torch.device("cpu")
+ARCH = QwenArch(dim=64, heads=2, layers=2, in_channels=8, text_dim=12, axes=(8, 12, 12))
+GRIDS, CAPTIONS = [(4, 6), (6, 8), (6, 4)], (5, 9, 5)
+"""Latent pixels, and rows of captions, of three samples."""
+
+
+def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    sizes = [
+        (GRIDS[i % 3 if ragged else 0], CAPTIONS[i % 3 if ragged else 0]) for i in range(count)
+    ]
+    return [
+        {
+            "latents": torch.randn(8, 1, *grid, generator=random),
+            "text": torch.randn(rows, 12, generator=random),
+        }
+        for grid, rows in sizes
+    ]
+
+
+class Images:
+    spec = QWEN
+    arch = ARCH
+
+    def items(self, count, ragged=False):
+        return items(count, ragged)
+
+
+class TestQwen(Images, EverySuite):
+    last_layers = ("img_mlp.out",)
+    deeper = replace(ARCH, layers=6)
+    diffusers = DIFFUSERS
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def native(name: str) -> str:
+    (part,) = to_native(name) or ()
+    return part.name
+
+
+def loaded(state: dict[str, Tensor], dtype: torch.dtype, *, cast: bool = True) -> QwenTransformer:
+    """Our model with weights that have diffusers' names."""
+    ours = QwenTransformer(ARCH, Precision(matmul=dtype))
+    ours.load_state_dict({native(name): tensor.clone() for name, tensor in state.items()})
+    return ours.to(dtype) if cast else ours
+
+
+def diffusers_model(seed: int = 0) -> torch.nn.Module:
+    """diffusers' model with random weights, none at an initial one."""
+    from diffusers import QwenImage21Transformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = QwenImage21Transformer2DModel(**config_of(ARCH))
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.data = (
+                0.2 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5
+            )
+    return model
+
+
+def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary
+    tables, and the squares of its RMS norm."""
+    from diffusers.models.normalization import RMSNorm
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rope
+
+    def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
+        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, tuple(self.dim), self.weight, self.eps)
+
+    exact_sinusoid(monkeypatch)
+    monkeypatch.setattr(QwenImage21Rope, "rope_params", rope_params)
+    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the embedding's frequencies and products in fp32."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TemporalTimesteps
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        return timestep_features(1000 * timestep.double(), self.timestep_dim).to(timestep.dtype)
+
+    monkeypatch.setattr(QwenImage21TemporalTimesteps, "forward", forward)
+
+
+class Samples:
+    """Inputs of both models; latents and text get gradients. diffusers runs one sample at a time:
+    padding moves its images."""
+
+    def __init__(self, dtype: torch.dtype, chosen: tuple[int, ...], exact: bool = False):
+        random = torch.Generator().manual_seed(1)
+
+        def draw(*size: int) -> Tensor:
+            values = torch.randn(size, generator=random, dtype=torch.float64)
+            return (values.bfloat16() if exact else values).to(dtype).requires_grad_()
+
+        drawn = [
+            (draw(8, 1, *grid), draw(rows, 12), draw(8, 1, *grid).detach())
+            for grid, rows in zip(GRIDS, CAPTIONS, strict=True)
+        ]
+        self.dtype = dtype
+        self.latents, self.text, self.target = (
+            list(x) for x in zip(*(drawn[i] for i in chosen), strict=True)
+        )
+        self.sigma = torch.tensor([0.8125, 0.25, 0.5], dtype=torch.float64)[list(chosen)]
+
+    def ours(self, model: QwenTransformer) -> list[Tensor]:
+        texts = [{"text": text} for text in self.text]
+        return model(make_inputs(self.latents, self.sigma, texts, 1.0))
+
+    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
+        outputs = []
+        for latents, text, sigma in zip(self.latents, self.text, self.sigma, strict=True):
+            inputs = make_inputs([latents], sigma[None], [{"text": text}], 1.0)
+            (rows,) = model(**diffusers_arguments(inputs, self.dtype), return_dict=False)[0]
+            _, _, height, width = latents.shape
+            image = rows[-height * width :]
+            outputs.append(rearrange(image, "(h w) c -> c 1 h w", h=height))
+        return outputs
+
+    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Outputs and the gradients of inputs."""
+        sum(
+            (out.double() - target).square().sum()
+            for out, target in zip(outputs, self.target, strict=True)
+        ).backward()
+        results = {f"output {i}": out for i, out in enumerate(outputs)}
+        for name, tensors in (("latents", self.latents), ("text", self.text)):
+            for i, tensor in enumerate(tensors):
+                results[f"{name} {i}"], tensor.grad = tensor.grad, None
+        return results
+
+
+def compare(
+    ours: QwenTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float
+) -> None:
+    mine, them = samples.run(samples.ours(ours)), samples.run(samples.theirs(theirs))
+    mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
+    them |= {native(name): parameter.grad for name, parameter in theirs.named_parameters()}
+    assert mine.keys() == them.keys()
+    errors = {name: relative(mine[name], them[name]) for name in mine}
+    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
+
+
+BATCHES = [(0,), (0, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("chosen", BATCHES, ids=str)
+def test_fp64_equals_diffusers_run_in_fp64(chosen, monkeypatch):
+    exact_diffusers(monkeypatch)
+    theirs = diffusers_model().double()
+    ours = loaded(theirs.state_dict(), torch.float64)
+    compare(ours, theirs, Samples(torch.float64, chosen), 1e-10)
+
+
+@pytest.mark.parametrize("chosen", BATCHES, ids=str)
+def test_fp32_equals_diffusers(chosen, monkeypatch):
+    """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
+    exact_sinusoid(monkeypatch)
+    theirs = diffusers_model()
+    compare(
+        loaded(theirs.state_dict(), torch.float32), theirs, Samples(torch.float32, chosen), 1e-5
+    )
+
+
+def test_names_and_parameters_are_those_of_diffusers_at_full_size():
+    """And ComfyUI's, which diffusers' converter reads."""
+    from diffusers import QwenImage21Transformer2DModel
+    from diffusers.loaders.single_file_utils import (
+        convert_qwen_image21_transformer_checkpoint_to_diffusers,
+    )
+
+    (arch,) = PRESETS.values()
+    with torch.device("meta"):
+        diffusers = QwenImage21Transformer2DModel()
+        ours = QwenTransformer(arch, Precision()).state_dict()
+    assert sum(tensor.numel() for tensor in ours.values()) == 7_115_124_736
+    shapes = {to_diffusers(name)[0].name: tensor.shape for name, tensor in ours.items()}
+    assert shapes == {name: tensor.shape for name, tensor in diffusers.state_dict().items()}
+    assert arch_from_config(config_of(arch), {}) == arch == arch_from_config(diffusers.config, {})
+    for name in ours:
+        assert native(to_diffusers(name)[0].name) == name
+    fused = FusedTensors()
+    for name in ours:
+        fused.add(name, to_comfyui(name))
+    comfyui = {
+        name: torch.cat([ours[part.name] for part in parts])
+        for name, parts in fused.complete.items()
+    }
+    assert comfyui["transformer_blocks.0.img_mlp.gate_up.weight"].shape == (6 * 4096, 4096)
+    converted = convert_qwen_image21_transformer_checkpoint_to_diffusers(comfyui)
+    assert {name: tensor.shape for name, tensor in converted.items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("changed", "index", "said"),
+    [
+        ({"causal_condition": False}, {}, "causal_condition is False, and only True is known"),
+        ({"out_channels": 8}, {}, "out_channels is 8, and only 64 is known"),
+        ({"axes_dims_rope": [16, 56, 48]}, {}, "do not add up to a head of 128"),
+        ({}, {"sample_sigmas": [1.0, 0.5]}, "noise levels of its own"),
+    ],
+)
+def test_a_switch_that_is_not_known_is_refused(changed, index, said):
+    with pytest.raises(ValueError, match=said):
+        arch_from_config(config_of(PRESETS["2.1"]) | changed, index)
+
+
+# bf16
+
+
+def test_bf16_is_closer_to_fp64_than_diffusers():
+    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
+    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
+    all parameters together."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(4):
+        theirs = diffusers_model(seed)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        exact = loaded(theirs.state_dict(), torch.float64)
+        half = loaded(theirs.state_dict(), torch.bfloat16, cast=False)
+        for name, parameter in half.named_parameters():
+            if not QWEN.precision.keep_fp32(name):
+                parameter.data = parameter.data.bfloat16()
+        results = []
+        for dtype, run, model in (
+            (torch.float64, "ours", exact),
+            (torch.bfloat16, "ours", half),
+            (torch.bfloat16, "theirs", theirs.bfloat16()),
+        ):
+            samples = Samples(dtype, (0, 2), exact=True)
+            results.append(samples.run(getattr(samples, run)(model)))
+            gradients = {
+                native(name) if run == "theirs" else name: p.grad
+                for name, p in model.named_parameters()
+            }
+            results[-1]["parameters"] = torch.cat(
+                [gradients[name].double().flatten() for name in sorted(gradients)]
+            )
+        truth, mine, them = results
+        for name in truth:
+            errors.setdefault(name, []).append(
+                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
+            )
+        assert mine["output 0"].dtype == torch.float32
+    for name, pairs in errors.items():
+        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        assert ours < 0.9 * diffusers, (name, ours, diffusers)
+
+
+# VAE, captions, samples, adapters
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint; tests only read it."""
+    folder = tmp_path_factory.mktemp("demo") / "checkpoint"
+    write_checkpoint(folder)
+    return folder
+
+
+def test_images_are_opaque_for_the_vae_and_samples_are_laid_over_white(checkpoint):
+    from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline
+
+    vae = QWEN.auxiliary.media_encoder(ModelPaths(base=str(checkpoint)), CPU, WHOLE)
+    theirs = AutoencoderKLQwenImage21.from_pretrained(checkpoint / "vae", local_files_only=True)
+    assert (theirs.config.in_channels, theirs.config.out_channels) == (4, 4)
+    statistics = {"latents_mean": [0.1] * 16, "latents_std": [2.0] * 16}
+    theirs.register_to_config(**statistics)
+    vae.load()
+    vae.module.register_to_config(**statistics)
+    image = torch.rand(3, 1, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    (encoded,) = vae.encode([image])
+    pipeline = QwenImage21Pipeline(None, theirs, None, NamedProcessor(checkpoint), None)
+    opaque = torch.cat([image, torch.ones_like(image[:1])])[None]
+    with torch.no_grad():
+        expected = pipeline._encode_vae_image(opaque, torch.Generator())[0]
+        assert encoded["latents"].shape == (16, 1, 4, 6)
+        torch.testing.assert_close(encoded["latents"], expected, rtol=0, atol=0)
+        pixels = theirs.decode(expected[None] * 2.0 + 0.1).sample[0] / 2 + 0.5
+    opacity = pixels[3:]
+    assert 0.01 < opacity.std()
+    over_white = pixels[:3] * opacity + (1 - opacity)
+    torch.testing.assert_close(vae.decode(encoded["latents"]), over_white, rtol=0, atol=1e-6)
+    assert vae.strides == (8, 16) and QWEN.data.size_step == 32
+
+
+class NamedProcessor:
+    """Qwen3-VL's processor without images: what the pipeline calls of it."""
+
+    def __init__(self, checkpoint: Path):
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint / "processor", local_files_only=True
+        )
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[list[int]]:
+        """The published template of a system turn."""
+        ((message,),) = [message["content"] for message in messages]
+        return [self.tokenizer(SYSTEM).input_ids] if message["text"] in SYSTEM else []
+
+
+def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
+    """Of captions of several lengths in one batch, an empty one among them: before the last norm,
+    and without the system turn."""
+    from diffusers import QwenImage21Pipeline
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        checkpoint / "text_encoder", local_files_only=True
+    )
+    pipeline = QwenImage21Pipeline(None, None, model, NamedProcessor(checkpoint), None)
+    paths = ModelPaths(base=str(checkpoint))
+    encoder = QWEN.auxiliary.text_encoder(paths, CPU, torch.float32, "never")
+    encoder.load()
+    captions = ["a red circle", "", "a long one, " * 30]
+    with torch.no_grad():
+        features, mask, slots = pipeline.encode_prompt(list(captions), device=CPU)
+    assert not slots.any()
+    for caption, padded, real in zip(captions, features, mask, strict=True):
+        (ours,) = encoder.encode([caption])
+        expected = padded[real.bool()]
+        assert ours["text"].shape == (len(expected), 32)
+        torch.testing.assert_close(
+            ours["text"], expected, rtol=1e-4, atol=1e-4
+        )  # fp32; kernels sum in another order
+    (empty,), (space,) = encoder.encode([""]), encoder.encode([" "])
+    assert torch.equal(empty["text"], space["text"])
+    assert torch.equal(
+        encoder.encode(["a <|image_pad|>red"])[0]["text"], encoder.encode(["a red"])[0]["text"]
+    ), "a slot of an image"
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
+    from diffusers import (
+        AutoencoderKLQwenImage21,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImage21Pipeline,
+    )
+
+    arch = replace(ARCH, in_channels=16)
+    model, random = make_model(QWEN, arch).eval(), torch.Generator().manual_seed(2)
+    prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (9, 4))
+    job = GenerationRequest(
+        conditions=prompt, negative=negative if guidance > 1 else None, frames=1, height=64,
+        width=96, steps=3, guidance=guidance, shift=0.0, seed=7,
+    )  # fmt: skip
+    sampler = QWEN.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
+    inputs_of_calls: list[Tensor] = []
+
+    def run(model, inputs):
+        inputs_of_calls.append(inputs.latents[0])
+        return run_plain(model, inputs)
+
+    with torch.no_grad():
+        latents = generate_latents(sampler, job, model, run)
+    calls = 2 if guidance > 1 else 1
+    assert len(inputs_of_calls) == 3 * calls
+    vae = AutoencoderKLQwenImage21.from_pretrained(checkpoint / "vae", local_files_only=True)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+        checkpoint / "scheduler", local_files_only=True
+    )
+    processor = NamedProcessor(checkpoint)
+    pipeline = QwenImage21Pipeline(scheduler, vae, None, processor, DIFFUSERS.transformer(model))
+    pipeline.set_progress_bar_config(disable=True)
+    after: list[Tensor] = []
+
+    def keep(pipeline, step, timestep, values):
+        after.append(pipeline._unpack_latents(values["latents"], 64, 96, 16)[0])
+        return values
+
+    noise = torch.randn((16, 1, 4, 6), generator=generator(7, "sample"))
+    (image,) = pipeline(
+        prompt_embeds=prompt["text"][None],
+        negative_prompt_embeds=negative["text"][None] if guidance > 1 else None,
+        true_cfg_scale=guidance, height=64, width=96, num_inference_steps=3,
+        latents=pipeline._pack_latents(noise[:, 0][None], 1, 16, 4, 6),
+        callback_on_step_end=keep, output_type="pt",
+    ).images  # fmt: skip
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
+    # are fp32, ours fp64
+    steps = [*inputs_of_calls[calls::calls], latents]
+    for ours, theirs in zip(steps, after, strict=True):
+        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
+    assert (latents - inputs_of_calls[0]).abs().max() > 0.5
+    over_white = image[:3] * image[3:] + (1 - image[3:])
+    decoded = sampler.decoder.decode(latents)[:, 0]
+    torch.testing.assert_close(decoded, over_white, atol=2e-4, rtol=0)
+
+
+def adapted(**config) -> torch.nn.Module:
+    return make_model(QWEN, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
+
+
+def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
+    config = ExportConfig(forms=(form,), dtype="fp32")
+    (file,) = export_adapter(model, QWEN, folder, "adapter", config, metadata={}, exact=True)
+    return file
+
+
+BLOCKS = QWEN.adapters.targets["blocks"]
+OTHERS = (
+    "embed.img_in",
+    "embed.txt_in.in_layer",
+    "embed.txt_in.out_layer",
+    "embed.timestep_embedder.linear_1",
+    "embed.timestep_embedder.linear_2",
+    "embed.modulation",
+    "head.norm_out.linear",
+    "head.proj_out",
+)
+FILES = {
+    "official": ("official", lambda name: name),
+    "diffusers": ("diffusers", lambda name: name),
+    "diffsynth": ("diffsynth", lambda name: name),
+    "musubi": ("musubi", lambda name: name),
+    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
+    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
+    "lora_up and lora_down": (
+        "official",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+    "diffusers, lora_up and lora_down": (
+        "diffusers",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+}
+
+
+@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "targets", [BLOCKS, ("attn.to_q", "img_mlp.proj"), (*BLOCKS, *OTHERS)], ids=len
+)
+def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, alpha, targets):
+    """Adapters on layers of the blocks and on every layer, loaded by the pipeline's own loader, to
+    the outputs of our model."""
+    form, rename = FILES[kind]
+    model = adapted(targets=targets)
+    file = written(model, tmp_path, form)
+    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
+    if alpha:
+        ends = (".lora_A.", ".lora_down.", ".lora_A.default.")
+        stems = {name.partition(end)[0] for name in tensors for end in ends if end in name}
+        # the rank, as where there is none; musubi has its own
+        tensors = {f"{stem}.alpha": torch.tensor(3.0) for stem in stems} | tensors
+    save_file(tensors, file)
+    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
+    found = find_adapter(file, QWEN, layers=layers)
+    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
+    assert verified(file, model) == (said == ""), said
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_what_is_said_of_doras_is_what_diffusers_does(tmp_path, form):
+    model = adapted(targets=BLOCKS, use_dora=True)
+    file = written(model, tmp_path, form)
+    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
+    found = find_adapter(file, QWEN, layers=layers)
+    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
+    assert verified(file, model) == (said == "") == (form == "diffusers"), said
+
+
+def verified(file: Path, model: torch.nn.Module) -> bool:
+    """Whether diffusers reads what our model has from the file."""
+    try:
+        paths = ModelPaths(transformer="tiny.safetensors")
+        return "agrees with our model" in DIFFUSERS.verify(file, paths, model, run_plain)
+    except UserError:
+        return False
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, QWEN.demo.config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    check_export(QWEN, config.export, config.adapter)
+    run = create_run(QWEN, replace(config, train=replace(config.train, threads=0)))
+    check_training(run)
+
+
+def test_run_files_conform_to_the_schema_next_to_them():
+    assert len(CONFIGS) == 2
+    check_schema("ditkit_qwen", CONFIGS[0].parent)
+
+
+# Plans, the demo, ranks
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = QWEN
+    arch = replace(ARCH, layers=3)
+    size = (1, 256, 256)
+    wider: ClassVar = {"dim": 512, "axes": (32, 112, 112)}
+    larger = (1, 512, 512)
+    daily = (pytest.param("attn_only, 0-2=full", marks=pytest.mark.slow),)
+    nightly = ("none", "full", "attn_only")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = QWEN
+    preset = "2.1"
+    size = (1, 1024, 1024)
+    cut = 16
+
+
+class TestSplit(FullSizeSplitConformance):
+    spec = QWEN
+    preset = "2.1"
+    size = (1, 1024, 1024)
+    few: ClassVar = {"layers": 2}
+    all_blocks = ("full", 3)
+    most_apart = 1.1 * 2 * 218e6  # no more than a block
+
+    def crossing(self, arch, cut):
+        """Two streams, their modulations, time, rotary table. One image has no masks."""
+        return 6, 1
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return Demo.write(QWEN, tmp_path_factory.mktemp("demo"))
+
+
+class TestDemo(DemoConformance):
+    spec = QWEN
+    samples = "*.png"
+    num_samples = range(1, 100)
+    trained = "diffusion_model.transformer_blocks.0.attn.to_q.lora_A.weight"
+    trained_names = r"diffusion_model\.transformer_blocks\."
+    daily = slice(0, 1)
+    levers = ()
+    forms = ("--export.forms", '["official", "diffusers"]')
+    init_from = "first_diffusers.safetensors"
+    merge_from = "first.safetensors"
+
+
+@pytest.mark.slow  # minutes
+def test_kernels_compute_what_torch_computes_under_every_policy():
+    check_kernels(TestQwen)
+
+
+# and not with those of ranks, which each change waits for: the interpreter takes minutes
+@pytest.mark.slow
+class TestKernelRanks(Images, KernelRanksConformance):
+    """A block, and images of a few tokens."""
+
+    arch = replace(ARCH, layers=1)
+    cases = ("brief full", "brief full, split")
+    more = ("gated_sum", "gated_sum_backward")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample: the causal text by itself, and the image, whose
+    keys are both."""
+
+    outputs = 2e-6
+    four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 6, 6))
+    two: ClassVar = replace(ARCH, layers=1)
+    subjects: ClassVar = {
+        "odd": Subject(QWEN, four, items(1), 2),
+        "ragged": Subject(QWEN, four, items(3, ragged=True), 2),
+        "two heads": Subject(QWEN, two, items(2, ragged=True), 2),
+    }
+
+
+@pytest.mark.exhaustive
+class TestTwoDevices(TwoDevicesConformance):
+    module = "ditkit_qwen.train"
