@@ -496,7 +496,8 @@ class TestKeptBytes(KeptBytesConformance):
     wider: ClassVar = {"dim": 512, "axes": (32, 48, 48), "mlp_dim": 1024}
     larger = (1, 512, 512)
     daily = (pytest.param("attn_only, 5-7=full", marks=pytest.mark.slow),)
-    nightly = ("none", "full", "attn_only")
+    # On either side of the join, which has no parameters, and on both.
+    nightly = ("none", "full", "attn_only", "attn_only, 1-3=full", "attn_only, 4-6=full")
 
 
 class TestPlan(FullSizePlanConformance):

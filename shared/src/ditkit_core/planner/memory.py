@@ -135,20 +135,24 @@ def mixed(of_blocks: Sequence[Profile]) -> Profile:
     """The profile of a model whose blocks run under different policies, from the profile of the
     whole model under the policy of each block.
 
-    A stage's memory hardly depends on the policies of other blocks. Three things do, and are
-    corrected here. If a block does not save its output (`freed_at_cut`), the backward of the next
-    block frees it. Offloaded activations leave the device while the next block runs, and return
-    during its backward. A tensor that all blocks receive (a time embedding) stays alive while any
-    of them saves it.
+    A stage's memory hardly depends on the policies of other blocks. Four things do, and are
+    corrected here. A block without parameters runs without a policy, and frees its inputs unless
+    the block before it keeps its results: it is taken under the policy of that block. If a block
+    does not save its output (`freed_at_cut`), the backward of the next block frees it. Offloaded
+    activations leave the device while the next block runs, and return during its backward. A tensor
+    that all blocks receive (a time embedding) stays alive while any of them saves it.
     """
-    used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
+    profiles: list[Profile] = []
+    for i, profile in enumerate(of_blocks):
+        profiles.append(profile if not i or profile.blocks[i].rows else profiles[-1])
+    used, last = list(dict.fromkeys(profiles)), profiles[-1]
     if len(used) == 1:
         return last
     assert all(profile.crossing == last.crossing for profile in used), (
         "the carry does not depend on policies"
     )
-    blocks = [of_blocks[0].blocks[0]]
-    for i, (before, here) in enumerate(pairwise(of_blocks)):
+    blocks = [profiles[0].blocks[0]]
+    for i, (before, here) in enumerate(pairwise(profiles)):
         block = behind(here.blocks[i + 1], here.blocks[i].on_host - before.blocks[i].on_host)
         passed_on = before.blocks[i].freed_at_cut - here.blocks[i].freed_at_cut
         blocks.append(replace(block, released=block.released + passed_on))
