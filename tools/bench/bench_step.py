@@ -13,16 +13,19 @@ checkpointing, one process, interleaved.
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and
 both layers of a single block; FLUX.3 and Z-Image: every linear layer of the blocks); no optimizer, which is
 the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which
-is how training scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios,
-peaks, and the floor: the time our step spends inside matmuls and attention, below which nothing can
+is how training scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios
+(on a CPU also of the least processor time, for a machine that is not quiet), peaks, and the floor:
+the time our step spends inside matmuls and attention, below which nothing can
 go without changing the arithmetic. A step for which memory is short gets a dash.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -391,6 +394,9 @@ class Row:
     loss: float | None
     seconds: float | None = None
     peak: int | None = None
+    processor: float | None = None
+    """The least seconds of processor time, on a CPU: other programs, which a step waits for, do not
+    count."""
 
 
 def measured(
@@ -401,7 +407,15 @@ def measured(
         name: unless_out_of_memory(lambda step=step: float(step())) for name, step in steps.items()
     }
     alive = {name: steps[name] for name, loss in losses.items() if loss is not None}
-    times = dict(zip(alive, interleaved(list(alive.values()), repeats, device), strict=True))
+    processor: dict[str, list[float]] = {name: [] for name in alive}
+
+    def counted(name: str) -> None:
+        began = time.process_time()
+        alive[name]()
+        processor[name].append(time.process_time() - began)
+
+    counting = [partial(counted, name) for name in alive]
+    times = dict(zip(alive, interleaved(counting, repeats, device), strict=True))
     peaks = {
         name: unless_out_of_memory(lambda step=step: peak_bytes(step, device))
         for name, step in alive.items()
@@ -411,6 +425,9 @@ def measured(
             loss=loss,
             seconds=statistics.median(times[name]) if name in times else None,
             peak=peaks.get(name),
+            processor=min(processor[name])
+            if device.type == "cpu" and processor.get(name)
+            else None,
         )
         for name, loss in losses.items()
     }
@@ -446,6 +463,8 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
     ratios = ", ".join(
         f"{ratio(ours, row)} of {name}" for name, row in found.items() if row is not ours
     )
+    if ours.processor and theirs.processor:
+        ratios += f", {ours.processor / theirs.processor:.3f} of its least processor time"
     peaks = ", ".join(f"{name} {mebibytes(row.peak)}" for name, row in found.items())
     losses = " / ".join("-" if row.loss is None else f"{row.loss:.5f}" for row in found.values())
     print(
