@@ -3,23 +3,25 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from workspace import ROOT
 
 
-def check_taught(program: str, images: int, folder: Path) -> None:
+def check_taught(program: Sequence[str], images: int, folder: Path) -> None:
     """Assert that what is new is right after training alone, what was known before and after, and
     that the loss fell by a fifth.
 
     Args:
-        program: Of tools/.
+        program: A program of tools/demo, and its arguments.
         images: Samples of each prompt.
         folder: Where the run is kept.
     """
     command = [
         sys.executable,
-        str(ROOT / "tools" / "demo" / program),
+        str(ROOT / "tools" / "demo" / program[0]),
+        *program[1:],
         "--seeds",
         "0",
         "--images",

@@ -34,4 +34,4 @@ def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # of a machine that does much else
 def test_the_demo_teaches_the_new_motion_and_keeps_the_known_ones(tmp_path: Path) -> None:
-    check_taught("measure_demo_wan.py", images=3, folder=tmp_path)
+    check_taught(["measure_demo_wan.py"], images=3, folder=tmp_path)

@@ -1,10 +1,11 @@
 """What the programs share that train the tiny base of a demo that teaches a place: images,
 optimization, files, and how good a VAE is."""
 
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ditkit_core.families.demo_places import KNOWN, LOOKS, PLACES, DemoImage, render
+from ditkit_core.families.demo_edits import edited
+from ditkit_core.families.demo_places import KNOWN, LOOKS, PLACES, DemoImage, paint_shapes, render
+from ditkit_core.families.language_models import TextEncoding
+from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.families.vae import VaeFamily, patchify
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.training.flow_matching import shift_sigma
-from place_judge import Look, judge, row
+from place_judge import HEADINGS, Look, judge, row
 
 SIZES = ((64, 64), (48, 80), (80, 48))
 """(height, width) of training images."""
 SHARES = (0.6, 0.2, 0.2)
 MUON_LR, ADAMW_LR = 4e-3, 2e-3
 SEED = 0
+VAE_BATCH, VAE_LR = 8, 3e-3
 
 
 class Average:
@@ -82,8 +88,92 @@ def describe(look: tuple[str, str], place: str) -> DemoImage:
     return DemoImage(colour=look[0], shape=look[1], position=place)
 
 
+def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 3 height width"]:
+    """Images of one or two shapes of one colour anywhere: the VAE must be able to show what the
+    transformer has yet to learn."""
+    height, width = SIZES[random.choice(len(SIZES), p=SHARES)]
+    images = []
+    for _ in range(count):
+        centres = [tuple(random.uniform(0.15, 0.85, 2)) for _ in range(random.choice((1, 1, 2)))]
+        colour, shape = LOOKS[random.integers(len(LOOKS))]
+        images.append(paint_shapes(shape, colour, centres, height, width))
+    return pixels_of(images)
+
+
+def train_vae(family: VaeFamily, vae: Any, steps: int) -> dict[str, Tensor]:
+    """The VAE's weights; in the last quarter only the decoder is trained, on latents with less
+    noise."""
+    torch.manual_seed(SEED)
+    random = np.random.default_rng(SEED)
+    vae.train()
+
+    def losses() -> Iterator[Tensor]:
+        for step in range(steps):
+            frozen = step >= 0.75 * steps
+            vae.encoder.requires_grad_(not frozen), vae.quant_conv.requires_grad_(not frozen)
+            pixels = _batched(family, any_shapes(random, VAE_BATCH))
+            mode = vae.encode(pixels).latent_dist.mode()
+            noise = (0.03 if frozen else 0.1) * mode.detach().std() * torch.randn_like(mode)
+            wrong = vae.decode(mode + noise).sample - pixels
+            yield 4 * wrong.square().mean() + wrong.abs().mean() + 1e-3 * mode.square().mean()
+
+    return optimise(
+        vae,
+        [torch.optim.Adam(vae.parameters(), lr=VAE_LR, betas=(0.9, 0.99))],
+        losses(),
+        steps,
+        "vae",
+    )
+
+
+def _batched(family: VaeFamily, pixels: Float[Tensor, "batch 3 height width"]) -> Tensor:
+    """Images as the class takes them: as clips of one frame, if it takes clips."""
+    return pixels[:, :, None] if family.is_video else pixels
+
+
+def normalise(state: dict[str, Tensor], mean: Tensor, deviation: Tensor) -> None:
+    """Give the latents of a VAE mean 0 and variance 1, by its first and last convolution of latents
+    (`quant_conv`, `post_quant_conv`): mean and deviation of each channel before are given."""
+    count, one = len(mean), (1,) * (state["quant_conv.weight"].ndim - 2)
+    weight, bias = (
+        state["quant_conv.weight"],
+        state["quant_conv.bias"],
+    )  # of means, then of logarithms of variances
+    weight[:count] /= deviation.view(-1, 1, *one)
+    bias[:count] = (bias[:count] - mean) / deviation
+    bias[count:] -= 2 * deviation.log()
+    post = state["post_quant_conv.weight"]
+    state["post_quant_conv.bias"] += post.flatten(1) @ mean
+    post *= deviation.view(-1, *one)
+
+
+def edits(look: tuple[str, str]) -> list[tuple[int, str]]:
+    """(index of the image before, instruction) of each edit that ends in this look."""
+    found = []
+    for index, (colour, shape) in enumerate(LOOKS):
+        part = {(False, True): "colour", (True, False): "shape"}.get(
+            (colour == look[0], shape == look[1])
+        )
+        if part is not None:
+            _, instruction = edited(
+                describe((colour, shape), KNOWN[0]), part, look[part == "shape"]
+            )
+            found.append((index, instruction))
+    return found
+
+
+def encode_captions(
+    encoding: TextEncoding, checkpoint: Path, captions: Sequence[str]
+) -> dict[str, Float[Tensor, "rows width"]]:
+    """Features of captions, and of the empty one, by the text encoder of a checkpoint."""
+    paths = ModelPaths(base=str(checkpoint))
+    encoder = LanguageModelEncoder(encoding, paths, torch.device("cpu"), torch.float32)
+    encoder.load()
+    return {caption: encoder.encode([caption])[0]["text"] for caption in ("", *captions)}
+
+
 @torch.no_grad()
-def encode_images(vae: Any, patch: int) -> list[Tensor]:
+def encode_images(family: VaeFamily, vae: Any) -> list[Tensor]:
     """The VAE's latents of every look at every known place, not normalised: for each of `SIZES`,
     [looks, places, number, channels, height, width] after patches of a side; the same number has
     the same shift in all looks."""
@@ -106,14 +196,11 @@ def encode_images(vae: Any, patch: int) -> list[Tensor]:
                 for colour, shape in LOOKS
                 for shift in shifts
             ]
-            latents = torch.cat(
-                [vae.encode(part).latent_dist.mode() for part in pixels_of(images).split(16)]
-            )
-            places.append(
-                torch.stack([patchify(each[:, None], patch)[:, 0] for each in latents]).unflatten(
-                    0, (len(LOOKS), -1)
-                )
-            )
+            batches = [_batched(family, part) for part in pixels_of(images).split(16)]
+            latents = torch.cat([vae.encode(batch).latent_dist.mode() for batch in batches])
+            frames = latents.view(len(latents), latents.shape[1], 1, *latents.shape[-2:])
+            patches = torch.stack([patchify(frame, family.patch)[:, 0] for frame in frames])
+            places.append(patches.unflatten(0, (len(LOOKS), -1)))
         found.append(torch.stack(places, 1))
     return found
 
@@ -152,7 +239,7 @@ def known_looks() -> list[Look]:
 
 
 def measure_samples(
-    family: VaeFamily, vae: Any, latents: Sequence[Float[Tensor, "channels height width"]]
+    family: VaeFamily, vae: Any, latents: Float[Tensor, "batch channels height width"]
 ) -> str:
     """How many samples of `known_looks` are right: a row of the table, from their latents."""
     device = torch.device("cpu")
@@ -181,6 +268,63 @@ def drawn_levels(random: np.random.Generator, count: int) -> Float[Tensor, " cou
     return shift_sigma(sigma, 1.6)
 
 
+def train_transformer(
+    model: nn.Module,
+    velocity: Callable[[Tensor, Tensor, Sequence[str], Tensor | None], Tensor],
+    images: Sequence[Tensor],
+    steps: int,
+    *,
+    blocks: Sequence[str],
+    small: Sequence[str],
+    batch: int = 64,
+    edited: float = 0.0,
+) -> dict[str, Tensor]:
+    """The transformer's weights: velocities of images from captions, and of edited images from
+    instructions and references.
+
+    Args:
+        model: Untrained.
+        velocity: From noised latents, noise levels, captions, and references or None.
+        images: Latents, as of `encode_images`, normalised.
+        steps: Of the optimizer.
+        blocks: As of `optimizers_of`.
+        small: Parts of the names of weights that start at a tenth, so that blocks and outputs start
+            close to the residual stream.
+        batch: Images of a step.
+        edited: Share of steps that edit.
+    """
+    torch.manual_seed(SEED)
+    random = np.random.default_rng(SEED)
+    model.train()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(part in name for part in small):
+                weight.mul_(0.1)
+
+    def losses() -> Iterator[Tensor]:
+        while True:
+            latents, references = images[random.choice(len(SIZES), p=SHARES)], None
+            looks, places = (
+                random.integers(len(names), size=batch).tolist() for names in (LOOKS, KNOWN)
+            )
+            numbers = random.integers(latents.shape[2], size=batch)
+            if edited and random.random() < edited:
+                choices = [edits(LOOKS[look]) for look in looks]
+                pairs = [choice[random.integers(len(choice))] for choice in choices]
+                captions = [instruction for _, instruction in pairs]
+                references = latents[[before for before, _ in pairs], places, numbers]
+            else:
+                captions = drawn_captions(random, looks, places)
+            captions = ["" if random.random() < 0.1 else caption for caption in captions]
+            sigma, clean = drawn_levels(random, batch), latents[looks, places, numbers]
+            noise = torch.randn_like(clean)
+            noised = clean.lerp(noise, sigma[:, None, None, None])
+            wrong = velocity(noised, sigma, captions, references) - (noise - clean)
+            yield wrong.square().mean()
+
+    return optimise(model, optimizers_of(model, blocks), losses(), steps, "transformer")
+
+
 def optimizers_of(model: nn.Module, blocks: Sequence[str]) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks, which these parts of names tell, and AdamW for the rest."""
     parameters = dict(model.named_parameters())
@@ -197,6 +341,77 @@ def optimizers_of(model: nn.Module, blocks: Sequence[str]) -> list[torch.optim.O
         torch.optim.Muon(groups[0], lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups[1], lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
+
+
+@torch.no_grad()
+def sample(
+    velocity: Callable[[Tensor, Tensor, Sequence[str]], Tensor],
+    captions: Sequence[str],
+    shape: Sequence[int],
+    levels: Float[Tensor, " levels"],
+    guidance: float,
+) -> Float[Tensor, "batch channels height width"]:
+    """Latents of a shape from captions, by Euler steps along noise levels.
+
+    Args:
+        velocity: From noised latents, a noise level for each, and a caption for each.
+        captions: One for each sample.
+        shape: Channels, height and width.
+        levels: From 1 to 0.
+        guidance: 1 is none.
+    """
+    random, prompts = torch.Generator().manual_seed(SEED), [*captions, *[""] * len(captions)]
+    latents = torch.randn(len(captions), *shape, generator=random)
+    for sigma, following in pairwise(levels):
+        both = velocity(torch.cat([latents] * 2), sigma.expand(len(prompts)), prompts)
+        conditional, unconditional = both.chunk(2)
+        step = unconditional + guidance * (conditional - unconditional)
+        latents = latents + (following - sigma) * step
+    return latents
+
+
+def base_parser(about: str, to: Path, steps: Mapping[str, int]) -> argparse.ArgumentParser:
+    """The parser of such a program.
+
+    Args:
+        about: What `--help` says.
+        to: The package's folder of weights.
+        steps: Of each stage, by its name.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="where stages keep what they made")
+    parser.add_argument(
+        "--to", type=Path, default=to, help="where to write the weights (default: the package)"
+    )
+    parser.add_argument(
+        "--steps", type=int, nargs=len(steps), default=list(steps.values()),
+        help=f"of {' and '.join(steps)}",
+    )  # fmt: skip
+    return parser
+
+
+def started(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, whose folders exist now; the program runs on one thread."""
+    for folder in (options.work, options.to):
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return options
+
+
+def finish(
+    family: VaeFamily,
+    parts: Mapping[str, nn.Module],
+    folder: Path,
+    latents_of: Callable[[Sequence[str]], Tensor],
+) -> None:
+    """Package VAE and transformer (`parts`), and print what they can do: `latents_of` samples
+    captions."""
+    package(parts, folder)
+    print(measure_vae(family, parts["vae"]))
+    latents = latents_of([look.caption for look in known_looks()])
+    print(f"{HEADINGS}\n{measure_samples(family, parts['vae'], latents)}")
 
 
 def package(parts: Mapping[str, nn.Module], folder: Path) -> None:

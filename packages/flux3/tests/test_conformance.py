@@ -45,7 +45,7 @@ from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConfor
 from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.replicas import Divided
@@ -56,7 +56,7 @@ from ditkit_core.testing.world import make_model
 from ditkit_flux3.demo.write import write_checkpoint
 from ditkit_flux3.model import Flux3Transformer, make_inputs
 from ditkit_flux3.presets import PRESETS, Flux3Arch, arch_from_config
-from ditkit_flux3.spec import FLUX3, reference_size
+from ditkit_flux3.spec import FLUX3, VAE, reference_size
 from ditkit_flux3.state_dict import RULES, to_diffusers, to_native, to_official
 from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
 
@@ -257,6 +257,13 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(TrainedBaseChecks):
+    spec = FLUX3
+    vae = VAE
+    text_encoder = "Qwen3VLForConditionalGeneration"
+    layers = (4, 32)
 
 
 @pytest.mark.slow  # minutes

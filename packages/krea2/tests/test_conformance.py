@@ -36,14 +36,14 @@ from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptB
 from ditkit_core.testing.conformance_routing import RoutingChecks
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_krea2.demo.write import write_checkpoint
-from ditkit_krea2.encoders import PREFIX_TOKENS, TEXT, TEXT_TOKENS
+from ditkit_krea2.encoders import PREFIX_TOKENS, TEXT, TEXT_TOKENS, VAE
 from ditkit_krea2.model import Krea2Transformer, make_inputs
 from ditkit_krea2.presets import PRESETS, Krea2Arch, arch_from_config, config_of
 from ditkit_krea2.spec import KREA2
@@ -537,6 +537,13 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(TrainedBaseChecks):
+    spec = KREA2
+    vae = VAE
+    text_encoder = "Qwen3VLModel"
+    layers = (2, 35)
 
 
 @pytest.mark.slow  # minutes

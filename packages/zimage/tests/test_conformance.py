@@ -48,7 +48,7 @@ from ditkit_core.testing.conformance_routing import RoutingChecks
 from ditkit_core.testing.conformance_sharded import EverySharded, Limits, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.plans import divided, step_of
 from ditkit_core.testing.replicas import Divided
@@ -59,7 +59,7 @@ from ditkit_core.testing.world import make_model
 from ditkit_zimage.demo.write import write_checkpoint
 from ditkit_zimage.model import ZImageTransformer, make_inputs
 from ditkit_zimage.presets import PRESETS, ZImageArch, arch_from_config
-from ditkit_zimage.spec import ZIMAGE
+from ditkit_zimage.spec import VAE, ZIMAGE
 from ditkit_zimage.state_dict import NAMES, RULES, to_native, to_official
 from ditkit_zimage.verify import DIFFUSERS
 
@@ -197,6 +197,13 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(TrainedBaseChecks):
+    spec = ZIMAGE
+    vae = VAE
+    text_encoder = "Qwen3ForCausalLM"
+    layers = (1, 2)
 
 
 class TestStreamOrder(Images, StreamFaultChecks):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -165,10 +166,12 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
     return float(-10 * np.log10(np.mean(wrong)))
 
 
-def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
+def check_separate_words(
+    checkpoint: Path, layers: Sequence[int], kind: str = "Qwen3ForCausalLM"
+) -> None:
     """Assert that hidden states of a word after these layers are its embedding, and that words of a
-    caption are orthogonal."""
-    kinds = [resolve_name(f"transformers:{name}") for name in ("AutoTokenizer", "Qwen3ForCausalLM")]
+    caption are orthogonal; `kind` is the text encoder's class in transformers."""
+    kinds = [resolve_name(f"transformers:{name}") for name in ("AutoTokenizer", kind)]
     tokenizer = kinds[0].from_pretrained(checkpoint / "tokenizer", local_files_only=True)
     model = kinds[1].from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
     ids = tokenizer("a red triangle on both sides", return_tensors="pt").input_ids
@@ -179,6 +182,42 @@ def check_separate_words(checkpoint: Path, layers: Sequence[int]) -> None:
     torch.testing.assert_close(
         words @ words.T, words.shape[1] * torch.eye(len(words)), rtol=0, atol=1e-5
     )
+
+
+class TrainedBaseChecks:
+    """Checks of the trained base of a demo that teaches a place. Inherit, set what has no value
+    here, and have a fixture `demo` of the module: `Demo.write(spec, folder)`."""
+
+    spec: ClassVar[ModelSpec]
+    vae: ClassVar[VaeFamily]
+    text_encoder: ClassVar[str]
+    """Its class in transformers."""
+    layers: ClassVar[tuple[int, ...]]
+    """As of `check_separate_words`."""
+    most_bytes: ClassVar[int] = 3_200_000
+    """Of all weights."""
+
+    def test_the_base_is_small_and_trained_and_the_checkpoint_has_its_weights(
+        self, demo: Demo
+    ) -> None:
+        folder = self.spec.demo.config.parent / "base"
+        files = {file.stem: file for file in folder.iterdir()}
+        assert sorted(files) == ["transformer", "vae"] and self.spec.demo.trained_base
+        assert sum(file.stat().st_size for file in files.values()) < self.most_bytes
+        for part, file in files.items():
+            weights = demo.inputs / "checkpoint" / part / "diffusion_pytorch_model.safetensors"
+            stored, written = load_file(file), load_file(weights)
+            assert stored.keys() == written.keys()
+            for name, tensor in stored.items():
+                assert torch.equal(written[name], tensor.to(written[name].dtype)), name
+
+    def test_the_vae_reproduces_other_images_at_30_db(self, demo: Demo) -> None:
+        assert decibels_of_places(self.vae, demo.inputs / "checkpoint") >= 30
+
+    def test_words_of_captions_are_orthogonal_and_the_layers_leave_them_alone(
+        self, demo: Demo
+    ) -> None:
+        check_separate_words(demo.inputs / "checkpoint", self.layers, self.text_encoder)
 
 
 def _metrics(run: Path) -> list[dict[str, float | int]]:

@@ -1,13 +1,16 @@
-"""The demo's inputs: a complete tiny FLUX.3 klein base checkpoint with random weights, captioned
-images and editing pairs.
+"""The demo's inputs: a complete tiny FLUX.3 klein base checkpoint, captioned images and editing
+pairs.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
-layout.
+layout. Its transformer was trained on generated shapes by tools/demo/train_demo_base_flux3.py; its
+VAE is that of FLUX.2's demo. Their weights are part of the package, in bf16.
 """
 
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from ditkit_core.data.media.synthetic import random_model, write_inputs, write_text_encoder
 from ditkit_core.families.demo import separate_words, word_tokenizer
@@ -20,6 +23,8 @@ TOWER_BLOCKS, JOINT_BLOCKS = 1, 4
 TEXT_DIM, TEXT_LAYERS = 32, 33  # one more than are read: after the last there is a norm
 LATENT_CHANNELS = 16
 VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+WEIGHTS = Path(__file__).parent / "base"
+"""The trained weights of the checkpoint."""
 CAPTIONS = tuple(caption for example in EXAMPLES for caption in example.captions)
 
 
@@ -35,8 +40,9 @@ def write_demo(folder: Path) -> None:
 def write_checkpoint(folder: Path) -> None:
     """Write the complete tiny klein base checkpoint in diffusers layout."""
     write_text(folder)
-    build_vae().save_pretrained(folder / "vae")
-    build_transformer().save_pretrained(folder / "transformer")
+    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
+        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
+        model.save_pretrained(folder / name)
 
 
 def write_text(folder: Path) -> None:
@@ -76,14 +82,14 @@ def build_text_encoder(tokenizer: Any) -> Any:
 
 
 def build_vae() -> Any:
-    """A VAE of few channels."""
+    """A VAE of few channels, untrained."""
     from diffusers import AutoencoderKLFlux2
 
     return random_model("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS)
 
 
 def build_transformer() -> Any:
-    """A transformer of one narrow block in each tower and four joint ones."""
+    """A transformer of one narrow block in each tower and four joint ones, untrained."""
     from diffusers import Flux3Transformer2DModel
 
     return random_model(

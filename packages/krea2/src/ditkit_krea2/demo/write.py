@@ -1,13 +1,15 @@
-"""The demo's inputs: a complete tiny Krea 2 checkpoint with random weights, and captioned images of
-simple shapes.
+"""The demo's inputs: a complete tiny Krea 2 checkpoint, and captioned images.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
-layout.
+layout. Its VAE and transformer were trained on generated shapes by
+tools/demo/train_demo_base_krea2.py; their weights are part of the package, in bf16.
 """
 
 import re
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from ditkit_core.data.media.synthetic import (
     random_model,
@@ -15,16 +17,18 @@ from ditkit_core.data.media.synthetic import (
     write_inputs,
     write_text_encoder,
 )
-from ditkit_core.families.demo import word_tokenizer, write_vae
+from ditkit_core.families.demo import separate_words, word_tokenizer
 from ditkit_core.families.demo_places import CAPTIONS, write_dataset
 from ditkit_krea2.encoders import SYSTEM, VAE
 from ditkit_krea2.presets import TEXT_LAYERS, Krea2Arch, config_of
 
 ARCH = Krea2Arch(
-    dim=64, heads=4, kv_heads=2, layers=2, mlp_dim=128, freq_dim=32, text_dim=32, text_heads=2,
-    text_kv_heads=2, text_mlp_dim=48, layerwise_blocks=1, refiner_blocks=1, axes=(4, 6, 6),
+    dim=96, heads=3, kv_heads=1, layers=5, mlp_dim=288, freq_dim=64, text_dim=32, text_heads=2,
+    text_kv_heads=2, text_mlp_dim=48, layerwise_blocks=1, refiner_blocks=1, axes=(8, 12, 12),
 )  # fmt: skip
 """The tiny transformer."""
+WEIGHTS = Path(__file__).parent / "base"
+"""The trained weights of the checkpoint."""
 
 
 def write_demo(folder: Path) -> None:
@@ -35,14 +39,12 @@ def write_demo(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     """Write the complete tiny checkpoint in diffusers layout."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Transformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    write_text_encoder(folder, build_text_encoder(tokenizer), tied="")
-    write_vae(folder, VAE)
-    transformer = random_model("transformer", Krea2Transformer2DModel, **config_of(ARCH))
-    transformer.save_pretrained(folder / "transformer")
+    write_text(folder)
+    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
+        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
+        model.save_pretrained(folder / name)
     FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -62,6 +64,13 @@ def write_checkpoint(folder: Path) -> None:
     write_index(folder, "Krea2Pipeline", index)
 
 
+def write_text(folder: Path) -> None:
+    """Write the tokenizer and the text encoder, which are not trained."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_text_encoder(folder, build_text_encoder(tokenizer), tied="")
+
+
 def build_tokenizer() -> Any:
     """A tokenizer that has as many tokens for the template as the published one."""
     words = re.sub(r"[,:]", "", SYSTEM)
@@ -70,7 +79,7 @@ def build_tokenizer() -> Any:
 
 
 def build_text_encoder(tokenizer: Any) -> Any:
-    """A Qwen3-VL of many thin layers."""
+    """A Qwen3-VL of many thin layers, whose features of a word are its embedding."""
     from transformers import Qwen3VLConfig, Qwen3VLModel
 
     reads = {
@@ -91,4 +100,24 @@ def build_text_encoder(tokenizer: Any) -> Any:
     config = Qwen3VLConfig(
         text_config=reads, vision_config=sees, architectures=["Qwen3VLModel"], dtype="float32"
     )
-    return random_model("text encoder", Qwen3VLModel, config)
+    model = random_model("text encoder", Qwen3VLModel, config)
+    separate_words(model.language_model, tokenizer, CAPTIONS)
+    return model
+
+
+def build_vae() -> Any:
+    """A VAE of few channels, untrained."""
+    from diffusers import AutoencoderKLQwenImage
+
+    return random_model(
+        "vae", AutoencoderKLQwenImage, base_dim=16, dim_mult=[1, 1, 2, 2], num_res_blocks=1,
+        z_dim=ARCH.in_channels, latents_mean=[0.0] * ARCH.in_channels,
+        latents_std=[1.0] * ARCH.in_channels,
+    )  # fmt: skip
+
+
+def build_transformer() -> Any:
+    """The tiny transformer, untrained."""
+    from diffusers import Krea2Transformer2DModel
+
+    return random_model("transformer", Krea2Transformer2DModel, **config_of(ARCH))

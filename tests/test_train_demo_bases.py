@@ -1,0 +1,35 @@
+"""The programs of tools/demo that train the base of a demo which teaches a place, in their smallest
+runs, and what the bases share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ditkit_flux2.demo import write as flux2
+from ditkit_flux3.demo import write as flux3
+from workspace import ROOT
+
+
+def test_the_vae_of_flux3s_demo_is_that_of_flux2s() -> None:
+    theirs, ours = ((demo.WEIGHTS / "vae.safetensors").read_bytes() for demo in (flux2, flux3))
+    assert ours == theirs
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "stages"), [("flux2", 2), ("flux3", 1), ("krea2", 2), ("zimage", 1)]
+)
+def test_two_steps_of_every_stage_make_the_weights(
+    family: str, stages: int, tmp_path: Path
+) -> None:
+    program = ROOT / "tools" / "demo" / f"train_demo_base_{family}.py"
+    command = [sys.executable, str(program), "--steps", *["2"] * stages]
+    command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == ["transformer", "vae"]
+    assert (
+        "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout
+    )
