@@ -277,7 +277,7 @@ class TestKernelRanks(Images, KernelRanksConformance):
     """A block of each kind, and images of a few tokens, one with a reference."""
 
     arch = replace(ARCH, layers=1)
-    cases = ("brief full",)
+    cases = ("brief lora on nf4", "brief full")
     more = ("gated_unit", "gated_unit_backward", "gated_sum", "gated_sum_backward")
 
     def items(self, count, ragged=False):
