@@ -1,8 +1,11 @@
 """The process that works for the page: a mistake is a message, and it ends with the page."""
 
 import asyncio
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +45,53 @@ def test_it_ends_when_the_page_is_gone() -> None:
     )
     assert child.communicate(timeout=120) == (b"", None), "its input was closed"
     assert child.returncode == 0
+
+
+COUNTING = """
+import sys
+from ditkit_core.planner import profiler
+from ditkit_ui import worker
+
+measure = profiler.measure
+
+def counted(*rest, **named):
+    print("measured", file=sys.__stderr__, flush=True)
+    return measure(*rest, **named)
+
+profiler.measure = counted
+worker.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_later_plan_measures_only_what_was_changed(tmp_path: Path) -> None:
+    run = ["--demo", f"--run.folder={tmp_path / 'run'}", "--plan", "--gpus=24GiB", "--json"]
+    log = tmp_path / "log"
+    with open(log, "wb") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-c", COUNTING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+        )
+
+    def answer(name: str, /, **arguments: Any) -> Any:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps([name, arguments]) + "\n")
+        child.stdin.flush()
+        return json.loads(child.stdout.readline())["value"]
+
+    def planned(*more: str) -> tuple[int, int]:
+        """The peak, and how many steps were run so far."""
+        done = answer("command", family="zimage", name="train", arguments=[*run, *more])
+        assert done["status"] == 0, done["err"]
+        return json.loads(done["out"])["devices"][0]["peak"], log.read_text().count("measured")
+
+    answer("write_demo", family="zimage", folder=str(tmp_path / "run"))
+    first = planned()
+    assert first[1] == 2, "the stages together, and apart"
+    assert planned("--optim.lr=1e-5", "--train.steps=9") == first
+    assert planned("--train.batch_size=3")[1] == 4
+    assert planned() == (first[0], 4)
+    child.communicate()

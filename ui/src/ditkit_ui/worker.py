@@ -79,8 +79,11 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    from ditkit_ui import work  # after the thread: torch takes seconds, and the page may end
+    # After the thread: torch takes seconds, and the page may end.
+    from ditkit_core.planner.measurement_cache import keep_measurements
+    from ditkit_ui import work
 
+    keep_measurements()
     while True:
         name, arguments = json.loads(requests.get())
         try:

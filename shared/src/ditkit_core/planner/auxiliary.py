@@ -16,9 +16,17 @@ from torch import nn
 
 from ditkit_core.io.console import doing
 from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, LayerContext, VaeMode
+from ditkit_core.planner.measurement_cache import (
+    content_key,
+    measured_once,
+    module_key,
+    step_key,
+)
 from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
 from ditkit_core.planner.planned_step import Size, StepJob
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.weights.layer_streaming import too_large
 
 _DEVICE = torch.device("cpu", 1)
@@ -109,6 +117,15 @@ def measure_model(
     """Measure an auxiliary model on fake tensors: as a whole, layer by layer, or on the largest
     tile of an input of this size, if it supports that."""
     module = model.build(dtype)
+    return measured_once(
+        lambda: (measure_model, content_key(model), module_key(module), size, mode, kind),
+        lambda: _measured_module(model, module, size, mode, kind),
+    )
+
+
+def _measured_module(
+    model: AuxiliaryModel, module: nn.Module, size: Size, mode: str, kind: str
+) -> MeasuredModel:
     with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
             assert model.run_streamed is not None
@@ -153,6 +170,16 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
 
     One block of each kind is run, because without gradients only a block's output stays alive.
     """
+    # Nothing is trained in it.
+    forward = replace(job, batch=(), micro_batches=1, optim=OptimConfig(), ema=EMAConfig())
+    forward = replace(forward, flow=FlowConfig()).with_execution(checkpointing="none")
+    return measured_once(
+        lambda: (denoising_bytes, step_key(forward), size, tuple(references)),
+        lambda: _measured_denoising(job, size, references),
+    )
+
+
+def _measured_denoising(job: StepJob, size: Size, references: Sequence[tuple[int, int]]) -> int:
     spec, dtype = job.spec, job.precision.matmul
     model = reduced_model(job)
     with torch.device("meta"):

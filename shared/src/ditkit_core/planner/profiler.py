@@ -27,6 +27,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
+from ditkit_core.planner.measurement_cache import measured_once, step_key
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
@@ -51,6 +52,13 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
             format of the frozen weights. What depends on neither is taken from it, so that updates,
             and the backward with each stage on its own, need not be run again.
     """
+    return measured_once(
+        lambda: (profile, step_key(job), of_each, like),
+        lambda: _measured(job, of_each, like),
+    )
+
+
+def _measured(job: StepJob, of_each: int | None, like: Profile | None) -> Profile:
     schedule = job.schedule
     if job.kind == "cpu":
         schedule = schedule.on_the_host()
