@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -18,6 +19,7 @@ from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.config.toml import to_toml
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_ui.run_file import checked
 from ditkit_ui.runs import run_state
 
@@ -134,6 +136,50 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         assert page.locator("textarea").count() == 0
 
 
+def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
+    queue = RunQueue(tmp_path / ".home" / ".ditkit" / "queue")
+    log = queue.folder / "logs" / "b.log"
+    for name in "abc":
+        run = QueuedRun(run=f"/runs/{name}", command=("x",), cwd="/", steps=9, log=str(log))
+        queue.add(run)
+    with queue.changing() as runs:
+        runs[1] = replace(runs[1], state="failed", error=HOSTILE)
+    log.parent.mkdir()
+    log.write_text(f"a line before\nerror: {HOSTILE}\n")
+
+    def order() -> str:
+        return "".join(run.run[-1] for run in queue.runs())
+
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        page.get_by_role("link", name="Queue", exact=True).click()
+        expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
+        failed = page.locator(".queue li", has_text="failed")
+        expect(failed).to_contain_text(f"a line before\nerror: {HOSTILE}")
+        expect(page.get_by_label("Up: a")).to_be_disabled()
+        expect(page.get_by_label("Down: c")).to_be_disabled()
+        expect(page.get_by_label("Up: b")).to_have_count(0)
+        page.get_by_label("Up: c").click()
+        wait_for(lambda: order() == "cab")
+        page.get_by_label("Down: c").click()
+        wait_for(lambda: order().replace("b", "") == "ac")
+        looked_at(page, "queue")
+        page.get_by_label("Remove: b").click()
+        expect(failed).to_have_count(0)
+        queue.remove("/runs/a")  # by a command, which the page shows
+        expect(page.get_by_label("Remove: a")).to_have_count(0)
+        with queue.working("1"):
+            expect(page.get_by_text("A worker trains on GPU 1")).to_be_visible()
+            entry = queue.take("1")
+            assert entry is not None and entry.run == "/runs/c"
+            expect(page.locator(".queue li")).to_contain_text("trains")
+            expect(page.get_by_label("Remove: c")).to_have_count(0)
+            page.get_by_role("button", name="Save and stop").click()
+            expect(page.get_by_text("it waits for the next worker")).to_be_visible()
+            assert (queue.worker_folder("1") / "stop").exists()
+        expect(page.locator(".queue li")).to_contain_text("waits")
+    assert page_of.said == []
+
+
 @pytest.mark.slow
 def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) -> None:
     """Begin, a caption, a key until it fits, start, stop, continue, compare, export; a killed page
@@ -178,17 +224,21 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         kill_run(folder)
         expect(page.get_by_text("Killed at step")).to_be_visible()
         go(page, "Settings")
-        page.get_by_label("train.steps", exact=True).fill(str(run_state(folder).step + 2))
+        steps = run_state(folder).step + 2
+        page.get_by_label("train.steps", exact=True).fill(str(steps))
         expect(page.get_by_text("Saved.")).to_be_visible()
+        queued(page, folder)
         go(page, "Run")
-        page.get_by_role("button", name="Continue").click()
-        expect(page.get_by_text("Complete at step")).to_be_visible()
+        expect(page.get_by_text(f"Complete at step {steps}")).to_be_visible()
+        page.get_by_label("Steps of a longer run").fill(str(steps + 1))
+        page.get_by_role("button", name="Train on").click()
+        expect(page.get_by_text(f"Complete at step {steps + 1}")).to_be_visible()
         looked_at(page, "complete")
         go(page, "Compare")
         expect(page.locator("figure").first).to_contain_text("step 0")
         page.get_by_role("button", name="Export").click()
         expect(page.get_by_text(": verified").first).to_be_visible()
-        expect(page.locator(".log")).to_contain_text("photos-demo")
+        expect(page.locator(".log").last).to_contain_text("exports")
         looked_at(page, "export")
     assert page_of.said == []
     assert list(folder.exports.glob("*export*.safetensors"))
@@ -344,6 +394,22 @@ def until_it_fits(page: Page, file: Path) -> None:
     page.get_by_role("button", name="Undo").click()
     expect(page.get_by_label("Run file")).to_have_value(before)
     page.get_by_label("Plan for GPU").fill("")
+
+
+def queued(page: Page, folder: RunFolder) -> None:
+    """A run is trained by the queue's worker."""
+    go(page, "Queue")
+    page.get_by_role("button", name="Add photos-demo.toml").click()
+    run = page.locator(".queue li", has_text=folder.name)
+    expect(run).to_contain_text("waits")
+    page.get_by_role("button", name="Start a worker").click()
+    expect(page.get_by_text("A worker trains on GPU 0")).to_be_visible()
+    expect(run).to_contain_text("trains")
+    expect(run).to_contain_text("complete")
+    page.get_by_role("button", name="End after this run").click()
+    expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
+    page.get_by_role("button", name="Remove complete").click()
+    expect(run).to_have_count(0)
 
 
 def kill_run(folder: RunFolder) -> None:

@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, locked
 from ditkit_ui import runs
 from ditkit_ui.families import family_of, installed_families
-from ditkit_ui.runs import run_state, start_run
+from ditkit_ui.runs import leave_to_queue, run_state, start_run
 
 
 def write_metrics(folder: Path, step: int) -> None:
@@ -72,6 +72,11 @@ def test_a_run_starts_once_in_a_session_of_its_own_and_its_last_lines_say_why_it
     assert runs.last_output(folder) == [f"True ['{tmp_path / 'a.toml'}']", "error: no base"]
     with locked(folder.path), pytest.raises(UserError, match="runs already"):
         start_run("wan", tmp_path / "a.toml", folder)
+    folder.config_file.write_text("")
+    folder.mark_complete(5)  # by the queue, which the page does not ask for its end
+    assert run_state(folder).kind == "failed"
+    leave_to_queue(folder)
+    assert run_state(folder).kind == "complete" and runs.last_output(folder) == []
 
 
 def test_every_installed_family_is_found_and_guessed_by_its_models(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ditkit_ui.begin_page import BeginPage
 from ditkit_ui.compare_page import ComparePage
 from ditkit_ui.data_page import DataPage
 from ditkit_ui.guard import Guard
+from ditkit_ui.queue_page import QueuePage
 from ditkit_ui.run_page import RunPage
 from ditkit_ui.settings_page import SettingsPage
 from ditkit_ui.thumbnails import thumbnail
@@ -31,6 +32,7 @@ _PAGES: dict[str, Callable[..., Any]] = {
     "data": DataPage,
     "settings": SettingsPage,
     "run": RunPage,
+    "queue": QueuePage,
     "compare": ComparePage,
 }
 
@@ -41,6 +43,7 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
     app.on_shutdown(bench.worker.end)
     app.on_shutdown(bench.captioner.stop)
     app.on_shutdown(bench.fetcher.stop)
+    app.on_shutdown(bench.planner.end)
 
     @ui.page("/")
     def begin() -> None:
@@ -68,10 +71,7 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
 
     @app.get("/report/{key}/{rest:path}")
     def report(key: str, rest: str) -> Response:
-        try:
-            folder = _opened(bench, base64.urlsafe_b64decode(key).decode())
-        except ValueError as error:
-            raise HTTPException(404) from error
+        folder = _folder_of(bench, key)
         if rest:
             return _media(_sample(folder, f"/{rest}"))
         try:
@@ -85,14 +85,24 @@ def _add_page(bench: Workbench, name: str, page: Callable[..., Any]) -> None:
     @ui.page(f"/{name}")
     def build(file: str = "", family: str = "") -> None:
         try:
-            if not file:
+            if not file and name != "queue":  # which is of the machine
                 raise UserError(texts.NO_FILE)
-            subject = subject_of(bench, file, family)
+            subject = subject_of(bench, file, family) if file else None
         except UserError as error:
             with page_frame(name, None):
                 ui.label(str(error)).classes("bad" if file else "note")
             return
         page(bench, subject)
+        if subject and name == "data":  # from there a reader goes on to the settings
+            ui.timer(0, lambda: bench.plan_ahead(subject), once=True)
+
+
+def _folder_of(bench: Workbench, key: str) -> Path:
+    """The folder that a part of an address stands for (`folder_key`), if it is opened."""
+    try:
+        return _opened(bench, base64.urlsafe_b64decode(key).decode())
+    except ValueError as error:
+        raise HTTPException(404) from error
 
 
 def _opened(bench: Workbench, path: str) -> Path:

@@ -84,7 +84,7 @@ class BeginPage:
                 return
             label.text = texts.PLANNING
             try:
-                cost = await self._bench.worker.ask(
+                cost = await self._bench.planner.ask(
                     "recipe", family=name, name=recipe.name, gpus=gpus
                 )
             except UserError as error:
@@ -162,7 +162,7 @@ class BeginPage:
         run = f"runs/{name}"
         if not is_demo and self._gpu.value.strip():
             arguments = [*arguments, f"--gpus={self._gpu.value.strip()}"]
-        printed = await self._bench.worker.ask(
+        printed = await self._bench.planner.ask(
             "command",
             family=family,
             name="train",

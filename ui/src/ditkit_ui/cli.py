@@ -36,7 +36,7 @@ def page_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = _Parser(
         prog="ditkit-ui",
-        description="A page in the browser for runs: begin, data, settings, run, compare.",
+        description="A page in the browser for runs: begin, data, settings, run, queue, compare.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -93,6 +93,7 @@ def _serve(opened: OpenedFolders, host: str, port: int, logs: Path, *, browser: 
     bench = Workbench(
         opened=opened,
         worker=Worker(),
+        planner=Worker(),
         captions=CaptionEdits(opened),
         captioner=Job(logs / "captions"),
         fetcher=Job(logs / "fetched"),

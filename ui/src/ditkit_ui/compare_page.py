@@ -10,7 +10,7 @@ from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.io.run_dir import ListedSample
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_ui import texts
-from ditkit_ui.runs import best_step, export_run, samples_by_step
+from ditkit_ui.runs import best_step, run_program, samples_by_step, saved_steps
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame
 
 
@@ -61,16 +61,14 @@ class ComparePage:
 
     def _export_panel(self) -> None:
         ui.label(texts.EXPORT).classes("title")
-        saves = sorted(
-            int(path.name.removeprefix("step-")) for path in self._folder.state.glob("step-*")
-        )
+        saves = saved_steps(self._folder)
         with ui.element("div").classes("fields"):
             options = {"": texts.LATEST, "best": texts.BEST_SAVE} | {str(s): str(s) for s in saves}
             self._step = ui.select(options, value="", label=texts.EXPORT_STEP)
             forms = {"": texts.AS_CONFIGURED} | {form: form for form in ADAPTER_FORMS}
             self._form = ui.select(forms, value="", label=texts.EXPORT_FORM)
             self._button = ui.button(texts.EXPORT, on_click=self._export)
-            self._button.set_enabled(bool(saves) or any(self._folder.path.glob("*/state/step-*")))
+            self._button.set_enabled(bool(saves))
         self._lines = ui.label().classes("lines log").props("role=status")
         self._lines.set_visibility(False)
         self._verified = ui.element("ul").classes("files")
@@ -86,7 +84,8 @@ class ComparePage:
                     ui.label(result.line).classes("note")
 
     async def _export(self) -> None:
-        arguments = [f"--step={self._step.value}"] if self._step.value else []
+        arguments = [f"--run={self._folder.path}"]
+        arguments += [f"--step={self._step.value}"] if self._step.value else []
         arguments += [f"--to={self._form.value}"] if self._form.value else []
         self._button.disable()
         self._lines.set_visibility(True)
@@ -94,7 +93,7 @@ class ComparePage:
         try:
             with errors_shown(self._page):
                 status, lines = await asyncio.to_thread(
-                    export_run, self._subject.family, self._folder, arguments
+                    run_program, self._subject.family, "export", arguments
                 )
                 if not self._lines.is_deleted:
                     self._lines.text = "\n".join(lines)

@@ -1,14 +1,13 @@
 """Run: start and continue a run, tell it what to do, and see its page."""
 
 import asyncio
-import base64
 
 from nicegui import ui
 
 from ditkit_core.io.run_requests import ask
 from ditkit_ui import texts
 from ditkit_ui.runs import RunState, last_output, run_state, shell_command, start_run
-from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
+from ditkit_ui.workbench import Subject, Workbench, errors_shown, folder_key, page_frame, tell
 
 _SECONDS = 1.0
 
@@ -32,12 +31,15 @@ class RunPage:
                 }
             command = shell_command(subject.family, subject.file.path)
             ui.label(f"{texts.COMMAND}: {command}").classes("note")
-            self._longer = ui.label(texts.LONGER).classes("note")
+            with ui.element("div").classes("titled") as self._longer:
+                steps = subject.file.config.train.steps
+                self._steps = ui.number(texts.LONGER, value=2 * steps, min=steps + 1, precision=0)
+                ui.button(texts.GO_ON, on_click=self._go_on)
             ui.label(texts.LOG).classes("title")
             self._log = ui.label().classes("lines log")
             with ui.element("div").classes("titled"):
                 ui.label(texts.REPORT).classes("title")
-                report = f"/report/{base64.urlsafe_b64encode(str(self._folder.path.resolve()).encode()).decode()}/"
+                report = f"/report/{folder_key(self._folder.path)}/"
                 self._link = ui.link(texts.OWN_PAGE, report, new_tab=True)
             self._no_report = ui.label(texts.NO_REPORT).classes("note")
             self._frame = ui.element("iframe").classes("report")
@@ -61,9 +63,12 @@ class RunPage:
         kind = {"running": "good", "complete": "good", "killed": "bad", "failed": "bad"}
         self._state.classes(replace=f"verdict {kind.get(state.kind, '')}")
         self._start.text = texts.START if state.kind == "new" else texts.CONTINUE
-        is_done = state.kind == "complete" and state.step >= self._subject.file.config.train.steps
+        steps = self._subject.file.config.train.steps
+        is_done = state.kind == "complete" and state.step >= steps
         self._start.set_enabled(not state.is_alive and not is_done)
-        self._longer.set_visibility(is_done)
+        if is_done and not self._longer.visible:
+            self._steps.value = 2 * steps
+        self._longer.set_visibility(is_done and not self._subject.file.config.experts.steps)
         for button in self._requests.values():
             button.set_enabled(state.kind == "running")
         has_report = self._folder.metrics.exists() or any(self._folder.path.glob("*/metrics.jsonl"))
@@ -82,6 +87,12 @@ class RunPage:
             await asyncio.to_thread(start_run, self._subject.family, file, self._folder)
             tell(self._page, texts.STARTED_RUN, type="positive")
         await self._look()
+
+    async def _go_on(self) -> None:
+        """Have a complete run train on: more steps in its file, and the same command again."""
+        with errors_shown(self._page):
+            self._subject.file.set({"train.steps": int(self._steps.value or 0)})
+            await self._begin()
 
     def _ask(self, name: str) -> None:
         with errors_shown(self._page):

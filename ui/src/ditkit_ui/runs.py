@@ -21,7 +21,7 @@ OUTPUT = ".started.log"
 """What a command prints that the page started, in the run's folder; hidden, because a folder with
 other files is no new run's."""
 _STARTED: dict[Path, "subprocess.Popen[bytes]"] = {}
-"""The commands that this page started, by the run's folder."""
+"""The commands that this page started: by the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +101,34 @@ def start_run(family: str, file: Path, folder: RunFolder) -> None:
     """
     if run_state(folder).is_alive:
         raise UserError(f"{folder.path} runs already")
+    arguments = [program(family, "train"), str(file)]
+    _STARTED[folder.path.resolve()] = _start(arguments, folder.path / OUTPUT)
+
+
+def _start(arguments: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
+    """Start a command in a session of its own, which goes on when the page ends, with its output in
+    a file."""
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        with open(folder.path / OUTPUT, "wb") as output:
-            _STARTED[folder.path.resolve()] = subprocess.Popen(
-                [program(family, "train"), str(file)],
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                list(arguments),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )
     except OSError as error:
-        raise UserError(f"cannot start in {folder.path}: {error.strerror or error}") from error
+        raise UserError(f"cannot start in {output.parent}: {error.strerror or error}") from error
+
+
+def leave_to_queue(folder: RunFolder) -> None:
+    """Forget how a command ended that this page started, and what it printed: from now on the
+    queue's worker trains the run."""
+    if not run_state(folder).is_alive:
+        _STARTED.pop(folder.path.resolve(), None)
+        (folder.path / OUTPUT).unlink(missing_ok=True)
 
 
 def shell_command(family: str, file: Path) -> str:
@@ -137,6 +152,12 @@ def samples_by_step(folder: RunFolder) -> Mapping[int, list[ListedSample]]:
     }
 
 
+def saved_steps(folder: RunFolder) -> list[int]:
+    """The steps of a run's saves, and of those of its experts."""
+    saves = [*folder.state.glob("step-*"), *folder.path.glob("*/state/step-*")]
+    return sorted({int(save.name.removeprefix("step-")) for save in saves})
+
+
 def best_step(folder: RunFolder) -> int | None:
     """The step with the lowest validation loss after the start; None if it was not measured."""
     sections = read_sections(folder.path)
@@ -149,10 +170,10 @@ def best_step(folder: RunFolder) -> int | None:
     return min(later)[1] if later else None
 
 
-def export_run(family: str, folder: RunFolder, arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Call the export command; its exit status and its lines."""
+def run_program(family: str, command: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Call a command and wait for it; its exit status and its lines."""
     done = subprocess.run(
-        [program(family, "export"), "--run", str(folder.path), *arguments],
+        [program(family, command), *arguments],
         check=False,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

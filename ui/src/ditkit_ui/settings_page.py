@@ -27,7 +27,7 @@ class SettingsPage:
     """The form, the run file and its plan, of one reader."""
 
     def __init__(self, bench: Workbench, subject: Subject):
-        self._bench, self._file, self._family = bench, subject.file, subject.family
+        self._bench, self._subject, self._file = bench, subject, subject.file
         presets = installed_families()[subject.family].presets
         self._schema = schema(presets)
         self._fields: dict[str, ui.element] = {}
@@ -173,10 +173,6 @@ class SettingsPage:
         self._plan_body = ui.element("div").classes("plan")
         self._fit_body = ui.element("div")
 
-    def _arguments(self, verb: str) -> list[str]:
-        gpus = self._gpus.value.strip()
-        return [str(self._file.path), verb, *([f"--gpus={gpus}"] if gpus else [])]
-
     async def _plan(self) -> None:
         """Plan the file as it is saved; of several changes in a row the last one."""
         self._number += 1
@@ -188,12 +184,7 @@ class SettingsPage:
         self._verdict.text = texts.PLANNING
         self._verdict.classes(replace="verdict")
         with errors_shown(self._page):
-            planned = await self._bench.worker.ask(
-                "command",
-                family=self._family,
-                name="train",
-                arguments=[*self._arguments("--plan"), "--json"],
-            )
+            planned = await self._bench.plan(self._subject)
             if number == self._number and not self._verdict.is_deleted:
                 self._show_plan(planned)
 
@@ -230,10 +221,7 @@ class SettingsPage:
             status = ui.label(texts.SEARCHING).props("role=status")
         with errors_shown(self._page), TemporaryDirectory() as folder:
             out = Path(folder) / self._file.path.name  # stdout has notes besides
-            arguments = [*self._arguments("--fit"), f"--write={out}"]
-            fitted = await self._bench.worker.ask(
-                "command", family=self._family, name="train", arguments=arguments
-            )
+            fitted = await self._bench.plan(self._subject, "--fit", f"--write={out}")
             if status.is_deleted:
                 return
             lines = fitted["err"].splitlines()

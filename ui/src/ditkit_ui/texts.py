@@ -3,7 +3,14 @@
 TITLE = "ditkit"
 SKIP = "Skip to the content"
 
-TABS = {"": "Begin", "data": "Data", "settings": "Settings", "run": "Run", "compare": "Compare"}
+TABS = {
+    "": "Begin",
+    "data": "Data",
+    "settings": "Settings",
+    "run": "Run",
+    "queue": "Queue",
+    "compare": "Compare",
+}
 """The pages by path."""
 
 STARTED = "page:     {address} (Ctrl-C ends it; runs go on)"
@@ -182,7 +189,36 @@ REPORT = "Page of the run"
 OWN_PAGE = "Open in a tab of its own"
 NO_REPORT = "The page of the run appears here after its first step."
 COMMAND = "The same in a shell"
-LONGER = "For a longer run raise train.steps in Settings, then continue."
+LONGER = "Steps of a longer run"
+GO_ON = "Train on"
+
+QUEUE_ADD = "Add {file}"
+QUEUE_GPU = "GPU"
+QUEUE_START = "Start a worker"
+QUEUE_END = {"after": "End after this run", "stop": "Save and stop"}
+QUEUE_ENDS = {
+    "after": "The workers end after their present run.",
+    "stop": "The workers save their run and end; it waits for the next worker.",
+}
+QUEUE_CLEAR = "Remove complete"
+QUEUE_ABOUT = (
+    "A worker trains these runs one after the other, and goes on when this page is closed. A "
+    "failed run does not stop the next one; add it again to continue it."
+)
+QUEUE_WORKERS = "A worker trains on GPU {gpus}"
+QUEUE_NO_WORKER = "No worker: the runs wait"
+QUEUE_EMPTY = "The queue is empty."
+QUEUE_STEPS = "step {steps}"
+QUEUE_LEFT = "{left} left"
+QUEUE_STATES = {
+    "waiting": "waits",
+    "running": "trains",
+    "complete": "complete",
+    "failed": "failed",
+    "stopped": "stopped",
+}
+QUEUE_MOVES = {-1: "Up", 1: "Down"}
+QUEUE_REMOVE = "Remove"
 
 STEP_OF = "Step"
 LEFT, RIGHT = "Left", "Right"

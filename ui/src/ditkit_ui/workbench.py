@@ -1,8 +1,9 @@
 """What all pages share: the opened folders, the worker process, the run files that are edited, and
 the frame around a page."""
 
+import base64
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ class Workbench:
 
     opened: OpenedFolders
     worker: Worker
+    """Reads data."""
+    planner: Worker
+    """Plans; its process keeps what it measured, and no check of data holds it up."""
     captions: CaptionEdits
     captioner: Job
     fetcher: Job
@@ -39,6 +43,25 @@ class Workbench:
     already."""
     gpus: str = ""
     """What was last planned for, as `--gpus` takes it; empty for this machine."""
+
+    async def plan(self, subject: "Subject", *verb: str) -> Any:
+        """What the command prints with `--plan --json`, or other options, for these GPUs: status,
+        `out` and `err`.
+
+        Raises:
+            UserError: If the process that plans ended.
+        """
+        gpus = [f"--gpus={self.gpus}"] if self.gpus else []
+        arguments = [str(subject.file.path), *(verb or ("--plan", "--json")), *gpus]
+        return await self.planner.ask(
+            "command", family=subject.family, name="train", arguments=arguments
+        )
+
+    async def plan_ahead(self, subject: "Subject") -> None:
+        """Plan a run before its plan is asked for, so that the process has what it needs by then;
+        what is wrong with the run is shown where it is asked for."""
+        with suppress(UserError):
+            await self.plan(subject)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +80,11 @@ class Subject:
 def address(path: str, query: dict[str, str]) -> str:
     """The address of a page."""
     return f"/{path}?{urlencode(query)}" if query else f"/{path}"
+
+
+def folder_key(folder: Path) -> str:
+    """A folder as a part of an address, below which its files are."""
+    return base64.urlsafe_b64encode(str(folder.resolve()).encode()).decode()
 
 
 def subject_of(bench: Workbench, file: str, family: str) -> Subject:

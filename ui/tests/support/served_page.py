@@ -60,7 +60,12 @@ def served(folder: Path, *arguments: str, **variables: str) -> Iterator[Served]:
         cwd=folder,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**environment, **variables, "XDG_CACHE_HOME": str(folder / ".cache")},
+        env={
+            **environment,
+            "HOME": str(folder / ".home"),
+            "XDG_CACHE_HOME": str(folder / ".cache"),
+            **variables,
+        },
     )
     assert process.stdout is not None
     try:

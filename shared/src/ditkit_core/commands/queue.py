@@ -87,21 +87,11 @@ def _show(queue: RunQueue) -> None:
     """Print the queue as a table."""
     rows = []
     for position, run in enumerate(queue.runs(), 1):
-        step, steps, seconds = _progress(run)
         state = queue.state_of(run)
         alone = " alone" if state == "running" and not queue.has_worker(run.worker) else ""
-        left = (steps - step) * seconds
-        rows.append(
-            (
-                str(position),
-                f"{state}{alone}",
-                run.run,
-                f"{step}/{steps}",
-                run.worker if state == "running" else "",
-                format_duration(left) if left > 0 and state != "complete" else "",
-                run.error,
-            )
-        )
+        gpu = run.worker if state == "running" else ""
+        steps, left = progress_of(run, state)
+        rows.append((str(position), f"{state}{alone}", run.run, steps, gpu, left, run.error))
     if rows:
         head = ("", "state", "run", "step", "GPU", "left", "error")
         Table(head=head, rows=rows, num_left=len(head)).show()
@@ -109,6 +99,14 @@ def _show(queue: RunQueue) -> None:
         say("the queue is empty; add a run with RUN.toml --queue add")
     workers = queue.workers()
     say(f"workers:  {', '.join(f'GPU {gpu}' for gpu in workers) or 'none (--queue start)'}")
+
+
+def progress_of(run: QueuedRun, state: str) -> tuple[str, str]:
+    """The step that a run in this state is at, of its steps in all, and the time that it still
+    takes in words; empty if that is unknown or it is complete."""
+    step, steps, seconds = _progress(run)
+    left = (steps - step) * seconds
+    return f"{step}/{steps}", format_duration(left) if left > 0 and state != "complete" else ""
 
 
 def _progress(run: QueuedRun) -> tuple[int, int, float]:
