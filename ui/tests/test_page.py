@@ -22,6 +22,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_ui.run_file import checked
 from ditkit_ui.runs import run_state
+from ditkit_ui.workbench import folder_key
 
 pytestmark = [needs_browser, pytest.mark.timeout(600)]
 
@@ -105,12 +106,20 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
     (here / "other.toml").write_text(f'[data]\nfolder = "{tmp_path}/elsewhere"\n')
     (here / "photos" / "s.wav").write_bytes(b"RIFF")
     (tmp_path / "outside.toml").write_text("[train]\nsteps = 5\n")
+    run = RunFolder(here / "runs" / "theirs")
+    for folder in (run.path, tmp_path / "elsewhere"):
+        page_file = RunFolder(folder).sheet_page
+        page_file.parent.mkdir(parents=True)
+        page_file.write_text("<script>parent.document.title = document.cookie = 'owned'</script>")
+        page_file.with_name("other.txt").write_text("a secret")
     refused = [
         *(f"/{route}?path={quote(str(path))}" for route in ("thumbnail", "media", "sample")
           for path in (tmp_path / "elsewhere" / "p1.png", here / "photos" / "link.png",
                        f"{here}/photos/../../elsewhere/p1.png", "/etc/passwd", "\0")),
         *(f"/media?path={quote(str(here / name))}" for name in ("photos/p1.txt", "other.toml")),
         "/report/Li4/", "/report/L2V0Yw==/passwd", "/report/ä/",
+        f"/sheet/{folder_key(tmp_path / 'elsewhere')}/", f"/sheet/{folder_key(here)}/",
+        f"/sheet/{folder_key(run.path)}/other.txt", f"/sheet/{folder_key(run.path)}/%2e%2e/a.txt",
     ]  # fmt: skip
     with served(here) as page_of, opened(page_of) as page:
         origin = page_of.url.partition("/?")[0]
@@ -125,6 +134,10 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         assert sound.status == 200 and sound.headers["content-type"].startswith("audio/")
         unreadable = page.request.get(f"{origin}/thumbnail?path={quote(str(here / 'other.toml'))}")
         assert (unreadable.status, unreadable.body()) == (204, b"")
+        page.goto(f"{origin}/sheet/{folder_key(run.path)}/")
+        assert page.evaluate("self.origin") == "null", "a page of a folder is of no site"
+        assert not page.context.cookies(origin)[1:] and page.title() != "owned"
+        page.goto(page_of.url)
         foreign = {"origin": "http://evil.example"}
         assert page.request.post(f"{origin}/", headers=foreign).status == 403
         port = urlsplit(origin).port
@@ -236,6 +249,7 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         looked_at(page, "complete")
         go(page, "Compare")
         expect(page.locator("figure").first).to_contain_text("step 0")
+        on_a_sheet(page, folder)
         page.get_by_role("button", name="Export").click()
         expect(page.get_by_text(": verified").first).to_be_visible()
         expect(page.locator(".log").last).to_contain_text("exports")
@@ -410,6 +424,18 @@ def queued(page: Page, folder: RunFolder) -> None:
     expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
     page.get_by_role("button", name="Remove complete").click()
     expect(run).to_have_count(0)
+
+
+def on_a_sheet(page: Page, folder: RunFolder) -> None:
+    """A sheet of two saves at two strengths, with a larger view of one of its samples."""
+    page.get_by_label("Strengths").fill("0.5, 1")
+    page.get_by_role("button", name="Make the sheet").click()
+    sheet = page.frame_locator("iframe[title=Sheet]")
+    expect(sheet.get_by_text(re.compile(r"\b(\d+) of \1 samples"))).to_be_visible()
+    wait_for((folder.samples / "sheet" / "sheet.png").exists)
+    sheet.locator("img").last.click()
+    expect(sheet.locator("dialog img")).to_be_visible()
+    looked_at(page, "sheet")
 
 
 def kill_run(folder: RunFolder) -> None:

@@ -17,6 +17,7 @@ from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.page import report_page
 from ditkit_core.diagnostics.report.server import last_lines_of_logs, sample_file
 from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_ui import texts
 from ditkit_ui.begin_page import BeginPage
 from ditkit_ui.compare_page import ComparePage
@@ -35,6 +36,9 @@ _PAGES: dict[str, Callable[..., Any]] = {
     "queue": QueuePage,
     "compare": ComparePage,
 }
+_ALONE = "sandbox allow-scripts; default-src 'none'; img-src data: 'self'; media-src data: 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""The policy of a page that was read from a folder: it is of no site, and loads nothing from
+elsewhere."""
 
 
 def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
@@ -79,6 +83,20 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
         except UserError as error:
             raise HTTPException(404, str(error)) from error
         return HTMLResponse(page)
+
+    @app.get("/sheet/{key}/{rest:path}")
+    def sheet(key: str, rest: str) -> Response:
+        page = RunFolder(_folder_of(bench, key)).sheet_page
+        if rest:
+            return _media(_opened(bench, str(page.parent / rest)))
+        file = _opened(bench, str(page))
+        if not file.is_file():
+            raise HTTPException(404)
+        # A run's folder may come from somebody else: its page gets neither the cookie nor these
+        # pages.
+        return FileResponse(
+            file, media_type="text/html", headers={"Content-Security-Policy": _ALONE}
+        )
 
 
 def _add_page(bench: Workbench, name: str, page: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from ditkit_core.io.run_dir import ListedSample
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_ui import texts
 from ditkit_ui.runs import best_step, run_program, samples_by_step, saved_steps
+from ditkit_ui.sheet_panel import SheetPanel
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame
 
 
@@ -26,6 +27,7 @@ class ComparePage:
                 self._compare()
             else:
                 ui.label(texts.NO_SAMPLES)
+            SheetPanel(bench, subject, self._page)
             self._export_panel()
 
     def _compare(self) -> None:

@@ -20,8 +20,10 @@ from ditkit_ui import texts
 OUTPUT = ".started.log"
 """What a command prints that the page started, in the run's folder; hidden, because a folder with
 other files is no new run's."""
+SHEET_OUTPUT = ".sheet.log"
+"""The same of the command that makes a sheet."""
 _STARTED: dict[Path, "subprocess.Popen[bytes]"] = {}
-"""The commands that this page started: by the run's folder."""
+"""The commands that this page started: training by the run's folder, sheets by their output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,22 @@ def leave_to_queue(folder: RunFolder) -> None:
     if not run_state(folder).is_alive:
         _STARTED.pop(folder.path.resolve(), None)
         (folder.path / OUTPUT).unlink(missing_ok=True)
+
+
+def start_sheet(family: str, folder: RunFolder, arguments: Sequence[str]) -> None:
+    """Start the command that makes a sheet of a run's saves, or goes on with it."""
+    output = (folder.path / SHEET_OUTPUT).resolve()
+    _STARTED[output] = _start([program(family, "sample"), *arguments], output)
+
+
+def sheet_status(folder: RunFolder) -> str:
+    """Whether the command for a sheet that this page started is `running`, `done` or `failed`;
+    `none` if it started none."""
+    started = _STARTED.get((folder.path / SHEET_OUTPUT).resolve())
+    status = started.poll() if started else None
+    if started is None or status is None:
+        return "running" if started else "none"
+    return "failed" if status else "done"
 
 
 def shell_command(family: str, file: Path) -> str:

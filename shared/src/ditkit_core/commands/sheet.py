@@ -64,7 +64,7 @@ def sample_sheet(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> 
     run = runs[0].run
     check_run(run)
     prompts = checked_prompts(run.data)
-    folder = local_path(options.out) if options.out else config.run_folder.samples / "sheet"
+    folder = local_path(options.out) if options.out else config.run_folder.sheet_page.parent
     seeds = range(config.sample.seed, config.sample.seed + config.sample.images)
     rows = [(prompt, seed) for prompt in prompts for seed in seeds]
     names = ", ".join(jobs.run.config.run_folder.name for jobs in runs)

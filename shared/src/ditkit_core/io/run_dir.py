@@ -176,6 +176,8 @@ class RunFolder:
     """Folder of the exported adapters and models."""
     samples = _RunPath("samples")
     """Folder of the samples."""
+    sheet_page = _RunPath("samples/sheet/sheet.html")
+    """A sheet of its saves, next to its samples and `sheet.png`."""
     pending = _RunPath("samples/pending")
     """Folder of the previews that another process still has to generate."""
     previews_log = _RunPath("previews.log")

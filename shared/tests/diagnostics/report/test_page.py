@@ -14,7 +14,9 @@ from report_pages import Page, check_numbers, metrics, read
 from toy_world import World
 from two_experts import TwoExperts
 
-from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.diagnostics.report.page import report_page, write_report
+from ditkit_core.io.run_dir import RunFolder
 
 
 def test_numbers_are_those_of_the_metrics_file(tmp_path: Path) -> None:
@@ -182,6 +184,16 @@ def test_hostile_captions_and_file_names_are_shown_as_text(tmp_path: Path) -> No
         and "猫が走る 🐈 \ufffd half" in page.shown
     )
     check_numbers(page, tmp_path / "<b>hostile & run")
+
+
+def test_a_sheet_is_linked_where_there_is_one(tmp_path: Path) -> None:
+    run = RunFolder(write_run(tmp_path / "mine"))
+    assert not [link for link in read(run.path).all("a") if "sheet" in link["href"]]
+    run.sheet_page.parent.mkdir(parents=True)
+    run.sheet_page.write_text("a sheet")
+    (link,) = [link["href"] for link in read(run.path).all("a") if "sheet" in link["href"]]
+    assert (run.path / link).read_text() == "a sheet"
+    assert link not in report_page(run.path, read_sections(run.path), {}), "a server sends no such"
 
 
 def test_a_name_in_the_metrics_cannot_end_the_script(tmp_path: Path) -> None:

@@ -56,10 +56,18 @@ def report_page(
         ],
         logs=logs or {},
         samples=samples_parts(by_name, media),
+        # A server sends no page that it did not make.
+        sheet=_sheet(folder) if logs is None else "",
         numbers=json_script(
             {"sections": [section.to_json() for section in sections]}, id="numbers"
         ),
     )
+
+
+def _sheet(folder: Path) -> str:
+    """The address of the run's sheet in a page next to it; empty if there is none."""
+    page = RunFolder(folder).sheet_page
+    return page.relative_to(folder).as_posix() if page.is_file() else ""
 
 
 def _is_training(folder: Path, *, is_served: bool) -> bool:
