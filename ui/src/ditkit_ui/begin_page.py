@@ -162,7 +162,8 @@ class BeginPage:
         run = f"runs/{name}"
         if not is_demo and self._gpu.value.strip():
             arguments = [*arguments, f"--gpus={self._gpu.value.strip()}"]
-        printed = await self._bench.planner.ask(
+        process = self._bench.worker if is_demo else self._bench.planner  # the demo is not planned
+        printed = await process.ask(
             "command",
             family=family,
             name="train",
