@@ -58,6 +58,8 @@ class BeginPage:
                 self._gpu.on_value_change(self._fill)
             self._note = ui.label().classes("note")
             self._cards = ui.element("div").classes("cards")
+            with ui.element("div").classes("cards"):  # not filled again: a click is never lost
+                self._demo_card()
             self._list_files()
         self._show_cards()  # before the worker has imported torch, which takes seconds
         ui.timer(0, self._start, once=True)
@@ -107,7 +109,6 @@ class BeginPage:
                         cards.append((name, recipe, self._card(name, recipe)))
             if not cards:
                 ui.label(texts.NO_RECIPE)
-            self._demo_card()
         return cards
 
     def _card(self, family: str, recipe: Recipe) -> ui.label:
@@ -134,9 +135,9 @@ class BeginPage:
         with ui.card().classes("recipe"):
             ui.label(texts.DEMO).classes("name")
             ui.label(texts.DEMO_ABOUT)
-            name = self._model.value or list(installed_families())[-1]
 
             async def choose() -> None:
+                name = self._model.value or list(installed_families())[-1]
                 await self._chosen(name, "demo", ["--demo"])
 
             ui.button(texts.DEMO_CHOOSE, on_click=choose)
