@@ -33,7 +33,7 @@ def _example(spec: ModelSpec, pattern: str) -> str:
 def verdict(spec: ModelSpec, program: str, layout: AdapterLayout) -> str:
     """What a program does with files of a layout: `✓` with exceptions, or why it does not load
     them."""
-    exceptions: list[str] = []
+    exceptions, with_alpha = list[str](), list[str]()
     for row in spec.adapters.rules.programs:
         plain = ProgramRow(
             program=program,
@@ -48,12 +48,15 @@ def verdict(spec: ModelSpec, program: str, layout: AdapterLayout) -> str:
             continue
         reason = row.misreads.partition(";")[0]
         if row != plain:
-            assert reason, f"{row}: a condition is of files that are not loaded"
+            if not reason:
+                assert row.alpha, f"{row}: a condition is of files that are not loaded, or of alpha"
+                with_alpha = ["loads it with keys of alpha"]
+                continue
             if row.forms:  # others are about models that the program lacks
                 example = _example(spec, row.present) if "{module}" in reason else ""
                 exceptions.append(reason.replace("{module}", example))
         elif reason:
-            return _UNTRIED if reason == NOT_TRIED else reason
+            return _UNTRIED if reason == NOT_TRIED else "; ".join([reason, *with_alpha])
         else:
             left = [f"leaves {_example(spec, row.unread)} and others out"] if row.unread else []
             return "; ".join(["✓", *left, *dict.fromkeys(exceptions)])

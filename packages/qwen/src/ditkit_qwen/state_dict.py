@@ -94,8 +94,8 @@ _NO_ALPHA = f"rejects keys of alpha; {_OFFICIAL}"
 # where a key begins with `diffusion_model.` or `lora_unet_`, or a file has `default.` or alpha.
 _DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=("lora",))
 ROWS = (
-    _DIFFUSERS(forms=("bare",), alpha=False, misreads=f"loads nothing of it; {_OFFICIAL}"),
-    _DIFFUSERS(forms=("official", "diffsynth", "bare")),
+    _DIFFUSERS(forms=("bare",), alpha=True),
+    _DIFFUSERS(forms=("official", "diffsynth")),
     _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=_NO_ALPHA),
     _DIFFUSERS(
         forms=("diffusers",),
