@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         warn(f"error: {error}")
         return 1
+    except KeyboardInterrupt:  # uvicorn has closed, and passes the signal on
+        warn("interrupted")
+        return 130
     return 0
 
 
