@@ -124,11 +124,18 @@ def test_experts_are_told_by_their_names_and_8_bits_are_the_second_choice(tmp_pa
 def test_a_distilled_model_is_told_by_its_name(tmp_path):
     spec = spec_of("ditkit_zimage")
     shapes = parts_of("ditkit_zimage", "base")["diffusion_models"]
-    for name in ("z_image_bf16", "z_image_turbo_bf16"):
-        write_header(tmp_path / "models" / "diffusion_models" / f"{name}.safetensors", shapes)
-    for preset, name in (("base", "z_image_bf16"), ("turbo", "z_image_turbo_bf16")):
+    of_presets = {"base": "z_image_bf16", "turbo": "z_image_turbo_bf16"}
+    folders = {name: tmp_path / name / "models" / "diffusion_models" for name in of_presets}
+    for preset, name in of_presets.items():
+        for folder in (folders[preset], tmp_path / "both" / "models" / "diffusion_models"):
+            write_header(folder / f"{name}.safetensors", shapes)
+    for preset, name in of_presets.items():
         paths = ModelPaths(preset=preset, vae="v", text_encoder="t")
-        assert names_of(find_files(spec, paths, tmp_path)) == {"transformer": f"{name}.safetensors"}
+        found = find_files(spec, paths, tmp_path / "both")
+        assert names_of(found) == {"transformer": f"{name}.safetensors"}
+        (other,) = of_presets.keys() - {preset}
+        with pytest.raises(UserError, match=f"is the transformer of {preset}"):
+            find_files(spec, paths, tmp_path / other)
 
 
 def test_what_is_named_stays_and_several_files_are_a_question(comfyui, tmp_path):

@@ -12,7 +12,7 @@ from ditkit_core import LoraConfig, load
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files import identify
 from ditkit_core.adapters.files.export import export_merged
-from ditkit_core.adapters.files.identify import adapter_in, layers_of
+from ditkit_core.adapters.files.identify import adapter_in, layers_of, parameters_of
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import arch_here
@@ -308,6 +308,14 @@ def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> 
             kohya = [f"lora_unet_{name.replace('.', '_')}" for name in theirs]
             for spelled in (theirs, kohya):
                 assert looks_like(spelled, names.others) == ("", ""), (preset, form)
+            parameters = parameters_of(SPECS[family].architecture.build, arch)
+            differences = [
+                f"{part.name.removesuffix('.weight')}.diff"
+                for name in parameters
+                for part in from_native(name)
+            ]
+            other = looks_like(differences, names.others)
+            assert other == ("", ""), (preset, form, "differences")
 
 
 NAMED = {

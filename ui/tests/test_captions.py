@@ -1,12 +1,16 @@
 """Captions are written whole or not at all, and an undo gives back what was there."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ditkit_core.data.list_text import RowEdit
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import write_text
 from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.folders import OpenedFolders
 
@@ -50,6 +54,58 @@ def test_what_another_program_wrote_meanwhile_is_not_overwritten_and_no_half_is_
     with pytest.raises(UserError, match=r"a\.txt was changed by another program"):
         edits.undo()
     assert a.read_text() == "later"
+    assert not edits.undo(), "an edit that cannot be undone hides no earlier one"
+
+
+def test_what_cannot_be_written_puts_back_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, new, full = (tmp_path / name for name in ("a.txt", "new.txt", "full.txt"))
+    a.write_text("one")
+    full.write_text("two")
+    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    before = contents(tmp_path)
+
+    def write(path: Path, text: str) -> None:
+        if path == full:
+            raise UserError("the disk is full")
+        path.write_text(text)
+
+    monkeypatch.setattr("ditkit_ui.captions.write_text", write)
+    with pytest.raises(UserError, match="the disk is full"):
+        edits.write({str(a): ("one", "1"), str(new): (None, "3"), str(full): ("two", "2")})
+    assert contents(tmp_path) == before and not edits.undo()
+
+
+def test_edits_at_the_same_moment_are_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of a list, whose text is read, changed and written as a whole."""
+    file = tmp_path / "metadata.jsonl"
+    file.write_text(
+        '{"file_name": "a.png", "text": "one"}\n{"file_name": "b.png", "text": "two"}\n'
+    )
+    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    both = threading.Barrier(2)
+
+    def written(path: Path, text: str) -> None:
+        with suppress(threading.BrokenBarrierError):  # the other one waits, as it should
+            both.wait(0.2)
+        write_text(path, text)
+
+    monkeypatch.setattr("ditkit_ui.captions.write_text", written)
+    changes = [RowEdit(0, "a.png", "one", "1"), RowEdit(1, "b.png", "two", "2")]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda change: edits.write({}, {str(file): [change]}), changes))
+    assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == ["1", "2"]
+
+
+def test_columns_of_the_same_name_are_refused_before_one_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "metadata.csv"
+    file.write_text("image,note,prompt,note\na.png,1,one,2\n")
+    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    with pytest.raises(UserError, match="several columns of the same name"):
+        edits.write({}, {str(file): [RowEdit(0, "a.png", "one", "two")]})
 
 
 LISTS = {

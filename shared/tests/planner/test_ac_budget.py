@@ -21,7 +21,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner import targets
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
-from ditkit_core.planner.memory import Budget, Profile, StageCost
+from ditkit_core.planner.memory import Budget, ParameterRows, Profile, StageCost
 from ditkit_core.planner.report import plan_json
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_training
@@ -57,6 +57,7 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
         blocks.append(
             StageCost(
                 weights=100 * MIB,
+                rows=(ParameterRows(1, 100 * MIB, False),),  # a block without any has no policy
                 adapters=gradients * MIB,
                 gradients=gradients * MIB,
                 optimizer=2 * gradients * MIB,

@@ -154,7 +154,9 @@ def is_killed_on_another_machine() -> None:
     torchrun.siblings = lambda places: {}  # type: ignore[attr-defined]
     if os.environ["RANK"] == "1":
         torchrun.socket = SimpleNamespace(gethostname=lambda: "elsewhere")  # type: ignore[attr-defined]
-        is_killed()
+        # By then the other one waits in an exchange: it cannot see this process, and its torchrun,
+        # which would be another one, would not end it within the second.
+        at_step(3, lambda: (time.sleep(10), os.kill(os.getpid(), 9)))
 
 
 def is_killed_and_the_other_ends_slowly() -> None:

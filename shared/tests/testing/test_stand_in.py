@@ -171,7 +171,7 @@ def test_a_librarys_kernel_is_launched_with_its_own_device_current(
     launched: list[tuple[int, int]] = []
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+        q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float, causal: bool
     ) -> Tensor:
         launched.append((q.device.index, stand_in.runtime.current_device()))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

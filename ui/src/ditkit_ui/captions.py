@@ -1,6 +1,7 @@
 """Captions in text files next to pictures and clips, and in lists: read, written atomically, and
 undone."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ class CaptionEdits:
     def __init__(self, opened: OpenedFolders):
         self._opened = opened
         self._earlier: list[dict[Path, tuple[str | None, str]]] = []
+        self._lock = threading.Lock()  # two edits at once: a list is read, checked and written
 
     def text(self, file: str) -> str | None:
         """A caption as its file has it; None without one."""
@@ -63,30 +65,44 @@ class CaptionEdits:
             if (pair[0] or "") != pair[1]
         }
         count = len(edits)
-        for file, changes in rows.items():
-            path = self._opened.checked(file)
-            text, changes = read_text(path), [edit for edit in changes if edit.before != edit.after]
-            edits |= {path: (text, edited_list(path, text, changes))} if changes else {}
-            count += len(changes)
-        self._write(edits)
-        if edits:
-            self._earlier.append(edits)
+        with self._lock:
+            for file, changes in rows.items():
+                path, changes = self._opened.checked(file), [*filter(_differs, changes)]
+                text = read_text(path)
+                edits |= {path: (text, edited_list(path, text, changes))} if changes else {}
+                count += len(changes)
+            self._write(edits)
+            if edits:
+                self._earlier.append(edits)
         return count
 
     def undo(self) -> bool:
-        """Undo the last edit; False if there is none."""
-        if not self._earlier:
-            return False
-        edits = self._earlier[-1]
-        self._write({file: (after, before or "") for file, (before, after) in edits.items()})
-        for file, (before, _) in self._earlier.pop().items():
-            if before is None:
-                file.unlink()
+        """Undo the last edit; False if there is none. One that cannot be undone is forgotten."""
+        with self._lock:
+            if not self._earlier:
+                return False
+            edits = self._earlier.pop()
+            self._write({file: (after, before or "") for file, (before, after) in edits.items()})
+            for file, (before, _) in edits.items():
+                if before is None:
+                    file.unlink()
         return True
 
     def _write(self, edits: Mapping[Path, tuple[str | None, str]]) -> None:
+        """Write all, or put back what was written before one that failed."""
         for file, (shown, _) in edits.items():
             if (read_text(file) if file.is_file() else None) != shown:
                 raise UserError(texts.CAPTION_CHANGED.format(file=file.name))
-        for file, (_, after) in edits.items():
-            write_text(file, after)
+        written: dict[Path, str | None] = {}
+        try:
+            for file, (shown, after) in edits.items():
+                write_text(file, after)
+                written[file] = shown
+        except UserError:
+            for file, shown in written.items():
+                file.unlink() if shown is None else write_text(file, shown)
+            raise
+
+
+def _differs(edit: RowEdit) -> bool:
+    return edit.before != edit.after

@@ -237,8 +237,7 @@ class DataPage:
         with errors_shown(self._page):
             undos, is_undone = self._bench.undos, False
             while undos and not is_undone:
-                is_undone = await asyncio.to_thread(undos[-1])
-                undos.pop()
+                is_undone = await asyncio.to_thread(undos.pop())
             tell(self._page, texts.UNDONE if is_undone else texts.NOTHING_TO_UNDO)
         await self._read()
 

@@ -19,6 +19,7 @@ class Job:
 
     def __init__(self, log: Path) -> None:
         self.state = ""
+        self._is_stopped = False
         self._log = log
         self._worker = Worker()
 
@@ -35,19 +36,23 @@ class Job:
         """
         if self.is_running:
             raise UserError(texts.JOB_RUNS)
-        self.state = state = "running"
+        self.state, state, self._is_stopped = "running", "failed", False
         self._log.unlink(missing_ok=True)
         try:
             status = await self._worker.ask(name, log=str(self._log), **arguments)
             state = "failed" if status else "done"
-        except UserError:
-            state = "stopped"
+        except UserError as error:
+            state = "stopped" if self._is_stopped else "failed"
+            if not self._is_stopped:  # it ended by itself, such as by a lack of memory
+                with self._log.open("a", encoding="utf-8") as log:
+                    log.write(f"{error}\n")
         finally:
             await asyncio.to_thread(self._worker.end)  # which frees its memory
             self.state = state
 
     def stop(self) -> None:
         """End it, whatever it does; what it wrote stays."""
+        self._is_stopped = True
         self._worker.kill()
 
     @property

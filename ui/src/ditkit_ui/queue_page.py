@@ -130,11 +130,9 @@ class QueuePage:
                 change()
             self._look()
 
-        return (
-            ui.button(words, on_click=press)
-            .props("flat dense")
-            .props(f'aria-label="{words}: {name}"')
-        )
+        button = ui.button(words, on_click=press).props("flat dense")
+        button.props["aria-label"] = f"{words}: {name}"  # a text of props would be read: quotes
+        return button
 
     async def _add(self) -> None:
         """Add the run as the command does, which checks it first."""

@@ -184,7 +184,7 @@ class SettingsPage:
         self._verdict.text = texts.PLANNING
         self._verdict.classes(replace="verdict")
         with errors_shown(self._page):
-            planned = await self._bench.plan(self._subject)
+            planned = await self._bench.plan(self._subject, gpus=self._gpus.value.strip())
             if number == self._number and not self._verdict.is_deleted:
                 self._show_plan(planned)
 
@@ -221,7 +221,8 @@ class SettingsPage:
             status = ui.label(texts.SEARCHING).props("role=status")
         with errors_shown(self._page), TemporaryDirectory() as folder:
             out = Path(folder) / self._file.path.name  # stdout has notes besides
-            fitted = await self._bench.plan(self._subject, "--fit", f"--write={out}")
+            gpus = self._gpus.value.strip()  # of this tab
+            fitted = await self._bench.plan(self._subject, "--fit", f"--write={out}", gpus=gpus)
             if status.is_deleted:
                 return
             lines = fitted["err"].splitlines()

@@ -44,15 +44,16 @@ class Workbench:
     gpus: str = ""
     """What was last planned for, as `--gpus` takes it; empty for this machine."""
 
-    async def plan(self, subject: "Subject", *verb: str) -> Any:
-        """What the command prints with `--plan --json`, or other options, for these GPUs: status,
-        `out` and `err`.
+    async def plan(self, subject: "Subject", *verb: str, gpus: str | None = None) -> Any:
+        """What the command prints with `--plan --json`, or other options: status, `out` and `err`;
+        for GPUs as `--gpus` takes them, by default those of the last plan.
 
         Raises:
             UserError: If the process that plans ended.
         """
-        gpus = [f"--gpus={self.gpus}"] if self.gpus else []
-        arguments = [str(subject.file.path), *(verb or ("--plan", "--json")), *gpus]
+        gpus = self.gpus if gpus is None else gpus
+        arguments = [str(subject.file.path), *(verb or ("--plan", "--json"))]
+        arguments += [f"--gpus={gpus}"] if gpus else []
         return await self.planner.ask(
             "command", family=subject.family, name="train", arguments=arguments
         )

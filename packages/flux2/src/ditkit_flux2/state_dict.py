@@ -138,7 +138,7 @@ NAMES = StateDictNames(
     others=(
         *others_than("flux2"),
         OtherModel(  # it has at most eight such blocks
-            name="another of diffusers' models, such as Stable Diffusion 3, FLUX.1 or Krea 2",
+            name="another of diffusers' models, such as Stable Diffusion 3 or FLUX.1",
             keys=r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]to_",
             remedy=UNTRAINED,
         ),

@@ -104,7 +104,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Ltx
     )
     expected = config_of(arch)
     for name in ("cross_attention_dim", "out_channels", *_SWITCHES):
-        if (config.get(name, expected[name]) or expected[name]) != expected[name]:
+        if config.get(name) not in (None, expected[name]):
             raise ValueError(f"{name} is {config[name]}, and not {expected[name]}")
     pipeline = index.get("_class_name")
     if pipeline not in _PIPELINES:

@@ -265,8 +265,8 @@ class ExactBf16(TorchFunctionMode):
         return exact if self.replace else out
 
     @staticmethod
-    def attention(q, k, v, attn_mask, dropout_p):
-        assert attn_mask is None and dropout_p == 0.0
+    def attention(q, k, v, attn_mask, dropout_p, is_causal):
+        assert attn_mask is None and dropout_p == 0.0 and not is_causal
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         return weights.bfloat16().double() @ v / weights.sum(-1, keepdim=True)

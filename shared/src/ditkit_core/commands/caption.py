@@ -88,6 +88,9 @@ def caption(spec: ModelSpec, config: RunConfig, options: CaptionOptions) -> int:
     todo = [(files, item) for files in datasets for item in _wanted(files, task, outcome)]
     if options.preview:
         todo = todo[: options.preview]
+    if options.plan:
+        for line in outcome.failed:
+            warn(line)
     if todo:
         try:
             with nothing_fetched() if options.plan else nullcontext():
@@ -97,7 +100,7 @@ def caption(spec: ModelSpec, config: RunConfig, options: CaptionOptions) -> int:
             if not download:
                 raise
             say(f"to be fetched: {download}; whether it fits is known when it is here")
-            return 0
+            return 1 if outcome.failed else 0
         at_once = options.batch or (STREAMED_BATCH if captioner.streams else 1)
         say(
             f"captions by {options.model}: {captioner.needed_bytes / 2**30:.1f} GiB of weights in "
@@ -105,10 +108,12 @@ def caption(spec: ModelSpec, config: RunConfig, options: CaptionOptions) -> int:
         )
         if options.plan:
             say(f"captioner: to be {captioner.way}")
-            return 0
+            return 1 if outcome.failed else 0
         captioner.load()
         _caption_all(captioner, todo, at_once, task, outcome)
-    return 0 if options.plan else _summary(outcome, options)
+    if options.plan:
+        return 1 if outcome.failed else 0
+    return _summary(outcome, options)
 
 
 def _captioner(

@@ -50,7 +50,9 @@ def with_comfyui(spec: ModelSpec, flags: Flags, config: RunConfig) -> Flags:
     root = local_path(flags.options.comfyui)
     files = find_files(spec, config.model, root)
     for key, path in files.items():
-        warn(f"model.{key} = {path}")
+        is_called = key != "vae" or spec.name in path.name.lower()
+        doubt = "" if is_called else f" (by its shapes: look whether it is the VAE of {spec.name})"
+        warn(f"model.{key} = {path}{doubt}")
     values = {**flags.values, **{f"model.{key}": str(path) for key, path in files.items()}}
     return replace(flags, values=values, options=replace(flags.options, comfyui=""))
 
@@ -172,9 +174,11 @@ def _encoder(spec: ModelSpec, arch: Any, key: str, paths: ModelPaths) -> Shapes:
 
 def _by_name(spec: ModelSpec, preset: str, arch: Any, paths: list[Path]) -> list[Path]:
     """Without files that are called a distilled model, and of several those that are called like
-    the preset: both may have the same shapes."""
+    the preset: both may have the same shapes. A distilled model has to be called one."""
     paths = [path for path in paths if not distilled_by_name(spec, arch, path.name)]
     words = _words(Path(preset))
+    if spec.training.advice(arch):
+        return [path for path in paths if words <= _words(path)]
     return _narrowed(paths, lambda path: words <= _words(path)) if preset else paths
 
 

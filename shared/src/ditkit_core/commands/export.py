@@ -38,13 +38,14 @@ from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import say
+from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import atomic_folder, atomic_write, local_path, temporary_path
 from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.models.adapter_formats import VERIFIED
+from ditkit_core.models.adapter_programs import NOT_TRIED
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
@@ -154,6 +155,8 @@ def _export(
     ):
         if not is_transformer and (read := read_by(spec, form, prepared.module)):
             say(f"{file}: {loaded_by(read)}")
+            if options.comfyui and (doubt := read.get("ComfyUI", NOT_TRIED)):
+                warn(f"{file}: ComfyUI {doubt}")
         if is_transformer and (
             limit := why_unverified(spec, wanted, form, prepared.module, complete=True)
         ):

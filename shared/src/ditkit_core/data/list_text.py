@@ -141,6 +141,8 @@ def with_captions(path: Path, text: str, captions: Mapping[int, str | list[str]]
         return text
     if path.suffix.lower() == ".csv":
         names, rows = _table(path, text)
+        if len(set(names)) < len(names):  # a reader of rows keeps one of them
+            raise UserError(f"{path} has several columns of the same name; give each its own")
         column, output = _column(names), io.StringIO(newline="")
         writer = csv.DictWriter(output, dict.fromkeys([*names, column]), lineterminator="\n")
         writer.writeheader()

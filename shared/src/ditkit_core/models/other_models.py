@@ -101,7 +101,7 @@ OTHER_MODELS = (
         name="Qwen-Image",
         keys=r"transformer_blocks[._]\d+[._](img_mlp[._]net|txt_mlp|(img|txt)_mod)",
         classes=r"^QwenImage(?!21)",
-        header=r"^qwen[-_]?image(?![-_]?2\.1)",
+        header=r"^qwen[-_]?image(?![-_]?2[._-]?1)",
         remedy=UNTRAINED,
     ),
     OtherModel(
@@ -157,14 +157,15 @@ FAMILIES = {
     ),
     "krea2": OtherModel(
         name="Krea 2",
-        keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion",
+        keys=r"(^|[._])blocks[._]\d+[._]attn[._](w[qkvo]|gate)\b|txtfusion|text_fusion|"
+        r"transformer_blocks[._]\d+[._]attn[._]to_gate\b",
         classes=r"^Krea2",
         header=r"^krea[-_]?2",
         remedy="use the krea2 commands",
     ),
     "ltx": OtherModel(
         name="LTX-Video",
-        keys=r"transformer_blocks[._]\d+[._]scale_shift_table|caption_projection",
+        keys=r"caption_projection",
         classes=r"^LTXVideo",
         header=r"^ltx",
         remedy="use the ltx commands",
@@ -173,7 +174,7 @@ FAMILIES = {
         name="Qwen-Image 2.1",
         keys=r"img_mlp[._](gate_|proj|out)|txt_in[._]text_norm",
         classes=r"^QwenImage21",
-        header=r"^qwen[-_]?image[-_]?2\.1",
+        header=r"^qwen[-_]?image[-_]?2[._-]?1",
         remedy="use the qwen commands",
     ),
     "wan": OtherModel(
