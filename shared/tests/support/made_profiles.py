@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from ditkit_core.planner.memory import Profile, StageCost
+from ditkit_core.planner.memory import ParameterRows, Profile, StageCost
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
 from ditkit_core.run.config import RunConfig
 
@@ -42,6 +42,7 @@ def made_profile(
     sent = int(_SENT * work * MIB) * policy.endswith("+offload")
     block = StageCost(
         on_host=sent,
+        rows=(ParameterRows(1, 1, False),),  # a block without any has no policy
         weights=int(block_gib * _STORED[quantize] * GIB),
         adapters=8 * MIB,
         gradients=8 * MIB,
