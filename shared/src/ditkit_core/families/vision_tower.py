@@ -227,8 +227,8 @@ def mrope_positions(
     three axes, a picture's only in height and width, and what follows is behind its longer side.
 
     Args:
-        sizes: Rows and columns of slots of each picture, in order. Pictures that touch are told
-            apart by them.
+        sizes: Rows and columns of slots of each picture, in order; they say where one of two
+            pictures that touch ends.
     """
     parts, start, left = list[Tensor](), 0, iter(sizes)
     for is_picture, run in groupby(is_slot):
