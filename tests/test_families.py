@@ -171,6 +171,12 @@ def test_plans_count_the_vae_as_it_is(tmp_path: Path) -> None:
         )
 
 
+def test_a_vae_of_other_channels_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    written_vae(tmp_path, "4 channels")
+    with pytest.raises(UserError, match="vae makes 4 latent channels and the model takes 64; set"):
+        vae_models(family("4 channels"), ModelPaths(base=str(tmp_path)), channels=64)
+
+
 ENCODING = TextEncoding(
     models=(QWEN3,), reader="Z-Image", remedy="set model.text_encoder to a Qwen3", num_tokens=64
 )

@@ -15,6 +15,8 @@ from toy_world import World, equal
 
 from ditkit_core.data.media import image as still
 from ditkit_core.errors import UserError
+from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -535,6 +537,18 @@ def test_encoders_of_another_model_are_found_before_the_weights_are_read(
     assert world.train("run", 1) == 1
     error = capsys.readouterr().err
     assert "do not fit the transformer" in error and "text [" in error and error.count("\n") == 1
+
+
+def test_auxiliary_models_of_another_transformer_are_refused_while_nothing_is_encoded(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def models(arch: ToyArch, components: ModelPaths) -> list[AuxiliaryModel]:
+        raise UserError("the VAE makes 16 latent channels and the model takes 4")
+
+    world.spec = altered(world.spec, models=models)
+    assert world.train("run", 1) == 1
+    assert "makes 16 latent channels" in capsys.readouterr().err
+    assert (world.media.loads, world.text.loads) == (0, 0)
 
 
 def test_a_signal_ends_with_a_save_and_a_status_that_says_so(

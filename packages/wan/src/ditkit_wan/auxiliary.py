@@ -23,10 +23,6 @@ def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[Auxiliar
         UserError: If local files are damaged, or belong to another model.
     """
     channels = arch.out_channels
-    if components.here("vae"):
-        vae.VaeEncoder(
-            components, torch.device("cpu"), channels=channels
-        )  # refuses another model's
     encoder, decoder = vae_models(vae.vae_family(channels), components, channels=channels)
     image_encoders = [_clip(components)] if arch.image_dim else []
     speech_encoders = [_speech(components)] if arch.speech else []

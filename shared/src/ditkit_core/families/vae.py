@@ -248,12 +248,22 @@ class DiffusersVae(FrozenVae):
         device: torch.device,
         mode: VaeMode = WHOLE,
         *,
+        channels: int | None = None,
         decodings: Sequence[VaeMode] = (),
     ):
         """Find the weights and read their headers; nothing is loaded.
 
-        `decodings` are the ways to decode: the first that memory has room for is taken; empty: as
-        it encodes (`mode`).
+        Args:
+            family: The family's VAE.
+            components: Where the model's files are.
+            device: Device of the VAE.
+            mode: How it encodes. bf16 and tiles take less memory and give other results.
+            channels: Latent channels that the transformer was trained on; None takes any number.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it
+                encodes.
+
+        Raises:
+            UserError: If there are none, a file is damaged, or they belong to another VAE.
         """
         of_file = config_of_published_file if family.is_video else config_of_kl_file
         read = family.config_of_file or partial(of_file, family)
@@ -279,6 +289,11 @@ class DiffusersVae(FrozenVae):
             decode_clip=family.decode_clip,
         )
         self.family = family
+        if channels not in (None, self.channels):
+            raise UserError(
+                f"{source.path} makes {self.channels} latent channels and the model takes "
+                f"{channels}; set model.vae to the model's own: {remedy}"
+            )
 
     @property
     def recipe(self) -> str:  # type: ignore[override]  # a constant of other classes
@@ -371,10 +386,13 @@ def vae_models(
     or the published ones.
 
     `channels` is the number in the transformer's latents.
+
+    Raises:
+        UserError: If the local files are damaged, or of another VAE.
     """
     config = family.published
     if components.here("vae"):
-        config = DiffusersVae(family, components, torch.device("cpu")).config
+        config = DiffusersVae(family, components, torch.device("cpu"), channels=channels).config
     _, frames_per_latent, stride = family.latent_size(config)
 
     def build(dtype: torch.dtype) -> nn.Module:

@@ -557,6 +557,9 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     # weights.
     assert run.auxiliary.encoders
     _check_adapter_files(run)  # the architecture may have been unknown before
+    if run.arch is not None:
+        # as plans count them: they know the transformer whose latents and features these make
+        run.spec.auxiliary.models(run.arch, run.config.model)
     assert run.auxiliary.conditioning or not run.auxiliary.columns
     # Faults of single samples are left to encoding, which may skip those samples; what concerns all
     # of them is raised here.

@@ -87,24 +87,6 @@ class VaeEncoder(DiffusersVae):
         channels: int | None = None,
         decodings: Sequence[VaeMode] = (),
     ):
-        """Find the weights and read their headers; nothing is loaded.
-
-        Args:
-            components: Where the model's files are.
-            device: Device of the VAE.
-            mode: How it encodes. bf16 and tiles take less memory and give other results.
-            channels: Latent channels that the model was trained on; None takes either VAE.
-            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it
-                encodes.
-
-        Raises:
-            UserError: If there are none, a file is damaged, or they belong to another VAE.
-        """
+        """As `DiffusersVae`, of the VAE with that number of channels."""
         family = vae_family(channels)
-        super().__init__(family, components, device, mode, decodings=decodings)
-        if channels not in (None, self.channels):
-            raise UserError(
-                f"{self.source.path} makes {self.channels} latent channels and the model takes "
-                f"{channels}; "
-                f"set model.vae to the model's own: {family.remedy}"
-            )
+        super().__init__(family, components, device, mode, channels=channels, decodings=decodings)
