@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workspace import ROOT
+from workspace import MODELS, ROOT
 
 CPU = torch.device("cpu")
 
@@ -21,6 +21,23 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+
+
+def test_every_family_can_be_timed() -> None:
+    import bench_step
+
+    assert bench_step.PAIRS.keys() == {member.package.removeprefix("ditkit_") for member in MODELS}
+
+
+@pytest.mark.slow  # a model of each family, and diffusers' of it
+@pytest.mark.parametrize("member", MODELS, ids=lambda member: member.package)
+def test_what_is_timed_is_the_same_step(member: Any) -> None:
+    import bench_step
+
+    model = member.package.removeprefix("ditkit_")
+    args = bench_step.configured(["--model", model, "--tiny", "--dtype", "fp32"])
+    steps = bench_step.steps_of(args, bench_step.PAIRS[model](args, torch.float32), torch.float32)
+    assert float(steps.ours()) == pytest.approx(float(steps.theirs()), rel=1e-4)
 
 
 class Terminal(io.StringIO):

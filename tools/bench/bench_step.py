@@ -1,18 +1,21 @@
 """Time one training step of ours against diffusers': same weights, inputs, adapter and
 checkpointing, one process, interleaved.
 
-    uv run tools/bench/bench_step.py                                   # the grid of the project's
-    target, on this CPU uv run tools/bench/bench_step.py --model flux2                     # the
-    same for FLUX.2, and likewise flux3 and zimage uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16
-    --repeats 15 uv run tools/bench/bench_step.py --device cuda                     # 4 blocks of
-    Wan 14B's width, 20,280 tokens uv run tools/bench/bench_step.py --device cuda --model flux2
-    # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024 uv run tools/bench/bench_step.py
-    --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice
-    in memory
+    # the grid of the project's target, on this CPU
+    uv run tools/bench/bench_step.py
+    # the same for another family
+    uv run tools/bench/bench_step.py --model flux2
+    uv run tools/bench/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
+    # 4 blocks of Wan 14B's width, 20,280 tokens
+    uv run tools/bench/bench_step.py --device cuda
+    # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
+    uv run tools/bench/bench_step.py --device cuda --model flux2
+    # all blocks of a published model, twice in memory
+    uv run tools/bench/bench_step.py --device cuda --model flux2 --preset klein-base-4b
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and
-both layers of a single block; FLUX.3 and Z-Image: every linear layer of the blocks); no optimizer, which is
-the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which
+both layers of a single block; other families: every linear layer of the blocks); no optimizer,
+which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which
 is how training scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios
 (on a CPU also of the least processor time, for a machine that is not quiet), peaks, and the floor:
 the time our step spends inside matmuls and attention, below which nothing can
@@ -20,12 +23,14 @@ go without changing the arithmetic. A step for which memory is short gets a dash
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -194,109 +199,110 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     )
 
 
-def zimage_arch(args: argparse.Namespace) -> Any:
-    """The published model's architecture, or that of a slice, with one refiner of each kind."""
-    from ditkit_zimage.presets import PRESETS, ZImageArch
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A family whose package runs diffusers' transformer on our inputs, and how it is cut."""
 
-    slice_of_it = {
-        "dim": args.width,
-        "heads": args.width // 128,
-        "layers": args.blocks,
-        "refiner_layers": 1,
-    }
-    if args.preset:
-        return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
-    return ZImageArch(**slice_of_it)
+    spec: str
+    text: int
+    """Rows of the caption, as usual a caption has."""
+    published: int
+    """Width of the published model."""
+    fields: Callable[[int, int], dict[str, Any]]
+    """From width and blocks to fields of the architecture."""
 
 
-def zimage_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """A caption of 75 tokens, which are padded to 96, next to the image's."""
-    from ditkit_zimage.model import ZImageTransformer, make_inputs, with_padded_text
-    from ditkit_zimage.spec import ZIMAGE
-    from ditkit_zimage.verify import DIFFUSERS
-
-    (height, width), device, arch = FLUX2_SIZES[args.tokens], args.device, zimage_arch(args)
-    torch.manual_seed(0)
-    with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
-        ours = ZImageTransformer(arch, Precision(matmul=dtype))
-        theirs = diffusers_models.made(DIFFUSERS, arch)
-    diffusers_models.share_weights(
-        ours, theirs, ZIMAGE.architecture.names, ZIMAGE.precision.keep_fp32, dtype
-    )
-    diffusers_models.share_adapters(
-        ours, theirs, ZIMAGE.architecture.names, ("blocks",), ZIMAGE.adapters.targets, args.rank
-    )
-    latents, target = torch.randn(2, arch.in_channels, 1, 2 * height, 2 * width).to(device)
-    text, sigma = (
-        torch.randn(75, arch.text_dim).to(device, dtype),
-        torch.tensor([0.73125], device=device),
-    )
-    item = with_padded_text({"latents": latents, "text": text})
-    return Pair(
-        ours=ours.train(),
-        theirs=theirs.train(),
-        predict=lambda engine: ours(make_inputs([latents], sigma, [item], 1.0), engine)[0],
-        their_predict=lambda: (
-            -theirs([latents.to(dtype)], 1 - sigma, [text], return_dict=False)[0][0]
-        ),
-        target=target,
-        shape=f"blocks {arch.refiner_layers}+{arch.refiner_layers}+{arch.layers} tokens {args.tokens}+96",
-    )
+def _heads(width: int, blocks: int) -> dict[str, int]:
+    return {"dim": width, "heads": width // 128, "layers": blocks}
 
 
-def flux3_arch(args: argparse.Namespace) -> Any:
-    """The published model's architecture, or that of a slice, with one block in each tower."""
-    from ditkit_flux3.presets import PRESETS, Flux3Arch
-
-    slice_of_it = {
-        "dim": args.width, "heads": args.width // 128, "layers": args.blocks, "tower_layers": 1,
-        "text_dim": 20 * args.width // 3,
+def _krea2_text(heads: int) -> dict[str, int]:
+    return {
+        "text_dim": 128 * heads, "text_heads": heads, "text_kv_heads": heads,
+        "text_mlp_dim": 346 * heads, "layerwise_blocks": 1, "refiner_blocks": 1,
     }  # fmt: skip
-    if args.preset:
-        return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
-    return Flux3Arch(**slice_of_it)
 
 
-def flux3_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """Two windows of text next to the image's tokens, without references."""
-    from ditkit_flux3.model import Flux3Transformer, make_inputs
-    from ditkit_flux3.spec import FLUX3
-    from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
+SLICES = {
+    "flux3": Slice(
+        spec="ditkit_flux3.spec:FLUX3",
+        text=160,
+        published=3072,
+        fields=lambda width, blocks: (
+            _heads(width, blocks) | {"tower_layers": 1, "text_dim": 20 * width // 3}
+        ),
+    ),
+    "krea2": Slice(
+        spec="ditkit_krea2.spec:KREA2",
+        text=75,
+        published=6144,
+        fields=lambda width, blocks: (
+            _heads(width, blocks)
+            | _krea2_text(max(1, width // 192))
+            | {
+                "kv_heads": max(1, width // 512),
+                "mlp_dim": 8 * width // 3,
+            }
+        ),
+    ),
+    "ltx": Slice(
+        spec="ditkit_ltx.spec:LTX",
+        text=128,
+        published=2048,
+        fields=lambda width, blocks: _heads(width, blocks) | {"heads": width // 64},
+    ),
+    "qwen": Slice(spec="ditkit_qwen.spec:QWEN", text=75, published=4096, fields=_heads),
+    "zimage": Slice(
+        spec="ditkit_zimage.spec:ZIMAGE",
+        text=75,
+        published=3840,
+        fields=lambda width, blocks: _heads(width, blocks) | {"refiner_layers": 1},
+    ),
+}
 
-    grid, device, arch = FLUX2_SIZES[args.tokens], args.device, flux3_arch(args)
+
+def sliced_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """A family of `SLICES`: image or clip next to a caption, without references."""
+    family, device = SLICES[args.model], args.device
+    spec = resolve_name(family.spec)
+    theirs_of = resolve_name(f"{family.spec.partition('.')[0]}.verify:DIFFUSERS")
+    arch = spec.architecture.presets[args.preset or next(iter(spec.architecture.presets))]
+    if args.tiny or not args.preset:
+        arch = replace(arch, **family.fields(args.width, args.blocks))
     torch.manual_seed(0)
     with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
-        ours = Flux3Transformer(arch, Precision(matmul=dtype))
-        theirs = diffusers_models.made(DIFFUSERS, arch)
-    diffusers_models.share_weights(
-        ours, theirs, FLUX3.architecture.names, FLUX3.precision.keep_fp32, dtype
-    )
+        ours = spec.architecture.build(arch, Precision(matmul=dtype))
+        theirs = diffusers_models.made(theirs_of, arch)
+    names = spec.architecture.names
+    diffusers_models.share_weights(ours, theirs, names, spec.precision.keep_fp32, dtype)
     diffusers_models.share_adapters(
-        ours, theirs, FLUX3.architecture.names, ("blocks",), FLUX3.adapters.targets, args.rank
+        ours, theirs, names, ("blocks",), spec.adapters.targets, args.rank
     )
-    latents, target = torch.randn(2, arch.in_channels, 1, *grid).to(device)
-    text, sigma = (
-        torch.randn(160, arch.text_dim).to(device, dtype),
-        torch.tensor([0.73125], device=device),
-    )
-    inputs = make_inputs([latents], sigma, [{"text": text}], 1.0)
-    arguments = diffusers_arguments(inputs, dtype, arch.flow_map)
-
-    def their_predict() -> Tensor:
-        rows = theirs(**arguments, return_dict=False)[0][0]
-        return rows.transpose(0, 1).unflatten(-1, (1, *grid))
-
+    # Of one pixel, for the channels and what else an item has.
+    empty = spec.training.empty_item(arch, (1, 64, 64), ())
+    patch = 2 if args.model in ("krea2", "zimage") else 1
+    # a clip of four frames where an image has 32 and 64 pixels on a side
+    frames = WAN_SIZES[args.tokens][0] if args.model == "ltx" else 1
+    height, width = (side * patch // math.isqrt(frames) for side in FLUX2_SIZES[args.tokens])
+    grid = (frames, height, width)
+    channels, columns = len(empty["latents"]), empty["text"].shape[1]
+    latents, target = torch.randn(2, channels, *grid).to(device)
+    item = {"latents": latents, "text": torch.randn(family.text, columns).to(device, dtype)}
+    if "seconds" in empty:
+        item["seconds"] = torch.arange(frames, device=device) / 3
+    sigma = torch.tensor([0.73125], device=device)
+    inputs = spec.training.make_inputs([latents], sigma, [spec.training.assemble(item)], 1.0)
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
         predict=lambda engine: ours(inputs, engine)[0],
-        their_predict=their_predict,
+        their_predict=lambda: theirs_of.run(theirs, inputs),
         target=target,
-        shape=f"blocks 1+1+{arch.layers} tokens {args.tokens}+160",
+        shape=f"blocks {args.blocks} tokens {args.tokens}+{family.text}",
     )
 
 
-PAIRS = {"wan": wan_pair, "flux2": flux2_pair, "flux3": flux3_pair, "zimage": zimage_pair}
+PAIRS = {"wan": wan_pair, "flux2": flux2_pair} | dict.fromkeys(SLICES, sliced_pair)
 WAN_SIZES = {
     64: (1, 16, 16),
     256: (1, 32, 32),
@@ -477,17 +483,9 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
 
 def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with one line where the preset is none of the model, or has a size of its own."""
-    from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
-    from ditkit_flux3.presets import PRESETS as FLUX3_PRESETS
-    from ditkit_wan.presets import PRESETS as WAN_PRESETS
-    from ditkit_zimage.presets import PRESETS as ZIMAGE_PRESETS
-
-    archs: Mapping[str, Any] = {
-        "wan": WAN_PRESETS,
-        "flux2": FLUX2_PRESETS,
-        "flux3": FLUX3_PRESETS,
-        "zimage": ZIMAGE_PRESETS,
-    }[args.model]
+    specs = {"wan": "ditkit_wan.spec:WAN", "flux2": "ditkit_flux2.spec:FLUX2"}
+    specs |= {name: family.spec for name, family in SLICES.items()}
+    archs: Mapping[str, Any] = resolve_name(specs[args.model]).architecture.presets
     # Others have conditions, which a step here does not make.
     names = [
         name
@@ -553,8 +551,9 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if args.model == "wan" and not args.tokens:
             args.sizes = [20280]
         args.dtypes = [args.dtype or "bf16"]
+        published = {name: family.published for name, family in SLICES.items()}
         usual = {
-            "width": {"wan": 5120, "flux2": 6144, "flux3": 3072, "zimage": 3840}[args.model],
+            "width": ({"wan": 5120, "flux2": 6144} | published)[args.model],
             "blocks": 4,
             "rank": 32,
         }
