@@ -26,11 +26,15 @@ from ditkit_core.nn.rope import timestep_features
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.testing.conformance import CoreChecks
+from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_replicas import ReplicaConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
@@ -52,6 +56,14 @@ CPU = torch.device("cpu")
 ARCH = QwenArch(dim=64, heads=2, layers=2, in_channels=8, text_dim=12, axes=(8, 12, 12))
 GRIDS, CAPTIONS = [(4, 6), (6, 8), (6, 4)], (5, 9, 5)
 """Latent pixels, and rows of captions, of three samples."""
+EDITS = (
+    {"image": (4, 6), "text": (3, 2, 4), "references": ((4, 4), (2, 6))},
+    {"image": (6, 8), "text": (9,), "references": ()},
+    {"image": (6, 4), "text": (2, 0, 7), "references": ((4, 2), (4, 4))},
+    {"image": (2, 6), "text": (4, 1), "references": ((6, 2),)},
+)
+"""Latent pixels of an image and its references, and rows of text in front of each reference and
+behind the last one. Two of them touch."""
 
 
 def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
@@ -68,6 +80,27 @@ def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
     ]
 
 
+def edits(*chosen: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
+    """Training items of these samples of `EDITS`."""
+    random, made = torch.Generator().manual_seed(0), []
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=random, dtype=torch.float64).to(dtype)
+
+    for sample in EDITS:
+        *between, last = sample["text"]
+        images = enumerate(sample["references"])
+        made.append(
+            {
+                "latents": draw(8, 1, *sample["image"]),
+                **{f"reference.{i}": draw(8, 1, *grid) for i, grid in images},
+                **{f"text.{i}": draw(rows, 12) for i, rows in enumerate(between)},
+                "text": draw(last, 12),
+            }
+        )
+    return [dict(made[i]) for i in chosen]
+
+
 class Images:
     spec = QWEN
     arch = ARCH
@@ -80,6 +113,37 @@ class TestQwen(Images, EverySuite):
     last_layers = ("img_mlp.out",)
     deeper = replace(ARCH, layers=6)
     diffusers = DIFFUSERS
+
+
+class Edits(Images):
+    """Samples with two references, with none, and with two that touch."""
+
+    last_layers = TestQwen.last_layers
+
+    def items(self, count, ragged=False):
+        return edits(*(i % 3 if ragged else 0 for i in range(count)))
+
+
+class TestEdits(Edits, CoreChecks):
+    one_in = 5
+
+
+class TestPeersOfEdits(Edits, PeerChecks):
+    diffusers = DIFFUSERS
+
+
+class TestAuditOfEdits(Edits, AuditChecks):
+    """Errors by place."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestReplicasOfEdits(Edits, ReplicaConformance):
+    """One rank has references where another has none."""
+
+    trains = ("lora with dropout", "full")
+    worlds = (1, 2)
+    continued = ((2, 1),)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -144,66 +208,56 @@ def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QwenImage21TemporalTimesteps, "forward", forward)
 
 
-class Samples:
-    """Inputs of both models; latents and text get gradients. diffusers runs one sample at a time:
-    padding moves its images."""
+def outcome(
+    chosen: tuple[int, ...], model: torch.nn.Module, run: Any, dtype: torch.dtype, exact: bool = False
+) -> dict[str, Tensor]:
+    """Outputs and the gradients of inputs: of `EDITS`, whose values are bf16's where `exact`."""
+    drawn = edits(*chosen, dtype=torch.bfloat16 if exact else torch.float64)
+    samples = [{name: x.to(dtype).requires_grad_() for name, x in item.items()} for item in drawn]
+    sigma = torch.tensor([0.8125, 0.25, 0.5, 0.625], dtype=torch.float64)[list(chosen)]
+    outputs = run(model, samples, sigma)
+    random = torch.Generator().manual_seed(5)
+    sum(
+        (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
+        .square()
+        .sum()
+        for out in outputs
+    ).backward()
+    gradients = {f"{name} {i}": x.grad for i, item in enumerate(samples) for name, x in item.items()}
+    return gradients | {f"output {i}": out for i, out in enumerate(outputs)}
 
-    def __init__(self, dtype: torch.dtype, chosen: tuple[int, ...], exact: bool = False):
-        random = torch.Generator().manual_seed(1)
 
-        def draw(*size: int) -> Tensor:
-            values = torch.randn(size, generator=random, dtype=torch.float64)
-            return (values.bfloat16() if exact else values).to(dtype).requires_grad_()
+def run_ours(model: torch.nn.Module, samples: Any, sigma: Tensor) -> list[Tensor]:
+    return model(make_inputs([item["latents"] for item in samples], sigma, samples, 1.0))
 
-        drawn = [
-            (draw(8, 1, *grid), draw(rows, 12), draw(8, 1, *grid).detach())
-            for grid, rows in zip(GRIDS, CAPTIONS, strict=True)
-        ]
-        self.dtype = dtype
-        self.latents, self.text, self.target = (
-            list(x) for x in zip(*(drawn[i] for i in chosen), strict=True)
-        )
-        self.sigma = torch.tensor([0.8125, 0.25, 0.5], dtype=torch.float64)[list(chosen)]
 
-    def ours(self, model: QwenTransformer) -> list[Tensor]:
-        texts = [{"text": text} for text in self.text]
-        return model(make_inputs(self.latents, self.sigma, texts, 1.0))
-
-    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
-        outputs = []
-        for latents, text, sigma in zip(self.latents, self.text, self.sigma, strict=True):
-            inputs = make_inputs([latents], sigma[None], [{"text": text}], 1.0)
-            (rows,) = model(**diffusers_arguments(inputs, self.dtype), return_dict=False)[0]
-            _, _, height, width = latents.shape
-            image = rows[-height * width :]
-            outputs.append(rearrange(image, "(h w) c -> c 1 h w", h=height))
-        return outputs
-
-    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Outputs and the gradients of inputs."""
-        sum(
-            (out.double() - target).square().sum()
-            for out, target in zip(outputs, self.target, strict=True)
-        ).backward()
-        results = {f"output {i}": out for i, out in enumerate(outputs)}
-        for name, tensors in (("latents", self.latents), ("text", self.text)):
-            for i, tensor in enumerate(tensors):
-                results[f"{name} {i}"], tensor.grad = tensor.grad, None
-        return results
+def run_theirs(model: torch.nn.Module, samples: Any, sigma: Tensor) -> list[Tensor]:
+    """One sample at a time: diffusers has one layout for all of a batch."""
+    outputs = []
+    for item, level in zip(samples, sigma, strict=True):
+        latents = item["latents"]
+        inputs = make_inputs([latents], level[None], [item], 1.0)
+        (rows,) = model(**diffusers_arguments(inputs, latents.dtype), return_dict=False)[0]
+        _, _, height, width = latents.shape
+        outputs.append(rearrange(rows[-height * width :], "(h w) c -> c 1 h w", h=height))
+    return outputs
 
 
 def compare(
-    ours: QwenTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float
-) -> None:
-    mine, them = samples.run(samples.ours(ours)), samples.run(samples.theirs(theirs))
+    ours: QwenTransformer, theirs: torch.nn.Module, chosen: tuple[int, ...], dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
+    mine, them = (
+        outcome(chosen, ours, run_ours, dtype), outcome(chosen, theirs, run_theirs, dtype)
+    )  # fmt: skip
     mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
     them |= {native(name): parameter.grad for name, parameter in theirs.named_parameters()}
     assert mine.keys() == them.keys()
-    errors = {name: relative(mine[name], them[name]) for name in mine}
+    errors = {name: relative(mine[name], them[name]) for name in mine if mine[name].numel()}
     assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
 
 
-BATCHES = [(0,), (0, 2), (0, 1, 2)]
+BATCHES = [(0,), (1,), (2,), (0, 0), (0, 1, 3), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("chosen", BATCHES, ids=str)
@@ -211,7 +265,7 @@ def test_fp64_equals_diffusers_run_in_fp64(chosen, monkeypatch):
     exact_diffusers(monkeypatch)
     theirs = diffusers_model().double()
     ours = loaded(theirs.state_dict(), torch.float64)
-    compare(ours, theirs, Samples(torch.float64, chosen), 1e-10)
+    compare(ours, theirs, chosen, torch.float64, 1e-10)
 
 
 @pytest.mark.parametrize("chosen", BATCHES, ids=str)
@@ -219,9 +273,7 @@ def test_fp32_equals_diffusers(chosen, monkeypatch):
     """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
     exact_sinusoid(monkeypatch)
     theirs = diffusers_model()
-    compare(
-        loaded(theirs.state_dict(), torch.float32), theirs, Samples(torch.float32, chosen), 1e-5
-    )
+    compare(loaded(theirs.state_dict(), torch.float32), theirs, chosen, torch.float32, 1e-5)
 
 
 def test_names_and_parameters_are_those_of_diffusers_at_full_size():
@@ -286,14 +338,13 @@ def test_bf16_is_closer_to_fp64_than_diffusers():
                 parameter.data = parameter.data.bfloat16()
         results = []
         for dtype, run, model in (
-            (torch.float64, "ours", exact),
-            (torch.bfloat16, "ours", half),
-            (torch.bfloat16, "theirs", theirs.bfloat16()),
+            (torch.float64, run_ours, exact),
+            (torch.bfloat16, run_ours, half),
+            (torch.bfloat16, run_theirs, theirs.bfloat16()),
         ):
-            samples = Samples(dtype, (0, 2), exact=True)
-            results.append(samples.run(getattr(samples, run)(model)))
+            results.append(outcome((0, 1), model, run, dtype, exact=True))
             gradients = {
-                native(name) if run == "theirs" else name: p.grad
+                native(name) if run is run_theirs else name: p.grad
                 for name, p in model.named_parameters()
             }
             results[-1]["parameters"] = torch.cat(

@@ -1,8 +1,9 @@
 """The VAE of Qwen-Image 2.1, which has a channel of opacity, and its text encoder: the last layer
-of Qwen3-VL 8B, before its last norm.
+of Qwen3-VL 8B, before its last norm, which sees the references.
 
-Source: `QwenImage21Pipeline` of diffusers: its template, the space that stands for an empty
-caption, and the system turn, whose features are dropped.
+Source: `QwenImage21Pipeline` of diffusers: its template, the words of references, the space that
+stands for an empty caption, the system turn, whose features are dropped, and the size of
+references.
 """
 
 from dataclasses import fields, replace
@@ -11,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.families.language_models import QWEN3_VL, TextEncoding, TextFamily
+from ditkit_core.families.language_models import (
+    QWEN3_VL,
+    QWEN3_VL_TOWER,
+    TextEncoding,
+    TextFamily,
+)
+from ditkit_core.families.references import area_size
 from ditkit_core.families.vae import VaeFamily
 
 TEXT_LAYERS = 36
@@ -65,7 +72,12 @@ _READER = replace(
     layers=(TEXT_LAYERS,),
     before=f"{SYSTEM}<|im_start|>user\n",
     dropped_turn=SYSTEM,
-    removed="<|image_pad|>",
+    vision=replace(
+        QWEN3_VL_TOWER,
+        picture=f"<image{{number}}>{QWEN3_VL_TOWER.picture}",
+        between=" ",
+        divides_text=True,
+    ),
 )
 
 TEXT = TextEncoding(
@@ -77,3 +89,7 @@ TEXT = TextEncoding(
     planned_tokens=512,
 )
 """A caption is not padded: padding would move the image."""
+
+reference_size = area_size(1024 * 1024)
+"""Height and width of a reference, for the VAE and for the text encoder: about a megapixel in its
+shape. A slot of the text is then 2 x 2 latent pixels."""

@@ -15,7 +15,7 @@ from ditkit_core.models.spec import (
     SampleDefaults,
     op_groups_by_name,
 )
-from ditkit_qwen.encoders import TEXT, VAE
+from ditkit_qwen.encoders import TEXT, VAE, reference_size
 from ditkit_qwen.model import TOKEN_STREAMS, QwenTransformer, make_inputs
 from ditkit_qwen.presets import HUB_PRESETS, PRESETS, QwenArch, arch_from_config
 from ditkit_qwen.state_dict import NAMES, RULES
@@ -76,6 +76,8 @@ _SPEC = family_spec(
     make_inputs=make_inputs,
     vae=VAE,
     text=TEXT,
+    reference_size=reference_size,
+    picture_size=reference_size,
     shift=lambda latents: _shift(latents[0].numel()),
     levels=_levels,
     sample_defaults=_sample_defaults,
@@ -85,5 +87,6 @@ _SPEC = family_spec(
     ),
     verifier="ditkit_qwen.verify:DIFFUSERS",
 )
-# The pipeline rounds sides to two latent pixels, because a slot of an image stands for 2 x 2.
-QWEN = replace(_SPEC, data=replace(_SPEC.data, size_step=32))
+# The pipeline rounds sides to two latent pixels, because a slot of an image stands for 2 x 2, and a
+# sample has the shape of its last reference.
+QWEN = replace(_SPEC, data=replace(_SPEC.data, size_step=32, shape_reference=-1))

@@ -1,5 +1,6 @@
 """diffusers' transformer of Qwen-Image 2.1, which verifies what is exported."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -12,16 +13,19 @@ from ditkit_qwen.model import QwenInputs, make_inputs
 from ditkit_qwen.presets import QwenArch, config_of
 from ditkit_qwen.state_dict import NAMES
 
-_SIGMA, _TEXT = 0.5, 5
+_SIGMA, _TEXT, _IMAGE, _REFERENCE = 0.5, 5, (4, 6), (6, 4)
+"""Sizes in rows and latent pixels: tiny, and of different shapes, so that swapped axes show."""
 
 
 def _inputs(model: Any) -> QwenInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny image whose sides
-    differ, so that swapped axes show."""
+    """Inputs of noise at a middle noise level, with text around a reference, on the model's
+    device."""
     arch: QwenArch = model.embed.arch
     device = model.embed.img_in.weight.device
     empty = {
-        "latents": torch.empty(arch.in_channels, 1, 4, 6),
+        "latents": torch.empty(arch.in_channels, 1, *_IMAGE),
+        "reference.0": torch.empty(arch.in_channels, 1, *_REFERENCE),
+        "text.0": torch.empty(_TEXT - 2, arch.text_dim),
         "text": torch.empty(_TEXT, arch.text_dim),
     }
     item = noise_item(empty, device)
@@ -30,16 +34,23 @@ def _inputs(model: Any) -> QwenInputs:
 
 def diffusers_arguments(inputs: QwenInputs, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of diffusers' transformer for the one sample of our inputs."""
-    (latents,), (text,) = inputs.latents, inputs.text
-    _, _, height, width = latents.shape
-    # An image has a slot for each 2 x 2 of its tokens.
-    slots = torch.arange(len(text) + height * width // 4, device=latents.device) >= len(text)
+    (latents,), (text,), (references,) = inputs.latents, inputs.text, inputs.references
+    images = [*references, latents]
+    grids = [(image.shape[2], image.shape[3]) for image in images]
+    # An image has a slot for each 2 x 2 of its tokens, whose features are not read.
+    rows, slots = list[Tensor](), list[Tensor]()
+    for part, grid in zip(text, grids, strict=True):
+        features = part.new_zeros(prod(grid) // 4, part.shape[1])
+        rows += [part, features]
+        slots += [part.new_zeros(len(x), dtype=torch.bool) + (x is features) for x in rows[-2:]]
     return {
-        "hidden_states": rearrange(latents, "c 1 h w -> 1 (h w) c").to(dtype),
-        "encoder_hidden_states": text[None].to(dtype),
+        "hidden_states": torch.cat(
+            [rearrange(image, "c 1 h w -> 1 (h w) c") for image in images], 1
+        ).to(dtype),
+        "encoder_hidden_states": torch.cat(rows[:-1])[None].to(dtype),
         "timestep": inputs.sigma,
-        "img_shapes": [[(1, height, width)]],
-        "img_mask": slots[None],
+        "img_shapes": [[(1, *grid) for grid in grids]],
+        "img_mask": torch.cat(slots)[None],
     }
 
 

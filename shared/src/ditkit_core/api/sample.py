@@ -77,7 +77,12 @@ def sample(
         device_of_sampler=lambda: device,
     )
     chosen = choose_prompts(
-        config, (), size=data.size, size_step=data.size_step, columns=auxiliary.columns
+        config,
+        (),
+        size=data.size,
+        size_step=data.size_step,
+        columns=auxiliary.columns,
+        shape_reference=data.shape_reference,
     )
     with TemporaryDirectory(prefix="ditkit") as folder:
         encoder = PromptEncoder(auxiliary, Cache(Path(folder)), data.fps)

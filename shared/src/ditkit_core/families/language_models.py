@@ -34,8 +34,10 @@ class VisionTower:
     """What is between two pictures."""
     slot: str = "<|image_pad|>"
     """The token in `picture` that is repeated for each row of it; removed from captions."""
-    marks_slots: bool = False
-    """Whether features have `slots` [tokens] next to them: True where a row is a picture's."""
+    divides_text: bool = False
+    """Whether pictures divide a prompt's features: `text.0` has the rows in front of the first one,
+    `text.1` those in front of the second, …, and `text` those behind the last one. Slots have no
+    rows then: the transformer has its latents there."""
     mean: tuple[float, float, float] = _CLIP_MEAN
     deviation: tuple[float, float, float] = _CLIP_DEVIATION
     """With `mean`: how pixels in [0, 1] are normalised, by channel."""

@@ -66,6 +66,9 @@ class CaptionEncoding:
     """From height and width of a reference, at `DataSpec.picture_size`, to the rows that it has among
     the features of its caption. None for an encoder that reads captions alone."""
 
+    divides_text: bool = False
+    """As `VisionTower.divides_text`."""
+
 
 def family_spec(
     *,
@@ -185,7 +188,10 @@ def family_spec(
             f"reference.{index}": latents(1, *sides) for index, sides in enumerate(references)
         }
         rows, columns = rows_and_columns(arch)
-        if captions.num_slots is not None and picture_size is not None:
+        if captions.divides_text:  # the words of a picture are in front of it
+            before = torch.empty(1, columns, dtype=torch.bfloat16)
+            others |= {f"text.{index}": before for index in range(len(references))}
+        elif captions.num_slots is not None and picture_size is not None:
             sizes = (picture_size(*sides, len(references)) for sides in references)
             rows += sum(captions.num_slots(*size) for size in sizes)
         features = torch.empty(rows, columns, dtype=torch.bfloat16)
@@ -197,7 +203,8 @@ def family_spec(
             for key, latents in item.items()
             if key == "latents" or key.startswith("reference.")
         ]
-        return len(item["text"]) * text_in_stream + sum(
+        texts = [x for key, x in item.items() if key == "text" or key.startswith("text.")]
+        return sum(map(len, texts)) * text_in_stream + sum(
             prod(latents.shape[1:]) // prod(patch) for latents in images
         )
 
@@ -281,11 +288,13 @@ def _caption_encoding(text: TextEncoding | T5Encoding | CaptionEncoding) -> Capt
                 model=lambda text_dim, components: t5_model(text, components),
             )
         case TextEncoding():
+            vision = text.models[0].vision
             return CaptionEncoding(
                 num_tokens=text.usual_tokens - min(model.dropped for model in text.models),
                 encoder=partial(VisionLanguageEncoder if text.sees else LanguageModelEncoder, text),
                 model=partial(text_model, text),
-                num_slots=text.models[0].vision.num_slots if text.models[0].vision else None,
+                num_slots=vision.num_slots if vision else None,
+                divides_text=vision is not None and vision.divides_text,
             )
 
 

@@ -4,11 +4,12 @@ Text and pictures go through their layers one after the other, as captions do in
 the device, or each layer read from its file for all prompts of a call, with the same bits.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ditkit_core.errors import UserError
@@ -39,7 +40,7 @@ class VisionLanguageEncoder(LanguageModelEncoder):
 
         For each, `text` [tokens, width] in the encoder's dtype, on the CPU: a row for each token of
         the prompt, a picture's slots included, except for the `dropped` ones; there is no padding.
-        With `VisionTower.marks_slots` also `slots` [tokens], True where a row is a picture's.
+        With `VisionTower.divides_text` there are several, without slots.
 
         Raises:
             UserError: If a prompt has more pictures than its number of tokens has room for.
@@ -74,10 +75,12 @@ class VisionLanguageEncoder(LanguageModelEncoder):
             self.family, self._rotary, ids, [None] * len(ids), positions, self._passing, advance,
             sights,
         )  # fmt: skip
-        dropped, marks = self._prompter.dropped, self.vision.marks_slots
+        dropped = self._prompter.dropped
+        if not self.vision.divides_text:
+            return [{"text": text[dropped:]} for text in texts]
         return [
-            {"text": text[dropped:], **({"slots": slots[dropped:].cpu()} if marks else {})}
-            for text, slots in zip(texts, are_slots, strict=True)
+            _divided(text[dropped:], slots[dropped:].tolist(), sizes)
+            for text, slots, sizes in zip(texts, are_slots, grids, strict=True)
         ]
 
     def _prompt_tokens(self, text: str, grids: Sequence[tuple[int, int]]) -> Int64[Tensor, " _"]:
@@ -99,3 +102,15 @@ class VisionLanguageEncoder(LanguageModelEncoder):
             for rows, columns in [next(sizes) if token in self._prompter.slots else (1, 1)]
         ]
         return tokens.repeat_interleave(torch.tensor(counts))
+
+
+def _divided(
+    text: Float[Tensor, "tokens width"], is_slot: list[bool], sizes: Sequence[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """The features between pictures, as of `VisionTower.divides_text`, in memory of their own."""
+    items, behind = dict[str, Tensor](), 0
+    for number, size in enumerate(sizes):
+        start = is_slot.index(True, behind)
+        items[f"text.{number}"] = text[behind:start].clone()
+        behind = start + math.prod(size)
+    return {**items, "text": text[behind:].clone() if sizes else text}

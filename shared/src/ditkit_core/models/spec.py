@@ -233,6 +233,10 @@ class DataSpec:
     needs_references: bool = False
     """Whether the model only edits: a sample without references is refused."""
 
+    shape_reference: int = 0
+    """Index of the reference that a sample has the shape of, where no size is asked for: 0 the
+    first, -1 the last."""
+
     columns: Callable[[Any], Sequence[Column]] = lambda arch: ()
     """From architecture to the dataset columns that it is conditioned on."""
 

@@ -120,6 +120,7 @@ def sample_prompts(
         size=(section.frames, section.height, section.width),
         size_step=data.spec.data.size_step,
         columns=auxiliary.columns,
+        shape_reference=data.spec.data.shape_reference,
     )
     fitted = (prompt.fitted(auxiliary.columns, data.fps, warn) for prompt in prompts)
     if readers is None:

@@ -138,6 +138,7 @@ def choose_prompts(
     size: tuple[int, int, int],
     size_step: int,
     columns: Sequence[Column] = (),
+    shape_reference: int = 0,
 ) -> list[SamplePrompt]:
     """What to sample: the prompts, or without prompts the captions of the first samples that differ
     in caption or references.
@@ -147,6 +148,7 @@ def choose_prompts(
         size: Frames, height and width of training, used for those that the section leaves at 0.
         columns: The model's condition columns. With any, samples that share a caption count as
             different, and each keeps its own number of frames unless `frames` is set.
+        shape_reference: `DataSpec.shape_reference`.
     """
     references = tuple(local_path(reference) for reference in config.references)
     for reference in references:
@@ -158,7 +160,7 @@ def choose_prompts(
     # An edit should have the shape of the image that it edits, with about as many pixels as in
     # training.
     if references and not config.height and not config.width:
-        info = probe(references[0])
+        info = probe(references[shape_reference])
         sizes = bucket_sizes(height, width, step=size_step, max_aspect=_MAX_ASPECT)
         height, width = nearest_size(info.height, info.width, sizes)
     files = control_files(config, columns)

@@ -26,6 +26,10 @@ ARCH = QwenArch(dim=64, heads=2, layers=2, in_channels=16, text_dim=32, axes=(8,
 """The tiny transformer."""
 
 
+MARKERS = ("system", "user", "assistant", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+"""Tokens of the template, next to the start and the end of a turn."""
+
+
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every
     time."""
@@ -45,7 +49,7 @@ def write_checkpoint(folder: Path) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
 
     words = re.sub(r"<.*?>|[.]", " ", SYSTEM)
-    tokenizer = word_tokenizer((*CAPTIONS, words), markers=("system", "user", "assistant"))
+    tokenizer = word_tokenizer((*CAPTIONS, words), markers=MARKERS)
     tokenizer.save_pretrained(folder / "processor")
     write_text_encoder(folder, build_text_encoder(tokenizer), tied="lm_head.weight")
     channels = ARCH.in_channels
@@ -89,6 +93,7 @@ def build_text_encoder(tokenizer: Any) -> Any:
     }  # fmt: skip
     config = Qwen3VLConfig(
         text_config=reading, vision_config=seeing, tie_word_embeddings=True,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         architectures=["Qwen3VLForConditionalGeneration"], dtype="float32",
     )  # fmt: skip
     return random_model("text encoder", Qwen3VLForConditionalGeneration, config)

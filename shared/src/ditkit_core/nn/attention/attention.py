@@ -5,7 +5,7 @@ decide which kernel runs (`attention_backends.py`) and whether a checkpoint keep
 saves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,8 +15,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ditkit_core.errors import UserError, argument
-from ditkit_core.nn.attention.backends import BACKENDS, Backend
+from ditkit_core.nn.attention.backends import BACKENDS, Backend, Kernel
 from ditkit_core.nn.context import settings_in_force
+
+Blocks = tuple[tuple[int, int], ...]
+"""Stretches of a sample's tokens, in order: the first token of each, and the first behind it."""
 
 
 def attend(
@@ -28,6 +31,7 @@ def attend(
     padding_mask: Bool[Tensor, "batch keys"] | None = None,
     dropout: float = 0.0,
     causal: bool = False,
+    blocks: Sequence[Blocks] = (),
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """Scaled dot-product attention through the current backend.
 
@@ -40,6 +44,8 @@ def attend(
         causal: Whether a query attends only to the keys up to its place. There are then as many
             keys as queries and no mask: what pads a sample behind its end is attended to by
             padding alone.
+        blocks: Of each sample, the stretches of tokens that attend to each other in causal
+            attention, whatever their order, and to all before them: images in a text.
 
     Returns:
         One row per query, in the dtype of q.
@@ -55,6 +61,10 @@ def attend(
         # Not in a recompute: it would count a call twice, and only those that are not kept.
         settings.calls.counts[name] += 1
     kernel = backend.kernel
+    if any(blocks):
+        assert causal and len(blocks) == len(q), "blocks are in causal attention"
+        # In the exchange between ranks: it hands over all tokens, to which the blocks belong.
+        kernel = partial(_in_blocks, kernel, blocks)
     if settings.exchange is not None and name in settings.exchange.calls:
         kernel = partial(settings.exchange.attend, kernel, name)
     if causal:
@@ -63,6 +73,37 @@ def attend(
     if not settings.keeps(name):
         return kernel(q, k, v, padding_mask, dropout)
     return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
+
+
+def _in_blocks(
+    kernel: Kernel,
+    blocks: Sequence[Blocks],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding_mask: None,
+    dropout: float,
+    causal: bool = True,
+) -> Tensor:
+    """Causal attention of all tokens, and in place of it, block by block, attention of the block's
+    queries to all keys up to its end.
+
+    No kernel needs a mask for it. Causal results of the blocks are dropped, at most a third of the
+    scores.
+    """
+    out = kernel(q, k, v, padding_mask, dropout, causal=causal)
+    alike = len(set(blocks)) == 1
+    samples = [slice(None)] if alike else [slice(i, i + 1) for i in range(len(q))]
+    rows = []
+    for sample, stretches in zip(samples, blocks, strict=not alike):
+        parts, behind = [], 0
+        for start, end in stretches:
+            queries, keys, values = q[sample, start:end], k[sample, :end], v[sample, :end]
+            attended = kernel(queries, keys, values, padding_mask, dropout)
+            parts += [out[sample, behind:start], attended]
+            behind = end
+        rows.append(torch.cat([*parts, out[sample, behind:]], 1))
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
