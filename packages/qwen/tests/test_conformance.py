@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from einops import rearrange
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import WHOLE, GenerationRequest
+from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -45,7 +47,6 @@ from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_qwen.demo.write import write_checkpoint
-from ditkit_qwen.encoders import SYSTEM
 from ditkit_qwen.model import QwenTransformer, make_inputs
 from ditkit_qwen.presets import PRESETS, QwenArch, arch_from_config, config_of
 from ditkit_qwen.spec import QWEN
@@ -58,8 +59,8 @@ GRIDS, CAPTIONS = [(4, 6), (6, 8), (6, 4)], (5, 9, 5)
 """Latent pixels, and rows of captions, of three samples."""
 EDITS = (
     {"image": (4, 6), "text": (3, 2, 4), "references": ((4, 4), (2, 6))},
-    {"image": (6, 8), "text": (9,), "references": ()},
-    {"image": (6, 4), "text": (2, 0, 7), "references": ((4, 2), (4, 4))},
+    {"image": (6, 10), "text": (9,), "references": ()},
+    {"image": (2, 14), "text": (2, 0, 7), "references": ((4, 2), (4, 4))},
     {"image": (2, 6), "text": (4, 1), "references": ((6, 2),)},
 )
 """Latent pixels of an image and its references, and rows of text in front of each reference and
@@ -399,69 +400,138 @@ def test_images_are_opaque_for_the_vae_and_samples_are_laid_over_white(checkpoin
 
 
 class NamedProcessor:
-    """Qwen3-VL's processor without images: what the pipeline calls of it."""
+    """Qwen3-VL's processor, which the pipeline calls: its tokenizer, its template of a system turn,
+    and its processor of images."""
 
     def __init__(self, checkpoint: Path):
         from transformers import AutoTokenizer
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
         self.tokenizer = AutoTokenizer.from_pretrained(
             checkpoint / "processor", local_files_only=True
         )
+        self.images = Qwen2VLImageProcessor(
+            patch_size=16, merge_size=2, min_pixels=256 * 256, max_pixels=4096 * 4096,
+            image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        )  # fmt: skip
 
-    def __call__(self, text: list[str], **options: Any) -> Any:
-        return self.tokenizer(text, **options)
+    def __call__(self, text: list[str], images: Any = (), **options: Any) -> Any:
+        if not images:
+            return self.tokenizer(text, **options)
+        seen = dict(self.images(images, return_tensors="pt"))
+        sizes, prompts = iter(seen["image_grid_thw"].tolist()), []
+        for prompt in text:
+            first, *others = prompt.split(SLOT)
+            for behind, (_, rows, columns) in zip(others, sizes, strict=False):
+                first += SLOT * (rows * columns // 4) + behind
+            prompts.append(first)
+        tokens = self.tokenizer(prompts, **options)
+        slot = self.tokenizer.convert_tokens_to_ids(SLOT)
+        tokens.update(seen | {"mm_token_type_ids": (tokens.input_ids == slot).int()})
+        return tokens
 
     def apply_chat_template(self, messages: Any, **options: Any) -> list[list[int]]:
         """The published template of a system turn."""
         ((message,),) = [message["content"] for message in messages]
-        return [self.tokenizer(SYSTEM).input_ids] if message["text"] in SYSTEM else []
+        turn = f"<|im_start|>system\n{message['text']}<|im_end|>\n"
+        return [self.tokenizer(turn).input_ids]
 
 
-def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
-    """Of captions of several lengths in one batch, an empty one among them: before the last norm,
-    and without the system turn."""
-    from diffusers import QwenImage21Pipeline
-    from transformers import Qwen3VLForConditionalGeneration
+SLOT = "<|image_pad|>"
 
-    model = Qwen3VLForConditionalGeneration.from_pretrained(
-        checkpoint / "text_encoder", local_files_only=True
-    )
-    pipeline = QwenImage21Pipeline(None, None, model, NamedProcessor(checkpoint), None)
+
+def text_encoder(checkpoint: Path) -> Any:
     paths = ModelPaths(base=str(checkpoint))
     encoder = QWEN.auxiliary.text_encoder(paths, CPU, torch.float32, "never")
     encoder.load()
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def language_model(checkpoint: Path) -> torch.nn.Module:
+    from transformers import Qwen3VLForConditionalGeneration
+
+    return Qwen3VLForConditionalGeneration.from_pretrained(
+        checkpoint / "text_encoder", local_files_only=True
+    )
+
+
+def picture(index: int, height: int, width: int) -> Image.Image:
+    random = np.random.default_rng(index)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+PICTURES = (picture(0, 256, 320), picture(1, 320, 256))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_features_of_captions_are_those_of_the_pipeline(checkpoint, language_model, count):
+    """Of captions of several lengths in one batch, an empty one among them: before the last norm,
+    without the system turn, and in front of, between and behind references."""
+    from diffusers import QwenImage21Pipeline
+
+    processor = NamedProcessor(checkpoint)
+    pipeline = QwenImage21Pipeline(None, None, language_model, processor, None)
+    encoder, pictures = text_encoder(checkpoint), PICTURES[:count]
     captions = ["a red circle", "", "a long one, " * 30]
     with torch.no_grad():
-        features, mask, slots = pipeline.encode_prompt(list(captions), device=CPU)
-    assert not slots.any()
-    for caption, padded, real in zip(captions, features, mask, strict=True):
-        (ours,) = encoder.encode([caption])
-        expected = padded[real.bool()]
-        assert ours["text"].shape == (len(expected), 32)
-        torch.testing.assert_close(
-            ours["text"], expected, rtol=1e-4, atol=1e-4
-        )  # fp32; kernels sum in another order
-    (empty,), (space,) = encoder.encode([""]), encoder.encode([" "])
-    assert torch.equal(empty["text"], space["text"])
-    assert torch.equal(
-        encoder.encode(["a <|image_pad|>red"])[0]["text"], encoder.encode(["a red"])[0]["text"]
-    ), "a slot of an image"
+        features, mask, slots = pipeline.encode_prompt(
+            list(captions), image=list(pictures) or None, device=CPU
+        )
+    for caption, padded, real, is_slot in zip(captions, features, mask, slots, strict=True):
+        (ours,) = encoder.encode([Prompt(caption, list(map(pixels_of, pictures)))])
+        assert int(is_slot.sum()) == count * 80
+        starts = [0, *(is_slot.diff() & ~is_slot[1:]).nonzero()[:, 0].add(1).tolist()]
+        for index, start in enumerate(starts):
+            expected = padded[start:][real[start:].bool()]
+            if index < count:
+                expected = expected[: is_slot[start:].tolist().index(True)]
+            part = ours["text" if index == count else f"text.{index}"]
+            assert part.shape == expected.shape and part.shape[1] == 32
+            # fp32; kernels sum in another order
+            torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
+        assert len(ours) == len(starts) == count + 1
+
+
+def test_an_empty_caption_is_a_space_and_a_slot_in_a_caption_is_removed(checkpoint):
+    encoder = text_encoder(checkpoint)
+    pairs = (("", " "), ("a <|image_pad|>red", "a red"))
+    for pictures in ([], [pixels_of(PICTURES[0])]):
+        for caption, other in pairs:
+            one, two = encoder.encode([Prompt(caption, pictures), Prompt(other, pictures)])
+            assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+PROMPTS = ("a red circle", "a blue square, " * 3)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_step_of_a_sample_is_that_of_the_pipeline(
+    checkpoint, language_model, guidance, count
+):
+    """From the prompt, the negative prompt and references that both see, to pixels."""
     from diffusers import (
         AutoencoderKLQwenImage21,
         FlowMatchEulerDiscreteScheduler,
         QwenImage21Pipeline,
     )
 
-    arch = replace(ARCH, in_channels=16)
-    model, random = make_model(QWEN, arch).eval(), torch.Generator().manual_seed(2)
-    prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (9, 4))
+    arch = replace(ARCH, in_channels=16, text_dim=32)
+    model, encoder = make_model(QWEN, arch).eval(), text_encoder(checkpoint)
+    images = (picture(0, 256, 256), picture(1, 128, 512))[:count]
+    pictures = list(map(pixels_of, images))
+    prompt, negative = (encoder.encode([Prompt(text, pictures)])[0] for text in PROMPTS)
+    vae = QWEN.auxiliary.media_encoder(ModelPaths(base=str(checkpoint)), CPU, WHOLE)
+    vae.load()
     job = GenerationRequest(
         conditions=prompt, negative=negative if guidance > 1 else None, frames=1, height=64,
         width=96, steps=3, guidance=guidance, shift=0.0, seed=7,
+        references=[vae.encode([image[:, None]])[0]["latents"] for image in pictures],
     )  # fmt: skip
     sampler = QWEN.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
     inputs_of_calls: list[Tensor] = []
@@ -474,12 +544,15 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
         latents = generate_latents(sampler, job, model, run)
     calls = 2 if guidance > 1 else 1
     assert len(inputs_of_calls) == 3 * calls
-    vae = AutoencoderKLQwenImage21.from_pretrained(checkpoint / "vae", local_files_only=True)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
-        checkpoint / "scheduler", local_files_only=True
+    pipeline = QwenImage21Pipeline(
+        FlowMatchEulerDiscreteScheduler.from_pretrained(
+            checkpoint / "scheduler", local_files_only=True
+        ),
+        AutoencoderKLQwenImage21.from_pretrained(checkpoint / "vae", local_files_only=True),
+        language_model,
+        NamedProcessor(checkpoint),
+        DIFFUSERS.transformer(model),
     )
-    processor = NamedProcessor(checkpoint)
-    pipeline = QwenImage21Pipeline(scheduler, vae, None, processor, DIFFUSERS.transformer(model))
     pipeline.set_progress_bar_config(disable=True)
     after: list[Tensor] = []
 
@@ -489,8 +562,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
 
     noise = torch.randn((16, 1, 4, 6), generator=generator(7, "sample"))
     (image,) = pipeline(
-        prompt_embeds=prompt["text"][None],
-        negative_prompt_embeds=negative["text"][None] if guidance > 1 else None,
+        prompt=PROMPTS[0], negative_prompt=PROMPTS[1] if guidance > 1 else None,
+        image=list(images) or None, output_resolution=256,
         true_cfg_scale=guidance, height=64, width=96, num_inference_steps=3,
         latents=pipeline._pack_latents(noise[:, 0][None], 1, 16, 4, 6),
         callback_on_step_end=keep, output_type="pt",

@@ -60,19 +60,26 @@ def attend(
     if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
         # Not in a recompute: it would count a call twice, and only those that are not kept.
         settings.calls.counts[name] += 1
-    kernel = backend.kernel
+    kernel: Callable[..., Any] = backend.kernel
+    exchange = settings.exchange
+    if exchange is not None and name not in exchange.calls:
+        exchange = None
     if any(blocks):
         assert causal and len(blocks) == len(q), "blocks are in causal attention"
-        # In the exchange between ranks: it hands over all tokens, to which the blocks belong.
         kernel = partial(_in_blocks, kernel, blocks)
-    if settings.exchange is not None and name in settings.exchange.calls:
-        kernel = partial(settings.exchange.attend, kernel, name)
+    if exchange is not None:
+        # Inside of it, because blocks are among the tokens of all ranks.
+        whole = partial(_joined_blocks, kernel, blocks) if any(blocks) else kernel
+        kernel = partial(exchange.attend, whole, name)
     if causal:
         assert padding_mask is None and q.shape == k.shape, "causal attention of unequal lengths"
         kernel = partial(kernel, causal=True)
-    if not settings.keeps(name):
-        return kernel(q, k, v, padding_mask, dropout)
-    return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
+    if settings.keeps(name):
+        kernel = partial(_kept, kernel, f"attention {name!r}", name)
+    if exchange is None and any(blocks):
+        kernel = partial(_joined_blocks, kernel, blocks)
+    out: Tensor = kernel(q, k, v, padding_mask, dropout)
+    return out
 
 
 def _in_blocks(
@@ -84,26 +91,44 @@ def _in_blocks(
     padding_mask: None,
     dropout: float,
     causal: bool = True,
-) -> Tensor:
-    """Causal attention of all tokens, and in place of it, block by block, attention of the block's
-    queries to all keys up to its end.
+) -> tuple[Tensor, ...]:
+    """Causal attention of all tokens, and for each block attention of its queries to all keys up to
+    its end. No kernel needs a mask for it.
 
-    No kernel needs a mask for it. Causal results of the blocks are dropped, at most a third of the
-    scores.
+    Causal results of the blocks are of no use, at most a third of the scores.
     """
-    out = kernel(q, k, v, padding_mask, dropout, causal=causal)
-    alike = len(set(blocks)) == 1
-    samples = [slice(None)] if alike else [slice(i, i + 1) for i in range(len(q))]
-    rows = []
-    for sample, stretches in zip(samples, blocks, strict=not alike):
-        parts, behind = [], 0
+    parts = [kernel(q, k, v, padding_mask, dropout, causal=causal)]
+    for samples, stretches in _alike(blocks):
         for start, end in stretches:
-            queries, keys, values = q[sample, start:end], k[sample, :end], v[sample, :end]
-            attended = kernel(queries, keys, values, padding_mask, dropout)
-            parts += [out[sample, behind:start], attended]
+            queries, keys, values = q[samples, start:end], k[samples, :end], v[samples, :end]
+            parts.append(kernel(queries, keys, values, padding_mask, dropout))
+    return tuple(parts)
+
+
+def _joined_blocks(
+    kernel: Callable[..., tuple[Tensor, ...]],
+    blocks: Sequence[Blocks],
+    *args: Any,
+    **options: Any,
+) -> Tensor:
+    """The result of `_in_blocks` for every token. A recompute joins again, instead of keeping it
+    next to its parts."""
+    out, *parts = kernel(*args, **options)
+    rows, attended = [], iter(parts)
+    for samples, stretches in _alike(blocks):
+        pieces, behind = [], 0
+        for start, end in stretches:
+            pieces += [out[samples, behind:start], next(attended)]
             behind = end
-        rows.append(torch.cat([*parts, out[sample, behind:]], 1))
+        rows.append(torch.cat([*pieces, out[samples, behind:]], 1))
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _alike(blocks: Sequence[Blocks]) -> list[tuple[slice, Blocks]]:
+    """All samples at once if they have the same blocks, else one by one."""
+    if len(set(blocks)) == 1:
+        return [(slice(None), blocks[0])]
+    return [(slice(index, index + 1), stretches) for index, stretches in enumerate(blocks)]
 
 
 def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
@@ -120,16 +145,18 @@ def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
     """
     if settings_in_force().keep is None:
         return function(*arguments)
-    return _kept(function, f"the call {name!r}", name, *arguments)
+    out: Tensor = _kept(function, f"the call {name!r}", name, *arguments)
+    return out
 
 
-def _kept(function: Callable[..., Tensor], label: str, name: str, *arguments: Any) -> Tensor:
+def _kept(function: Callable[..., Any], label: str, name: str, *arguments: Any) -> Any:
     # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the
     # checkpoint has missed the region, and the failure must be loud: the numbers would be right, at
     # the full cost of a recompute.
     called = partial(_refuse, label) if settings_in_force().recomputing else function
-    out: Tensor = remat.region(called, name, recompute=False)(*arguments)
-    remat.recompute_needs_tensor(out)  # the operations behind it are recomputed from it
+    out = remat.region(called, name, recompute=False)(*arguments)
+    for part in [out] if isinstance(out, Tensor) else out:
+        remat.recompute_needs_tensor(part)  # the operations behind it are recomputed from it
     return out
 
 
