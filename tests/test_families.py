@@ -443,6 +443,11 @@ def test_references_that_a_text_encoder_sees_are_rows_of_its_captions() -> None:
     # 384 x 384, and 192 x 768 of which 196 x 756 is seen, in slots of 28 pixels
     assert len(item["text"]) == 64 + 14 * 14 + 7 * 27
     assert len(spec.training.empty_item(Arch(), (1, 64, 64), [])["text"]) == 64
+    divided = replace(seeing, vision=replace(QWEN2_5_VL_TOWER, divides_text=True))
+    spec = family_spec(**{**SPEC, "text": replace(text, models=(divided,))}, shift=3.0, **sees)
+    item = spec.training.empty_item(Arch(), (1, 64, 64), [(1024, 1024), (512, 2048)])
+    assert [len(item[name]) for name in ("text.0", "text.1", "text")] == [1, 1, 64]
+    assert spec.training.num_tokens(item) == 66 + 8 * 8 + 128 * 128 + 64 * 256
     for wrong, says in (
         ({"text": text}, "has no picture_size, and its text encoder sees references"),
         (sees, "has picture_size, and its text encoder reads captions alone"),

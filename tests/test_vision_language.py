@@ -263,13 +263,30 @@ def test_a_long_caption_is_cut_and_pictures_never_are(model: Model) -> None:
         encoder.encode([Prompt("a", [picture] * 9)])
 
 
-def test_slots_are_marked_for_a_transformer_that_asks(model: Model) -> None:
+@pytest.mark.parametrize("between", ["", " "])
+def test_pictures_divide_the_features_for_a_transformer_that_asks(
+    model: Model, between: str
+) -> None:
+    """Rows of slots are left out; of two pictures that touch, nothing is between."""
     assert model.family.vision is not None
-    encoder = model.encoder(vision=replace(model.family.vision, marks_slots=True))
-    (item,) = encoder.encode([Prompt("a fox", [pixels(image) for image in images(*SIZES[2])])])
-    runs = torch.tensor([len(item["text"]), int(item["slots"].sum())])
-    assert item["slots"].dtype == torch.bool and runs[1] == 5 * 3 + 2 * 6
-    assert len(item["slots"]) == runs[0] and not item["slots"][0]
+    picture = PICTURE if between else "<|image_pad|>"
+    vision = replace(model.family.vision, picture=picture, between=between)
+    whole, divided = (
+        model.encoder(vision=replace(vision, divides_text=divides)) for divides in (False, True)
+    )
+    for sizes in SIZES:
+        prompt = Prompt("a fox", [pixels(image) for image in images(*sizes)])
+        (expected,), (item,) = whole.encode([prompt]), divided.encode([prompt])
+        names = [f"text.{number}" for number in range(len(sizes))]
+        assert list(item) == [*names, "text"]
+        slots = [torch.zeros(height * width // 64, 16) for height, width in sizes]
+        parts = [item[name] for name in names]
+        rows = [x for pair in zip(parts, slots, strict=True) for x in pair] + [item["text"]]
+        joined, kept = torch.cat(rows), torch.cat([torch.ones(len(x)) * bool(x.any()) for x in rows])
+        assert joined.shape == expected["text"].shape
+        assert torch.equal(joined, expected["text"] * kept[:, None])
+        assert [len(part) for part in parts[1:]] == [14 if between else 0] * (len(sizes) == 2)
+        assert all(part._base is None for part in parts)
 
 
 def test_what_is_seen_is_part_of_the_identity(model: Model) -> None:

@@ -229,12 +229,16 @@ def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_pa
             drawn({}, f"{other}=Up", f"poses={file}")
 
 
-def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(
+def test_prompts_have_the_size_of_training_or_the_shape_of_a_reference(
     tmp_path: Path,
 ) -> None:
-    def size(**settings: Any) -> tuple[int, int]:
+    """Of the first one, or of the one that the model says."""
+
+    def size(shape_reference: int = 0, **settings: Any) -> tuple[int, int]:
         config = SampleConfig(prompts=("a cat", "a cat"), **settings)
-        first, second = choose_prompts(config, [], size=(1, 64, 64), size_step=16)
+        first, second = choose_prompts(
+            config, [], size=(1, 64, 64), size_step=16, shape_reference=shape_reference
+        )
         assert first == second and first.references == tuple(map(Path, config.references))
         return first.height, first.width
 
@@ -242,6 +246,8 @@ def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(
     square = str(picture(tmp_path / "square.png", (50, 50), "red"))
     assert size() == (64, 64)
     assert size(references=(wide, square)) == (32, 128)
+    assert size(-1, references=(square, wide)) == (32, 128)
+    assert size(-1, references=(wide, square)) == (64, 64) == size(-1)
     with pytest.raises(
         UserError, match=r"sample\.references: .*gone\.png does not exist; correct the path"
     ):

@@ -310,6 +310,60 @@ def test_a_causal_query_sees_the_keys_up_to_its_place(monkeypatch, on_any_device
         assert torch.allclose(actual, right, rtol=0, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_math", "exact", "flex"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [((2, 5),), ((2, 5),)],
+        [((0, 3), (3, 5), (6, 7)), ()],
+        [((1, 2),), ((3, 7),)],
+    ],
+    ids=["alike", "some that touch", "others"],
+)
+def test_tokens_of_a_block_see_each_other_and_all_before_them(
+    monkeypatch, on_any_device, backend, blocks
+):
+    """Results and gradients, against a softmax over a mask of each sample."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention_backends, "_compiled_flex", lambda: flex_attention)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, 3, 8, generator=random, dtype=torch.float64) for _ in range(3))
+    trains = backend != "flex"
+    leaves = [x.requires_grad_(trains) for x in (q, k, v)]
+    seen = torch.ones(2, 7, 7, dtype=torch.bool).tril()
+    for mask, stretches in zip(seen, blocks, strict=True):
+        for start, end in stretches:
+            mask[start:end, start:end] = True
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    weights = scores.masked_fill(~seen[:, None], -float("inf")).softmax(-1)
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    with block_settings(BlockSettings(backend=backend)):
+        out = attend(q, k, v, name="text", causal=True, blocks=blocks)
+    pairs = [(out, expected)]
+    if trains:
+        pairs += zip(
+            *(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)), strict=True
+        )
+    for actual, right in pairs:
+        assert torch.allclose(actual, right, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_library_attends_in_blocks_without_a_mask(monkeypatch, on_any_device, backend):
+    """All tokens causally, then each block to the keys up to its end."""
+    seen: list = []
+    q, _, _ = qkv(torch.bfloat16)
+    install(monkeypatch, backend, lambda q, *_, **options: seen.append((q, *_, options)) or q)
+    with block_settings(BlockSettings(backend=backend)):
+        out = attend(q, q, q, name="text", causal=True, blocks=[((1, 3),)] * 2)
+    assert torch.equal(out, q)
+    calls = [(x.shape[1], y.shape[1]) for x, y, *_ in seen]
+    causal = [options["is_causal" if backend == "sage" else "causal"] for *_, options in seen]
+    assert calls == [(5, 5), (2, 3)] and causal == [True, False]
+
+
 @pytest.mark.parametrize(
     "backend", [name for name, entry in BACKENDS.items() if entry.has_backward]
 )
