@@ -282,7 +282,10 @@ def test_pictures_divide_the_features_for_a_transformer_that_asks(
         slots = [torch.zeros(height * width // 64, 16) for height, width in sizes]
         parts = [item[name] for name in names]
         rows = [x for pair in zip(parts, slots, strict=True) for x in pair] + [item["text"]]
-        joined, kept = torch.cat(rows), torch.cat([torch.ones(len(x)) * bool(x.any()) for x in rows])
+        joined, kept = (
+            torch.cat(rows),
+            torch.cat([torch.ones(len(x)) * bool(x.any()) for x in rows]),
+        )
         assert joined.shape == expected["text"].shape
         assert torch.equal(joined, expected["text"] * kept[:, None])
         assert [len(part) for part in parts[1:]] == [14 if between else 0] * (len(sizes) == 2)

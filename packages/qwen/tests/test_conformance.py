@@ -1,6 +1,7 @@
 """Qwen-Image 2.1 against every suite of the core, and diffusers: outputs, every gradient, captions,
 samples, adapters."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +18,10 @@ from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_export, export_adapter
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.families.references import area_size
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
 from ditkit_core.models.paths import ModelPaths
@@ -41,8 +44,10 @@ from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.plans import check_kept, step_of
 from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_core.weights.fused_tensors import FusedTensors
@@ -210,7 +215,11 @@ def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome(
-    chosen: tuple[int, ...], model: torch.nn.Module, run: Any, dtype: torch.dtype, exact: bool = False
+    chosen: tuple[int, ...],
+    model: torch.nn.Module,
+    run: Any,
+    dtype: torch.dtype,
+    exact: bool = False,
 ) -> dict[str, Tensor]:
     """Outputs and the gradients of inputs: of `EDITS`, whose values are bf16's where `exact`."""
     drawn = edits(*chosen, dtype=torch.bfloat16 if exact else torch.float64)
@@ -224,7 +233,9 @@ def outcome(
         .sum()
         for out in outputs
     ).backward()
-    gradients = {f"{name} {i}": x.grad for i, item in enumerate(samples) for name, x in item.items()}
+    gradients = {
+        f"{name} {i}": x.grad for i, item in enumerate(samples) for name, x in item.items()
+    }
     return gradients | {f"output {i}": out for i, out in enumerate(outputs)}
 
 
@@ -677,6 +688,82 @@ def test_run_files_conform_to_the_schema_next_to_them():
     check_schema("ditkit_qwen", CONFIGS[0].parent)
 
 
+# Edits by the commands
+
+SMALL = area_size(256 * 256)
+EDITING = altered(QWEN, reference_size=SMALL, picture_size=SMALL)
+"""With references of fewer pixels: the fewest that the text encoder sees."""
+
+
+class Run:
+    """A data set of two edits and an image from text, one batch of all, and its commands."""
+
+    def __init__(self, folder: Path, checkpoint: Path):
+        self.folder = folder
+        self.data, self.cache = folder / "images", folder / "cache"
+        rows, seeds = [], iter(range(6))
+        for name, count in (("one", 1), ("two", 2), ("none", 0)):
+            names = [f"{name}-{index}.png" for index in range(count)]
+            for file in names:
+                self.write(self.data / "references" / file, picture(next(seeds), 256, 256))
+            self.write(self.data / f"{name}.png", picture(next(seeds), 64, 64))
+            row = {"file_name": f"{name}.png", "text": f"make it {name}"}
+            if names:
+                row["references"] = [f"references/{file}" for file in names]
+            rows.append(row)
+        lines = [json.dumps(row) for row in rows]
+        (self.data / "metadata.jsonl").write_text("\n".join(lines))
+        self.common = [
+            "--model.base", str(checkpoint), "--model.dtype", "fp32", "--encode.text_dtype", "fp32",
+            "--data.folder", str(self.data), "--data.height", "64", "--data.width", "64",
+            "--encode.cache", str(self.cache), "--train.threads", "1",
+        ]  # fmt: skip
+
+    def write(self, file: Path, image: Image.Image) -> None:
+        """Write an image."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file)
+
+    def run(self, command: str, *flags: str) -> int:
+        return cli.run(EDITING, command, [*self.common, *flags])
+
+    def entries(self, kind: str) -> int:
+        """Number of entries of the cache."""
+        return len({file.stem for file in (self.cache / kind).rglob("*.safetensors")})
+
+
+def test_edits_and_images_from_text_are_trained_sampled_and_exported(tmp_path, checkpoint, capsys):
+    """And a pixel of a reference is part of the keys of its own captions alone."""
+    run, folder = Run(tmp_path, checkpoint), tmp_path / "run"
+    flags = (
+        "--train.steps", "2", "--train.batch_tokens", "4000", "--train.caption_dropout", "0.5",
+        "--sample.captions", "3", "--sample.steps", "1", "--sample.guidance", "2",
+    )  # fmt: skip
+    assert run.run("train", "--run.folder", str(folder), *flags) == 0
+    assert "diffusers loads run.safetensors and agrees with our model" in capsys.readouterr().out
+    assert len(list((folder / "samples").rglob("*.png"))) >= 3
+    # An image and its references; its caption, and the empty one with the same references.
+    assert (run.entries("media"), run.entries("text")) == (6, 6)
+    file = run.data / "references/two-1.png"
+    with Image.open(file) as image:
+        image.putpixel((9, 3), (1, 2, 3))
+        image.save(file)
+    assert run.run("encode") == 0
+    assert (run.entries("media"), run.entries("text")) == (7, 8)
+    capsys.readouterr()
+    shapes = (("square", 128, 128), ("wide", 64, 256))
+    for name, *sides in shapes:
+        run.write(tmp_path / f"{name}.png", picture(3, *sides))
+    files = [flag for name, *_ in shapes for flag in ("--reference", str(tmp_path / f"{name}.png"))]
+    prompt = ("--run", str(folder), "--prompt", "make it so", "--sample.steps", "1")
+    for references, size in ((files, (128, 32)), ([], (64, 64))):
+        before = set(tmp_path.rglob("*.png"))
+        assert cli.run(EDITING, "sample", [*prompt, *references]) == 0
+        (sample,) = set(tmp_path.rglob("*.png")) - before
+        with Image.open(sample) as image:
+            assert image.size == size
+
+
 # Plans, the demo, ranks
 
 
@@ -688,6 +775,16 @@ class TestKeptBytes(KeptBytesConformance):
     larger = (1, 512, 512)
     daily = (pytest.param("attn_only, 0-2=full", marks=pytest.mark.slow),)
     nightly = ("none", "full", "attn_only")
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+def test_blocks_keep_what_is_planned_with_references(policy):
+    """Two references, which are tokens of the prefix and blocks in its attention."""
+    step = step_of(QWEN, TestKeptBytes.arch, (1, 64, 64), AdapterConfig(rank=4))
+    with torch.device("meta"):
+        item = QWEN.training.empty_item(TestKeptBytes.arch, (1, 64, 64), [(64, 96), (96, 32)])
+    assert QWEN.training.num_tokens(item) == 512 + 2 + 4 * 4 + 4 * 6 + 6 * 2
+    check_kept(replace(step, batch=[item]).with_execution(checkpointing=policy))
 
 
 class TestPlan(FullSizePlanConformance):
@@ -704,6 +801,10 @@ class TestSplit(FullSizeSplitConformance):
     few: ClassVar = {"layers": 2}
     all_blocks = ("full", 3)
     most_apart = 1.1 * 2 * 218e6  # no more than a block
+
+    def _items(self, arch):
+        with torch.device("meta"):
+            return [self.spec.training.empty_item(arch, self.size, [(512, 768)])]
 
     def crossing(self, arch, cut):
         """Two streams, their modulations, time, rotary table. One image has no masks."""
@@ -730,7 +831,7 @@ class TestDemo(DemoConformance):
 
 @pytest.mark.slow  # minutes
 def test_kernels_compute_what_torch_computes_under_every_policy():
-    check_kernels(TestQwen)
+    check_kernels(TestQwen, TestEdits)
 
 
 # and not with those of ranks, which each change waits for: the interpreter takes minutes
@@ -746,16 +847,17 @@ class TestKernelRanks(Images, KernelRanksConformance):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestContext(ContextConformance):
-    """Ranks that share the tokens of each sample: the causal text by itself, and the image, whose
-    keys are both."""
+    """Ranks that share the tokens of each sample: the causal prefix by itself, with blocks for its
+    references, and the image, whose keys are both."""
 
     outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 6, 6))
     two: ClassVar = replace(ARCH, layers=1)
     subjects: ClassVar = {
         "odd": Subject(QWEN, four, items(1), 2),
-        "ragged": Subject(QWEN, four, items(3, ragged=True), 2),
-        "two heads": Subject(QWEN, two, items(2, ragged=True), 2),
+        "edit": Subject(QWEN, four, edits(0), 2),
+        "ragged": Subject(QWEN, four, edits(0, 1, 2), 2),
+        "two heads": Subject(QWEN, two, edits(1, 2), 2),
     }
 
 

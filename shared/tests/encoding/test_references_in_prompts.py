@@ -335,6 +335,13 @@ def test_what_cannot_have_references_is_refused_in_a_line_before_anything_is_enc
     assert (world.text.calls, world.media.calls) == (0, 0)
 
 
+def test_one_prompt_of_the_base_is_for_samples_without_references(world: Edits) -> None:
+    """Of a model that could see them."""
+    flags = ("--prior.match_base", "0.5", "--prior.prompt", "a class", "--data.references", "")
+    assert world.train("run", 1, *flags, "--sample.captions", "0") == 0
+    assert ("a class", 0) in world.text.prompts
+
+
 def test_a_model_that_edits_leaves_out_or_refuses_samples_without_references(
     world: Edits, capsys: pytest.CaptureFixture[str]
 ) -> None:

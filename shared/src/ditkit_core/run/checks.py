@@ -139,13 +139,6 @@ def check_settings(run: RunContext) -> None:
         takes_references=run.spec.data.reference_size is not None,
         needs_references=run.spec.data.needs_references,
     )
-    prior = run.config.prior
-    if run.spec.data.picture_size is not None and prior.match_base and prior.prompt:
-        raise UserError(
-            f"{argument('prior.prompt')} is one text for all samples, and this model's text encoder "
-            f"sees the references of each; leave it empty: prior.match_base then takes the empty "
-            f"caption with them"
-        )
     _check_adapter_files(run)
 
 
@@ -553,6 +546,14 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     """Find every model that the run will need and read its description, before the first of them
     works for hours. [sample] may take captions from the samples; `sampling` is for images that are
     generated even if it asks for none."""
+    prior = run.config.prior
+    sees = run.spec.data.picture_size is not None and any(x.references for x in samples)
+    if sees and prior.match_base and prior.prompt:
+        raise UserError(
+            f"{argument('prior.prompt')} is one text for all samples, and this model's text encoder "
+            f"sees the references of each; leave it empty: prior.match_base then takes the empty "
+            f"caption with them"
+        )
     # Asking for each is the check: making one finds its files and its libraries, and loads no
     # weights.
     assert run.auxiliary.encoders
