@@ -69,8 +69,8 @@ def attend(
         kernel = partial(_in_blocks, kernel, blocks)
     if exchange is not None:
         # Inside of it, because blocks are among the tokens of all ranks.
-        whole = partial(_joined_blocks, kernel, blocks) if any(blocks) else kernel
-        kernel = partial(exchange.attend, whole, name)
+        joined = partial(_joined_blocks, kernel, blocks) if any(blocks) else kernel
+        kernel = partial(exchange.attend, joined, name)
     if causal:
         assert padding_mask is None and q.shape == k.shape, "causal attention of unequal lengths"
         kernel = partial(kernel, causal=True)
