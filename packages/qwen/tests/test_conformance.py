@@ -2,6 +2,7 @@
 samples, adapters."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.families.references import area_size
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -324,6 +326,7 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
         ({"out_channels": 8}, {}, "out_channels is 8, and only 64 is known"),
         ({"axes_dims_rope": [16, 56, 48]}, {}, "do not add up to a head of 128"),
         ({}, {"sample_sigmas": [1.0, 0.5]}, "noise levels of its own"),
+        ({}, {"_class_name": "QwenImage21TurboModularPipeline"}, "of the distilled form"),
     ],
 )
 def test_a_switch_that_is_not_known_is_refused(changed, index, said):
@@ -686,6 +689,26 @@ def test_a_run_file_is_accepted(file):
 def test_run_files_conform_to_the_schema_next_to_them():
     assert len(CONFIGS) == 3
     check_schema("ditkit_qwen", CONFIGS[0].parent)
+
+
+def test_a_repository_of_the_distilled_form_is_refused_in_a_line(tmp_path, checkpoint):
+    """By the index that diffusers writes."""
+    from diffusers import QwenImage21TurboModularPipeline
+
+    shutil.copytree(checkpoint, tmp_path / "turbo")
+    (tmp_path / "turbo" / "model_index.json").unlink()
+    QwenImage21TurboModularPipeline().save_pretrained(
+        str(tmp_path / "turbo"), overwrite_modular_index=True
+    )
+    with pytest.raises(UserError, match="its pipeline is QwenImage21TurboModularPipeline, of the"):
+        arch_here(QWEN, ModelPaths(base=str(tmp_path / "turbo")))
+
+
+def test_a_caption_without_the_references_of_its_sample_is_refused():
+    (item,) = edits(0)
+    del item["reference.1"]
+    with pytest.raises(UserError, match="encoded with 2 references is used with 1"):
+        make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
 
 
 # Edits by the commands

@@ -65,7 +65,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Qwe
 
     Args:
         config: Its content.
-        index: The pipeline's `model_index.json`, which may have noise levels of its own.
+        index: The pipeline's `model_index.json`, which may have noise levels of its own, or be of
+            the distilled form.
 
     Raises:
         KeyError: If the configuration belongs to another model.
@@ -87,4 +88,9 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Qwe
         )
     if index.get("sample_sigmas") is not None:
         raise ValueError("model_index.json has noise levels of its own (sample_sigmas)")
+    if "Turbo" in (pipeline := str(index.get("_class_name"))):
+        raise ValueError(
+            f"its pipeline is {pipeline}, of the distilled form, and nobody knows how an adapter "
+            f"of that is trained; name the folder of Qwen-Image 2.1"
+        )
     return arch

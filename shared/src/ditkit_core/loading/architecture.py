@@ -177,10 +177,11 @@ def distilled_by_name(spec: ModelSpec, arch: Any, named: str) -> str:
 
 
 def _pipeline_index(transformer: Path) -> dict[str, Any]:
-    """The `model_index.json` of the pipeline that a transformer's folder is part of; empty if there
-    is none that can be read."""
-    with suppress(UserError):
-        return read_json_object(transformer.parent / "model_index.json")
+    """The `model_index.json` of the pipeline that a transformer's folder is part of, or the index of
+    a modular pipeline; empty if there is none that can be read."""
+    for name in ("model_index.json", "modular_model_index.json"):
+        with suppress(UserError):
+            return read_json_object(transformer.parent / name)
     return {}
 
 
