@@ -54,6 +54,7 @@ from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_qwen.demo.write import write_checkpoint
+from ditkit_qwen.encoders import TEXT
 from ditkit_qwen.model import QwenTransformer, make_inputs
 from ditkit_qwen.presets import PRESETS, QwenArch, arch_from_config, config_of
 from ditkit_qwen.spec import QWEN
@@ -702,6 +703,18 @@ def test_a_repository_of_the_distilled_form_is_refused_in_a_line(tmp_path, check
     )
     with pytest.raises(UserError, match="its pipeline is QwenImage21TurboModularPipeline, of the"):
         arch_here(QWEN, ModelPaths(base=str(tmp_path / "turbo")))
+
+
+def test_a_slot_is_four_latent_pixels_of_a_reference_of_any_shape():
+    """The text encoder sees a reference at the size at which the VAE encodes it, and takes it as it
+    is; so it does up to a shape of 200:1."""
+    random = np.random.default_rng(0)
+    sides = [*random.integers(64, 4000, (300, 2)).tolist(), [20, 4000], [4000, 20]]
+    vision = TEXT.models[0].vision
+    assert vision is not None and QWEN.data.picture_size is QWEN.data.reference_size
+    for height, width in sides:
+        size = QWEN.data.reference_size(height, width, 1)
+        assert 4 * vision.num_slots(*size) == size[0] // 16 * (size[1] // 16), (height, width)
 
 
 def test_a_caption_without_the_references_of_its_sample_is_refused():
