@@ -17,8 +17,10 @@ from house_measures import (
     layers_of,
     measured,
     running_up,
+    single_importers,
     sizes,
     tree_at,
+    walk,
     working_tree,
 )
 
@@ -51,31 +53,28 @@ def test_a_function_is_as_long_as_from_its_def_to_its_last_line():
     assert found == {"f": (6, False), "g": (5, True)}
 
 
-def test_docstrings_comments_and_probes_are_counted_by_line_and_call():
-    text = '"""One.\n\nThree.\n"""\n# alone\nx = 1  # not alone\n"""Not a docstring."""\nhasattr(x, "y"), getattr(x, "y"), getattr(x, "y", 0), x.hasattr()\n'
-    (file,) = files({"a.py": text})
-    assert (file.num_docstring_lines, file.num_comment_lines, file.num_probes) == (3, 1, 2)
-
-
 def test_the_row_of_sizes_has_every_count():
-    text = "@dataclass\nclass A:\n    model: Any\n\n\nclass B: ...\n\n\ndef f(model: Any, x: Any): ...  # fmt: skip\n"
-    cells = sizes(files({"a.py": text, "b.py": "x = 1\n", "c.py": "x = 1\n"}))
-    assert cells == [
-        "3",
-        "11",
-        "1 / 9 / 9",
-        "1",
-        "0",
-        "0",
-        "2 (1)",
-        "0.0",
-        "0.0",
-        "0%",
-        "0.00",
-        "1",
-        "2",
-        "2",
-    ]
+    text = (
+        '"""One.\n\nThree."""\n# alone\n@dataclass\nclass A:\n    x: int\n    """Of A."""\n\n\n'
+        f"class B: ...\n\n\ndef f(model: Any) -> None:\n    {'y' * 97} = 1\n    return 'y'\n"
+    )
+    cells = sizes(files({"a.py": text, "b.py": "x = 1\n", "c.py": ""}))
+    assert cells == ["3", "17", "30", "5.9%", "1", "2.0; 100%", "0", "0", "1; 1", "0%"]
+
+
+def test_a_walk_follows_names_into_other_files_and_back():
+    texts = {
+        "a.py": "from ditkit_core.b import Thing, g\nfrom ditkit_core import c\ndef f(x):\n"
+        "    g(); x.unknown(); return Thing(c.h)\ndef other(): ...\n",
+        "b.py": "from ditkit_core.io import print\ndef g(): print()\nclass Thing:\n"
+        "    def __init__(self): self.more()\n    def more(self): ...\n    def less(self): ...\n",
+        "c.py": "from ditkit_core.a import f\ndef h(): return f\n",
+        "io.py": "def print(): ...\n",
+    }
+    # f, g, __init__, more, h
+    assert walk(files(texts), "a: f") == (5, 3)
+    assert walk(files(texts), "a: other") == (1, 1)
+    assert walk(files(texts), "a: gone") == walk(files(texts), "gone: f") == (0, 0)
 
 
 def test_public_names_of_two_modules_are_found_and_methods_are_not():
@@ -166,18 +165,17 @@ def test_files_are_counted_by_the_folder_that_they_are_in():
         "README.md": "a\nb\n",
     }
     tree = Tree("now", {**texts, "pyproject.toml": PYPROJECT})
-    assert Shape.of(tree, tree.groups()).cells() == [
-        "1",
-        "2",
-        "1",
-        "3",
-        "0",
-        "0",
-        "0",
-        "1",
-        "0",
-        "2",
-    ]
+    numbers = ["1", "2", "1", "3", "0", "0", "0", "1", "0", "1", "2"]
+    assert Shape.of(tree, tree.groups()).cells() == [*numbers, *["0 in 0"] * 3]
+
+
+def test_a_module_with_one_importer_is_counted():
+    texts = {
+        "a.py": "",
+        "b.py": "import ditkit_core.a\n",
+        "c.py": "import ditkit_core.a, ditkit_core.b\n",
+    }
+    assert single_importers(graph(texts)) == 1
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="reads revisions with git")

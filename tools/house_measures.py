@@ -8,12 +8,14 @@ it.
 Only text and syntax trees are looked at: nothing of the code is imported, so that any revision can
 be measured. What is counted:
 
-- Lines are all lines. Docstring lines are those of modules, classes and functions as
-  `inspect.cleandoc` leaves them; comment lines are lines of a comment alone.
+- Lines are all lines; code tokens are those of Python 3.11 (later ones take f-strings apart),
+  without comments, docstrings, indents and ends of lines.
 - Functions include methods and functions inside functions. Their length is from `def` to the last
-  line, without decorators; `self` and `cls` are no parameters.
-- `: Any` counts parameters, by the text `: Any` before a comma or a bracket; `model: Any` counts
-  fields and variables too.
+  line, without decorators, and their body that without the docstring; `self` and `cls` are no
+  parameters. Value classes are dataclasses, NamedTuples and TypedDicts.
+- A walk is what somebody reads who follows every call by its name from one function on: the
+  functions that it reaches, and their files. Calls of objects are not followed, nor is what is in
+  `errors`, `io` and `config`.
 - The core is counted without its folder `testing`. Folders of the core are those directly in it;
   one inside another is listed by itself.
 - An import counts wherever it stands, also inside a function. An import runs up if the importing
@@ -25,9 +27,9 @@ import argparse
 import ast
 import io
 import re
-import statistics
 import subprocess
 import tarfile
+import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +40,22 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "shared/src/ditkit_core/"
-LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
+LONGEST_LINE, LONGEST_FUNCTION, MOST_PARAMETERS, SHORT_BODY = 100, 60, 8, 3
+WALKS = (
+    "planner.partition: placement_of",
+    "run.encoding: encode_all",
+    "adapters.files.read: open_adapter",
+)
+"""Where walks through the core begin."""
+NOT_WALKED = ("errors", "io", "config")
+_NO_CODE = frozenset(
+    {
+        tokenize.COMMENT,
+        *(tokenize.NL, tokenize.NEWLINE),
+        *(tokenize.INDENT, tokenize.DEDENT),
+        tokenize.ENDMARKER,
+    }
+)
 
 Texts = Mapping[str, str]
 """Content of files by path, with forward slashes, relative to the root."""
@@ -51,6 +68,8 @@ class Function(NamedTuple):
 
     name: str
     lines: int
+    body: int
+    """Lines of its body without the docstring."""
     parameters: int
     documented: bool
 
@@ -82,8 +101,10 @@ class File:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 documented = ast.get_docstring(node) is not None
-                length = node.end_lineno - node.lineno + 1
-                found.append(Function(node.name, length, num_parameters(node.args), documented))
+                length, body = node.end_lineno - node.lineno + 1, node.body[documented:]
+                lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+                parameters = num_parameters(node.args)
+                found.append(Function(node.name, length, lines, parameters, documented))
         return found
 
     @cached_property
@@ -91,27 +112,20 @@ class File:
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     @property
-    def num_docstring_lines(self) -> int:
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        texts = [ast.get_docstring(node) for node in self.nodes if isinstance(node, kinds)]
-        return sum(len(text.splitlines()) for text in texts if text is not None)
-
-    @property
-    def num_comment_lines(self) -> int:
-        return sum(line.lstrip().startswith("#") for line in self.lines)
-
-    @property
-    def num_probes(self) -> int:
-        """Calls of `hasattr`, and of `getattr` with a default."""
-        calls = [
-            node
+    def num_tokens(self) -> int:
+        """Code tokens."""
+        texts = {
+            node.lineno
             for node in self.nodes
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        ]
-        names = [
-            (node.func.id, len(node.args)) for node in calls if isinstance(node.func, ast.Name)
-        ]
-        return sum(name == "hasattr" or (name == "getattr" and given > 2) for name, given in names)
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        }
+        return sum(
+            token.type not in _NO_CODE
+            and not (token.type == tokenize.STRING and token.start[0] in texts)
+            for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
+        )
 
     @property
     def public_names(self) -> list[str]:
@@ -123,12 +137,14 @@ class File:
 
 def num_parameters(arguments: ast.arguments) -> int:
     """Parameters of a function, without `self` and `cls`, `*args` and `**kwargs`."""
-    named = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     return len(named) + len(arguments.kwonlyargs) - (named[:1] in (["self"], ["cls"]))
 
 
-def is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+def is_value(node: ast.ClassDef) -> bool:
+    """Whether a class only has fields: a dataclass, a NamedTuple or a TypedDict."""
+    names = map(ast.unparse, (*node.decorator_list, *node.bases))
+    return any(re.search(r"\b(dataclass|NamedTuple|TypedDict)\b", name) for name in names)
 
 
 def defined_twice(files: Iterable[File]) -> dict[str, list[str]]:
@@ -218,6 +234,12 @@ def running_up(graph: Graph, layers: Sequence[Sequence[str]]) -> list[str]:
     return found
 
 
+def single_importers(graph: Graph) -> int:
+    """Modules that one module alone imports."""
+    importers = Counter(target for targets in graph.values() for target in targets)
+    return sum(number == 1 for number in importers.values())
+
+
 def folders_of(paths: Iterable[str]) -> dict[str, int]:
     """How many files each folder of the core has of its own, by its path in the core; the core
     itself is the empty path."""
@@ -240,6 +262,11 @@ class Tree:
         ]
         return [File.parse(path, self.texts[path]) for path in paths]
 
+    def packages(self) -> list[str]:
+        """The model packages."""
+        parts = (path.split("/") for path in self.texts if path.startswith("packages/"))
+        return sorted({folders[1] for folders in parts if "src" in folders})
+
     def groups(self) -> dict[str, list[File]]:
         """Files by the part of the repository that they belong to."""
         core = self.files(CORE)
@@ -247,11 +274,14 @@ class Tree:
         return {
             "core": [file for file in core if file not in testing],
             "core testing": testing,
-            "packages/wan": self.files("packages/wan/src/"),
-            "packages/flux2": self.files("packages/flux2/src/"),
-            "tests": self.files(
-                "tests/", "shared/tests/", "packages/wan/tests/", "packages/flux2/tests/"
-            ),
+            **{f"packages/{name}": self.files(f"packages/{name}/src/") for name in self.packages()},
+            "shared/tests": self.files("shared/tests/"),
+            "other tests": [
+                file
+                for file in self.files("tests/", "packages/", "ui/")
+                if "/tests/" in f"/{file.path}"
+            ],
+            "ui": self.files("ui/src/"),
             "tools": self.files("tools/"),
         }
 
@@ -297,46 +327,104 @@ SIZES = (
     "at",
     "files",
     "lines",
-    "lines/file median / p90 / max",
+    "code tokens",
+    f"lines over {LONGEST_LINE}",
     "functions",
+    f"mean body; bodies of up to {SHORT_BODY}",
     f"over {LONGEST_FUNCTION} lines",
     f"over {MOST_PARAMETERS} parameters",
-    "classes (dataclasses)",
-    "docstring %",
-    "comment %",
+    "value classes; fields",
     "functions with docstring",
-    "hasattr, default getattr per 1000 lines",
-    "`# fmt: skip`",
-    "`: Any`",
-    "`model: Any`",
 )
 
 
 def sizes(files: Sequence[File]) -> list[str]:
     """The cells of a row of the table of sizes, from `files` on."""
-    lengths = sorted(len(file.lines) for file in files) or [0]
-    total = max(1, sum(lengths))
+    lines = [line for file in files for line in file.lines]
     functions = [function for file in files for function in file.functions]
-    classes = [node for file in files for node in file.classes]
-    text = "\n".join(file.text for file in files)
-    documented = sum(function.documented for function in functions) / max(1, len(functions))
-    p90 = lengths[round(0.9 * (len(lengths) - 1))]
+    values = [node for file in files for node in file.classes if is_value(node)]
+    num_fields = sum(isinstance(entry, ast.AnnAssign) for node in values for entry in node.body)
+    bodies = [function.body for function in functions]
+    short = sum(body <= SHORT_BODY for body in bodies)
+    count = max(1, len(functions))
     return [
         str(len(files)),
-        f"{sum(lengths):,}",
-        f"{statistics.median(lengths):.0f} / {p90} / {lengths[-1]}",
+        f"{len(lines):,}",
+        f"{sum(file.num_tokens for file in files):,}",
+        f"{sum(len(line) > LONGEST_LINE for line in lines) / max(1, len(lines)):.1%}",
         f"{len(functions):,}",
+        f"{sum(bodies) / count:.1f}; {short / count:.0%}",
         str(sum(function.lines > LONGEST_FUNCTION for function in functions)),
         str(sum(function.parameters > MOST_PARAMETERS for function in functions)),
-        f"{len(classes)} ({sum(map(is_dataclass, classes))})",
-        f"{100 * sum(file.num_docstring_lines for file in files) / total:.1f}",
-        f"{100 * sum(file.num_comment_lines for file in files) / total:.1f}",
-        f"{documented:.0%}",
-        f"{1000 * sum(file.num_probes for file in files) / total:.2f}",
-        str(sum(line.endswith("# fmt: skip") for file in files for line in file.lines)),
-        str(len(re.findall(r": Any[,)]", text))),
-        str(text.count("model: Any")),
+        f"{len(values)}; {num_fields:,}",
+        f"{sum(function.documented for function in functions) / count:.0%}",
     ]
+
+
+def walk(files: Iterable[File], start: str) -> tuple[int, int]:
+    """Functions and files of a walk that begins at `module: function` of the core; 0 and 0 if there
+    is none."""
+    modules = {module_of(file.path): _Names.of(file) for file in files}
+    module, _, name = f"ditkit_core.{start}".partition(": ")
+    reached: set[tuple[str, str]] = set()
+    left = [(module, name)] if name in getattr(modules.get(module), "functions", {}) else []
+    while left:
+        if (stay := left.pop()) in reached:
+            continue
+        reached.add(stay)
+        names = modules[stay[0]]
+        for node in ast.walk(names.functions[stay[1]]):
+            if isinstance(node, ast.Name):
+                left += _targets(modules, stay[0], node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "self":
+                    method = f"{stay[1].partition('.')[0]}.{node.attr}"
+                    left += [(stay[0], method)] if method in names.functions else []
+                else:
+                    left += _targets(modules, stay[0], f"{node.value.id}.{node.attr}")
+    return len(reached), len({module for module, _ in reached})
+
+
+class _Names(NamedTuple):
+    """What names mean in a module."""
+
+    functions: Mapping[str, ast.AST]
+    """Functions, and methods as `Class.method`."""
+    imports: Mapping[str, str]
+    """Dotted names by those that the module has for them."""
+
+    @classmethod
+    def of(cls, file: File) -> "_Names":
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        functions: dict[str, ast.AST] = {}
+        for node in file.tree.body:
+            if isinstance(node, kinds):
+                functions[node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                methods = [entry for entry in node.body if isinstance(entry, kinds)]
+                functions |= {f"{node.name}.{method.name}": method for method in methods}
+        imports = {
+            name.asname or name.name: f"{node.module}.{name.name}"
+            for node in file.nodes
+            if isinstance(node, ast.ImportFrom)
+            for name in node.names
+        }
+        return cls(functions, imports)
+
+
+def _targets(modules: Mapping[str, _Names], module: str, name: str) -> list[tuple[str, str]]:
+    """The function that a name means in a module, or what makes an object of a class; none if it is
+    outside of the core, or not walked."""
+    first, _, rest = name.partition(".")
+    if (path := modules[module].imports.get(first)) is not None:
+        if path in modules:  # `from ditkit_core.planner import partition`
+            module, name = path, rest
+        else:
+            module, name = path.rpartition(".")[0], f"{path.rpartition('.')[2]}.{rest}".rstrip(".")
+    if module not in modules or module.split(".")[1:2] and module.split(".")[1] in NOT_WALKED:
+        return []
+    made = (name, f"{name}.__init__", f"{name}.__post_init__")
+    return [(module, key) for key in made if key in modules[module].functions]
 
 
 SHAPES = (
@@ -350,7 +438,9 @@ SHAPES = (
     "imports that run up",
     "core modules that packages import",
     "public names defined twice",
+    "modules with one importer",
     "lines of README",
+    *(f"walk from {start.partition(': ')[2]}" for start in WALKS),
 )
 
 
@@ -367,17 +457,24 @@ class Shape:
     twice: Mapping[str, Sequence[str]]
     num_imported: int
     """Core modules that model packages import."""
+    num_single: int
+    """Core modules that one module alone imports, of the core or a package."""
     num_readme_lines: int
+    walks: Sequence[tuple[int, int]]
+    """Functions and files of each of `WALKS`."""
 
     @classmethod
     def of(cls, tree: Tree, groups: Mapping[str, Sequence[File]]) -> "Shape":
         core = groups["core"]
         modules = {module_of(file.path) for file in core}
-        whole = import_graph([*core, *groups["packages/wan"], *groups["packages/flux2"]])
+        packages = [
+            file for name in groups if name.startswith("packages/") for file in groups[name]
+        ]
+        graph = import_graph([*core, *packages])
         outside = [file.path for file in core if "/" not in file.path.removeprefix(CORE)]
         imported = {
             target
-            for module, targets in whole.items()
+            for module, targets in graph.items()
             if module not in modules
             for target in targets
         }
@@ -385,12 +482,14 @@ class Shape:
             folders=folders_of(file.path for file in core),
             num_outside=len([path for path in outside if not path.endswith("__init__.py")]),
             graph={
-                module: targets & modules for module, targets in whole.items() if module in modules
+                module: targets & modules for module, targets in graph.items() if module in modules
             },
             layers=layers_of(tree.texts.get("pyproject.toml", "")),
             twice=defined_twice(core),
             num_imported=len(imported & modules),
+            num_single=single_importers({name: graph[name] & modules for name in graph}),
             num_readme_lines=len(tree.texts.get("README.md", "").splitlines()),
+            walks=[walk(core, start) for start in WALKS],
         )
 
     def cells(self) -> list[str]:
@@ -406,9 +505,11 @@ class Shape:
             len(running_up(self.graph, self.layers)),
             self.num_imported,
             len(self.twice),
+            self.num_single,
             self.num_readme_lines,
         ]
-        return [str(number) for number in numbers]
+        walks = [f"{functions} in {files}" for functions, files in self.walks]
+        return [*map(str, numbers), *walks]
 
     def lists(self) -> Iterator[str]:
         """What the numbers count, by name."""
@@ -455,9 +556,9 @@ def measured(trees: Sequence[Tree]) -> Iterator[str]:
     groups = {tree.name: tree.groups() for tree in trees}
     shapes = {tree.name: Shape.of(tree, groups[tree.name]) for tree in trees}
     yield from (row(SIZES), row(["---"] * 2 + ["---:"] * (len(SIZES) - 2)))
-    for name in next(iter(groups.values())):
+    for name in groups[trees[-1].name]:
         for tree in trees:
-            yield row([name, tree.name, *sizes(groups[tree.name][name])])
+            yield row([name, tree.name, *sizes(groups[tree.name].get(name, []))])
     yield from ("", row(SHAPES), row(["---"] + ["---:"] * (len(SHAPES) - 1)))
     for tree in trees:
         yield row([tree.name, *shapes[tree.name].cells()])

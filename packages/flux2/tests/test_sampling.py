@@ -11,7 +11,7 @@ import torch
 from tiny_flux2 import ARCHS, tiny_model
 from torch import Tensor
 
-from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.files.read import open_adapter
@@ -197,7 +197,7 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
         files += export_adapter(model.eval(), FLUX2, tmp_path, name, written, metadata={})
     fast = AddedAdapter(open_adapter(files[0], FLUX2.architecture.names, shapes), strength)
     alone = generate_latents(sampler, job(), model, run_plain)
-    with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
+    with torch.no_grad(), adapters_added(model, [fast], lambda name: torch.float32):
         latents = generate_latents(sampler, job(), model, run_plain)
     # First, because peft scales what earlier adapters added with a DoRA's factors too.
     files_of_both = {files[0]: strength, files[1]: 1.0}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.files.read import open_adapter
@@ -128,7 +128,7 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     fast = AddedAdapter(open_adapter(files[1], WAN.architecture.names, shapes), strength)
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     alone = generate_latents(sampler, job, model, run_plain)
-    with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
+    with torch.no_grad(), adapters_added(model, [fast], lambda name: torch.float32):
         latents = generate_latents(sampler, job, model, run_plain)
     assert torch.equal(alone, generate_latents(sampler, job, model, run_plain)), (
         "nothing of it stays"

@@ -353,6 +353,39 @@ def test_a_saved_tensor_that_is_changed_is_refused():
             ).backward()
 
 
+def test_a_tensor_that_is_overwritten_after_it_was_sent_is_saved_anew():
+    """The host has the bytes of the block before; what a later block saves of the same storage is
+    other bytes."""
+
+    class Gated(nn.Module):
+        def __init__(self, inner, gate):
+            super().__init__()
+            self.inner, self.gate = inner, gate
+
+        def forward(self, carry):
+            return self.inner(carry._replace(tokens=carry.tokens * self.gate(carry.tokens)))
+
+    results = []
+    for in_place in (False, True):
+        gates: list[torch.Tensor] = []
+
+        def first(tokens, gates=gates):
+            gates.append(tokens.detach().sigmoid())
+            return gates[-1]
+
+        def second(tokens, gates=gates, in_place=in_place):
+            return gates[-1].mul_(2) if in_place else gates[-1] * 2
+
+        model = on(whole())
+        model.layers[1] = Gated(model.layers[1], first)
+        model.layers[2] = Gated(model.layers[2], second)
+        with PretendDevices():
+            run = BlockEngine(policy="none+offload", host=HostMemory(smallest=0))
+            loss_of(model, run).backward()
+        results.append(gradients(model))
+    assert same(*results)
+
+
 # Where nothing is moved, and where something fails
 
 

@@ -277,5 +277,5 @@ def test_an_adapter_for_samples_is_there_while_they_are_generated_and_decoded() 
     planner = AuxiliaryPlanner(models=[VAE], text_dtype=torch.float32)
     rooms = [Room("one", 2**40, in_use=100), Room("two", 2**40, in_use=10)]
     without = planner.sample_rows([SIZE], rooms, denoising=5)
-    found = planner.sample_rows([SIZE], rooms, denoising=5, added=[7, 3])
+    found = planner.sample_rows([SIZE], rooms, denoising=5, adapter_bytes=[7, 3])
     assert [row.peak - before.peak for row, before in zip(found, without, strict=True)] == [7, 3, 7]

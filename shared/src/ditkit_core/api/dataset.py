@@ -62,8 +62,8 @@ def completed(config: DataConfig, data: DataSpec) -> DataConfig:
     if (
         config.short_clips == "auto"
     ):  # resolved here, where it is known who asked for the number of frames
-        asked = bool(config.frames or config.frame_buckets)
-        config = replace(config, short_clips="error" if asked else "shorten")
+        has_lengths = bool(config.frames or config.frame_buckets)
+        config = replace(config, short_clips="error" if has_lengths else "shorten")
     # Likewise the largest resolution is the size.
     side = max(config.resolutions, default=0)
     height, width = config.height or side or height, config.width or side or width

@@ -304,11 +304,13 @@ def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> No
     folder = base.path if base.path.is_dir() else base.path.parent
     # A folder called `transformer` is the first expert only if the second one is next to it.
     are_both_there = all((folder.parent / part).is_dir() for part in parts)
-    said = named_after(str(adapter))
-    there = named_after(str(base.path)) or (parts.get(folder.name, "") if are_both_there else "")
-    if said and there and said != there:
+    expert_name = named_after(str(adapter))
+    base_expert = named_after(str(base.path)) or (
+        parts.get(folder.name, "") if are_both_there else ""
+    )
+    if expert_name and base_expert and expert_name != base_expert:
         raise UserError(
-            f"{adapter} is named after the {said} expert, and {base.path} is the {there} one; name "
+            f"{adapter} is named after the {expert_name} expert, and {base.path} is the {base_expert} one; name "
             f"the other with --base, or rename the file"
         )
 

@@ -101,10 +101,12 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
 def _finished(jobs: Jobs, folder: RunFolder, options: ExportOptions) -> list[Path]:
     """The finished adapters of a run, unless something else is asked for; they were verified when
     it ended."""
-    asked = options.to or options.dtype or options.merge or options.out or options.step is not None
+    is_other = (
+        options.to or options.dtype or options.merge or options.out or options.step is not None
+    )
     run = jobs.run
     if (
-        asked
+        is_other
         or folder.completed_step() is None
         or run.config.adapter.method == "full"
         or run.config.export.merged

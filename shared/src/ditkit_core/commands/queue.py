@@ -185,9 +185,9 @@ def _work(queue: RunQueue, worker: str, *, until_empty: bool) -> int:
     def on_interrupt() -> None:
         say("queue:    the run that is trained saves and waits for the next worker")
 
-    with queue.working(worker) as asked, Interrupts(on_interrupt) as signals:
+    with queue.working(worker) as pending_request, Interrupts(on_interrupt) as signals:
         say(f"queue:    worker of GPU {worker}; --queue stop --worker {worker} ends it")
-        while not (signals.requested or asked()):
+        while not (signals.requested or pending_request()):
             run = queue.take(worker)
             if run is None:
                 if until_empty:
@@ -195,7 +195,7 @@ def _work(queue: RunQueue, worker: str, *, until_empty: bool) -> int:
                 time.sleep(POLL_SECONDS)
                 continue
             say(f"queue:    training {run.run}; its output is in {run.log}")
-            run = _train(run, lambda: signals.requested or asked() == "stop")
+            run = _train(run, lambda: signals.requested or pending_request() == "stop")
             queue.put(run)
             say(f"queue:    {run.run} is {run.state}{run.error and ': '}{run.error}")
         return 130 if signals.requested else 0

@@ -162,9 +162,9 @@ def _promised(recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> l
 def _is_for(recipe: Recipe, gpus: Sequence[GPU]) -> bool:
     """Whether it promises to fit the first of these GPUs, which are in the order of their
     memory."""
-    asked = parse_gpus(recipe.gpus)
-    return len(asked) <= len(gpus) and all(
-        one.total <= gpu.total for one, gpu in zip(asked, gpus, strict=False)
+    recipe_gpus = parse_gpus(recipe.gpus)
+    return len(recipe_gpus) <= len(gpus) and all(
+        one.total <= gpu.total for one, gpu in zip(recipe_gpus, gpus, strict=False)
     )
 
 

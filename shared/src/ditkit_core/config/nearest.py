@@ -96,28 +96,28 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
         return "leave out the spaces around it"
     with suppress(ValueError):  # of a character that no path can have
         written = os.path.expanduser(written)
-    asked = Path(written)
-    if not asked.is_absolute() and (
-        elsewhere := [folder / asked for folder in folders if os.path.exists(folder / asked)]
+    target = Path(written)
+    if not target.is_absolute() and (
+        elsewhere := [folder / target for folder in folders if os.path.exists(folder / target)]
     ):
         return f"paths start at the working directory; did you mean {elsewhere[0]}?"
-    begun, missing = asked.parent, [asked.name]
-    while not os.path.isdir(begun) and begun != begun.parent:
-        missing.insert(0, begun.name)
-        begun = begun.parent
-    corrected = begun
+    folder, missing = target.parent, [target.name]
+    while not os.path.isdir(folder) and folder != folder.parent:
+        missing.insert(0, folder.name)
+        folder = folder.parent
+    corrected = folder
     for name in missing:
         if not (near := _entry_like(corrected, name)):
             where = (
-                f": {begun} exists, and contains no {missing[0]}"
-                if len(missing) > 1 and begun.name
+                f": {folder} exists, and contains no {missing[0]}"
+                if len(missing) > 1 and folder.name
                 else ""
             )
             return f"correct the path{where}"
         corrected = corrected / near
-    if corrected == asked:
+    if corrected == target:
         return "correct the path"
-    if unicodedata.normalize("NFC", str(corrected)) == unicodedata.normalize("NFC", str(asked)):
+    if unicodedata.normalize("NFC", str(corrected)) == unicodedata.normalize("NFC", str(target)):
         return "a name that looks the same is there in another Unicode form, as macOS stores it; rename it, or copy the name from there"
     return f"did you mean {corrected}?"
 

@@ -173,8 +173,10 @@ class Shards:
             torch._foreach_norm(list(gradients.values()), dtype=torch.float64)
         ).square()
         divided = torch.tensor([name in self.rows for name in gradients], device=squares.device)
-        mine = torch.where(divided, squares, 0).sum()
-        total = self.ranks.all_reduce(mine, self._group) + torch.where(divided, 0, squares).sum()
+        divided_sum = torch.where(divided, squares, 0).sum()
+        total = (
+            self.ranks.all_reduce(divided_sum, self._group) + torch.where(divided, 0, squares).sum()
+        )
         return total.sqrt().float()
 
     def changed(self) -> None:

@@ -48,8 +48,8 @@ _MEDIA_TENSOR = "latents"
 
 _ahead = ContextVar("ahead", default=False)
 
-Taken = TypeVar("Taken")
-Read = Callable[[str, str], dict[str, Taken] | None]
+Content = TypeVar("Content")
+Read = Callable[[str, str], dict[str, Content] | None]
 
 
 def key(*parts: str) -> str:
@@ -190,23 +190,23 @@ class Cache:
 
     def read_encoded(
         self,
-        read: Read[Taken],
+        read: Read[Content],
         kind: str,
         key: str,
         name: str,
         encode_again: Callable[[], object] = lambda: None,
-    ) -> dict[str, Taken]:
+    ) -> dict[str, Content]:
         """Read an entry that was encoded before, with `get` or `shapes`; `encode_again` stores it
         again if it was damaged."""
-        taken = read(kind, key)
-        if taken is None and self.path(kind, key) in self.damaged and not _ahead.get():
+        content = read(kind, key)
+        if content is None and self.path(kind, key) in self.damaged and not _ahead.get():
             encode_again()
-            taken = read(kind, key)
-        if taken is None:
+            content = read(kind, key)
+        if content is None:
             raise UserError(
                 f"the cache {self.folder} no longer contains {name}; start again to encode it"
             )
-        return taken
+        return content
 
     def put(
         self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
@@ -233,16 +233,16 @@ class Cache:
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
     def _read(
-        self, kind: str, key: str, take: Callable[[Any], dict[str, Taken] | None]
-    ) -> dict[str, Taken] | None:
+        self, kind: str, key: str, take: Callable[[Any], dict[str, Content] | None]
+    ) -> dict[str, Content] | None:
         path = self.path(kind, key)
         try:
             with opened(path) as file:
                 sound = header_matches(file, key) and (
                     kind != "media" or _MEDIA_TENSOR in _shapes(file)
                 )
-                if sound and (taken := take(file)) is not None:
-                    return taken
+                if sound and (content := take(file)) is not None:
+                    return content
         except FileNotFoundError:
             return None
         except SafetensorError:

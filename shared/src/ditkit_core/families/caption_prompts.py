@@ -7,19 +7,19 @@ CaptionGoal = Literal["scene", "character", "object", "style", "motion", "edit"]
 GOALS: tuple[CaptionGoal, ...] = get_args(CaptionGoal)
 
 _ASKED: dict[CaptionGoal, str] = {
-    "scene": "Describe {it}: the subject, what it does, the place, the light and the view of the "
+    "scene": "Describe {media}: the subject, what it does, the place, the light and the view of the "
     "camera.",
-    "character": "Describe {it}. Call the main character {name}. Describe everything but the "
+    "character": "Describe {media}. Call the main character {name}. Describe everything but the "
     "character: clothes, pose, what is done, place, light, view of the camera. Say nothing of the "
     "character's face, hair, skin, build or age.",
-    "object": "Describe {it}. Call the main object {name}. Describe where it is, what is around it, "
+    "object": "Describe {media}. Call the main object {name}. Describe where it is, what is around it, "
     "what is done with it, light and view of the camera. Say nothing of the object's own shape, "
     "colour or material.",
-    "style": "Describe only the content of {it}: subjects, what they do, the place. Say nothing of "
+    "style": "Describe only the content of {media}: subjects, what they do, the place. Say nothing of "
     "how it is made: no words for style, medium, technique, palette, mood or artist.",
-    "motion": "Describe {it}. Begin with the motion: what moves, in which direction and how fast, "
+    "motion": "Describe {media}. Begin with the motion: what moves, in which direction and how fast, "
     "and how the camera moves. Then name subject and place in a few words.",
-    "edit": "You see {it}. Write the instruction that makes the last image of what is before it, in "
+    "edit": "You see {media}. Write the instruction that makes the last image of what is before it, in "
     "one sentence that begins with a verb, such as: make the car blue. Say nothing of what stays as "
     "it is. Answer with the instruction alone.",
 }
@@ -53,11 +53,13 @@ def caption_prompt(
     """
     if instruction:
         return instruction.replace("{trigger}", trigger)
-    it = "this image" if num_images == 1 else f"the video that these {num_images} frames are from"
+    media = (
+        "this image" if num_images == 1 else f"the video that these {num_images} frames are from"
+    )
     if goal == "edit":
         before = "an image" if num_references == 1 else f"{num_references} images"
         after = "an image" if num_images == 1 else f"{num_images} frames of a video"
-        it = f"{before} before an edit, and then {after} after it"
-    asked = _ASKED[goal].format(it=it, name=trigger or _NAMES.get(goal, ""))
+        media = f"{before} before an edit, and then {after} after it"
+    request = _ASKED[goal].format(media=media, name=trigger or _NAMES.get(goal, ""))
     low, high = words
-    return asked if goal == "edit" else f"{asked} {_FORM.format(low=low, high=high)}"
+    return request if goal == "edit" else f"{request} {_FORM.format(low=low, high=high)}"

@@ -56,16 +56,16 @@ def reserve_sample_number(folder: Path) -> Iterator[str]:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             number = max([number, *(sample_number(path) for path in folder.iterdir())]) + 1
-            taken = folder / f".sampled-{number:03d}"
+            reserved = folder / f".sampled-{number:03d}"
             try:
                 # O_EXCL fails if the file exists, so two processes cannot reserve the same number.
-                os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                os.close(os.open(reserved, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             except FileExistsError:
                 continue
             if not any(folder.glob(f"sampled-{number:03d}-*")):
                 break
             # another process wrote samples with this number after the folder was listed
-            taken.unlink()
+            reserved.unlink()
     except OSError as error:
         raise UserError(
             f"cannot write in {folder}: {error.strerror or error}; name another folder with --out"
@@ -74,7 +74,7 @@ def reserve_sample_number(folder: Path) -> Iterator[str]:
         yield f"sampled-{number:03d}"
     finally:
         with suppress(OSError):  # a file that stays only skips its number
-            taken.unlink()
+            reserved.unlink()
 
 
 def sample_number(path: Path) -> int:

@@ -199,13 +199,13 @@ class RunQueue:
                 for request in _REQUESTS:
                     (folder / request).unlink(missing_ok=True)  # of a worker that has ended
 
-            def asked() -> str:
+            def pending_request() -> str:
                 return next(
                     (word for word in _REQUESTS for folder in folders if (folder / word).exists()),
                     "",
                 )
 
-            yield asked
+            yield pending_request
 
     def ask_workers(self, request: str, gpus: Collection[str] = ()) -> list[str]:
         """Ask the workers of these GPUs, or all, to end: `stop` has their run saved and stopped,

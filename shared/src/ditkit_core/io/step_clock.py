@@ -125,7 +125,11 @@ class StepClock:
         for (part, begin), (_, end) in pairwise(self._marks[device]):
             seconds[part] = seconds.get(part, 0.0) + _between(begin, end)
         total = sum(seconds.values())
-        return {part: taken / total for part, taken in seconds.items()} if total > 0 else {}
+        return (
+            {part: part_seconds / total for part, part_seconds in seconds.items()}
+            if total > 0
+            else {}
+        )
 
     def numbers(self) -> dict[str, float]:
         """The times of `read` as metrics: `seconds/forward`, with several devices

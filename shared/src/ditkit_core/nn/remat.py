@@ -70,7 +70,7 @@ def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tens
     return results
 
 
-def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Tensor:
+def carried_part(function: Callable[..., Tensor], *arguments: Any, name: str) -> Tensor:
     """Call a part of a block that ends in a boundary of its own and whose result is part of the
     block's carry.
 
@@ -86,7 +86,7 @@ def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Te
         return function(*arguments)
     # A region around the result alone: the recompute takes it from the forward, without the part
     # that made it.
-    taken = remat.region(_alias, name, recompute=False)
+    region = remat.region(_alias, name, recompute=False)
     outer = scope_in_force()
     scope = RecomputeScope(None if outer is None else outer.hooks)
     if settings.recomputing:
@@ -95,7 +95,7 @@ def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Te
             with scope_set(part_scope), remat.name_scope(name):
                 return function(*arguments)
         except RecomputeDone:
-            out: Tensor = taken(
+            out: Tensor = region(
                 arguments[0]
             )  # the region returns its result from the forward, whatever its argument
             return out
@@ -105,7 +105,7 @@ def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Te
         # The block's recompute finds the part's scope by name, because it runs the same code again.
         outer.parts[name] = scope
     if scope.is_reached:
-        out = taken(out)
+        out = region(out)
         remat.recompute_needs_tensor(out)
     return out
 
@@ -127,7 +127,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RecomputeScope:
-    """What a block, or a part of one (`handed_on`), saves behind its boundary. Its forward runs
+    """What a block, or a part of one (`carried_part`), saves behind its boundary. Its forward runs
     inside the `with` block."""
 
     def __init__(self, hooks: Hooks | None = None):
@@ -136,7 +136,7 @@ class RecomputeScope:
         self.hooks = hooks
         self.is_reached = False
         self.parts: dict[str, RecomputeScope] = {}
-        """The scopes of parts (`handed_on`), by name."""
+        """The scopes of parts (`carried_part`), by name."""
         self._again: list[weakref.ref[_Again]] = []
         self._needed: Sequence[Tensor] = ()
         self._results: Sequence[Any] = ()

@@ -242,7 +242,7 @@ class AuxiliaryPlanner:
         *,
         denoising: int,
         num_samples: int = 1,
-        added: Sequence[int] = (),
+        adapter_bytes: Sequence[int] = (),
     ) -> list[AuxiliaryRow]:
         """The transformer's denoising on each of the model's devices, and the decoder on the first.
 
@@ -251,13 +251,13 @@ class AuxiliaryPlanner:
             denoising: `denoising_bytes` of the largest sample.
             num_samples: Samples generated in a row; from the second on, the decoder stays loaded
                 while the model runs.
-            added: Bytes of the adapters of [sample] on each device; empty for none. They stay there
+            adapter_bytes: Bytes of the adapters of [sample] on each device; empty for none. They stay there
                 while a sample is decoded.
         """
         rows: list[AuxiliaryRow] = []
         rooms = [
             room._replace(in_use=room.in_use + more)
-            for room, more in zip(rooms, added or [0] * len(rooms), strict=True)
+            for room, more in zip(rooms, adapter_bytes or [0] * len(rooms), strict=True)
         ]
         for model in self.models if sizes else ():
             if model.stage != "sample":

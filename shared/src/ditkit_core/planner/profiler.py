@@ -519,12 +519,12 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
                 backward[stage],
                 backward[order[position + 1]] if position + 1 < len(order) else measured.end,
             )
-            added = again.get(stage, here)
+            second = again.get(stage, here)
             cost = replace(
                 cost,
                 released=here.activations[0] - then.activations[0],
                 backward_extra=here.peak[0] - here.total[0],
-                backward_extra_again=added.peak[0] - added.total[0],
+                backward_extra_again=second.peak[0] - second.total[0],
                 kernels_backward=counts_of([here]),
                 sent_backward=here.sent,
             )

@@ -318,5 +318,5 @@ class RankStep:
             (compute, int(exchange * 1e9))
             for compute, exchange in zip(computed, exchanges, strict=True)
         ]
-        taken = streaming_time(stages if is_forward else stages[::-1], ahead=False)
-        return (taken - sum(computed)) / 1e9
+        total = streaming_time(stages if is_forward else stages[::-1], ahead=False)
+        return (total - sum(computed)) / 1e9

@@ -119,8 +119,10 @@ def _ranks_with_room(
         else moved
     )
     most = ranks.size if ranks.shard > 1 else min(ranks.size, num_samples)
-    asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
-    num = num_with_room(asked[:most])
+    demands = ranks.all_gather_object(
+        {"host": socket.gethostname(), "needed": needed, "free": free}
+    )
+    num = num_with_room(demands[:most])
     if not num or (ranks.shard > 1 and num < most):
         suffix = " for each rank" if most > 1 else ""
         shortage = f"the host needs {needed / 2**30:.1f} GiB{suffix} and has {free / 2**30:.1f} GiB"
@@ -137,18 +139,18 @@ def _ranks_with_room(
     return num, ""
 
 
-def num_with_room(asked: Sequence[Mapping[str, Any]]) -> int:
+def num_with_room(demands: Sequence[Mapping[str, Any]]) -> int:
     """The largest number of ranks, the first ones, that their hosts have room for at the same time.
 
     Args:
-        asked: Of each rank its `host`, the bytes `needed` there, and those that are `free`.
+        demands: Of each rank its `host`, the bytes `needed` there, and those that are `free`.
     """
     used: Counter[str] = Counter()
-    for num, demand in enumerate(asked):
+    for num, demand in enumerate(demands):
         used[demand["host"]] += demand["needed"]
         if used[demand["host"]] > demand["free"]:
             return num
-    return len(asked)
+    return len(demands)
 
 
 def _instead_of(prepared: Model, stage: DenoiserStage) -> DenoiserStage:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
 from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.io.console import progress, warn
 from ditkit_core.loading.on_meta import loaded_dtype
@@ -98,7 +98,7 @@ def _with(
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
         with stage.opened() as opened:
-            with added(opened[0], adapters, dtype_of):
+            with adapters_added(opened[0], adapters, dtype_of):
                 yield opened
             del (
                 opened

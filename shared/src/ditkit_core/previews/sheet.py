@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.strength import at_strength
 from ditkit_core.config.nearest import nearest_word
@@ -249,7 +249,7 @@ class _SheetTransformer:
         module: Any = model.module
         module.eval()  # adapters that were just made are in training mode
         if self._adapters:
-            self._context.enter_context(added(module, self._adapters, self._dtype_of))
+            self._context.enter_context(adapters_added(module, self._adapters, self._dtype_of))
         self._context.enter_context(
             without_adapters(module) if save is None else at_strength(module, column.strength)
         )

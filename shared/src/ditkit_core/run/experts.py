@@ -30,14 +30,17 @@ _SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
 
 
 def check_experts(
-    config: ExpertsConfig, experts: Sequence[Expert], model: ModelPaths, having: Sequence[str]
+    config: ExpertsConfig,
+    experts: Sequence[Expert],
+    model: ModelPaths,
+    presets_of_two: Sequence[str],
 ) -> None:
-    """Refuse settings of [experts] and [model] that do not fit the architecture. `having` are the
+    """Refuse settings of [experts] and [model] that do not fit the architecture. `presets_of_two` are the
     presets that have experts."""
     if not experts:
         presets = (
-            f"set model.preset to one of {', '.join(having)}"
-            if having
+            f"set model.preset to one of {', '.join(presets_of_two)}"
+            if presets_of_two
             else "no preset of this model has any"
         )
         settings = [
@@ -55,10 +58,10 @@ def check_experts(
                 f"model.transformer_2 is the second of two experts, and this model has one "
                 f"transformer; {presets}, or leave it out"
             )
-        if having and (said := named_after(model.transformer)):
+        if presets_of_two and (expert_name := named_after(model.transformer)):
             raise UserError(
                 f"model.transformer = {model.transformer!r} is named after one of two experts "
-                f"({said}), and nothing says that the model has "
+                f"({expert_name}), and nothing says that the model has "
                 f"two; {presets}, or rename it"
             )
         return
@@ -72,12 +75,12 @@ def check_experts(
             )
     for expert in experts:
         path = getattr(model, expert.part)
-        if (said := named_after(path)) not in ("", expert.name):
+        if (expert_name := named_after(path)) not in ("", expert.name):
             others = " and ".join(
                 f"model.{other.part} is the {other.name} expert" for other in experts
             )
             raise UserError(
-                f"model.{expert.part} = {path!r} is named after the {said} expert; {others}: "
+                f"model.{expert.part} = {path!r} is named after the {expert_name} expert; {others}: "
                 f"exchange them, or rename the file"
             )
         # The first expert's folder name proves nothing: every checkpoint with one transformer uses
@@ -124,9 +127,9 @@ def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert 
 
 def check_named(expert: Expert, key: str, path: str) -> None:
     """Refuse a file for an expert, given as this key or flag, that is named after the other one."""
-    if (said := named_after(path)) not in ("", expert.name):
+    if (expert_name := named_after(path)) not in ("", expert.name):
         raise UserError(
-            f"{key} = {path!r} is named after the {said} expert, and this is the {expert.name} "
+            f"{key} = {path!r} is named after the {expert_name} expert, and this is the {expert.name} "
             f"one; give its own file"
         )
 
@@ -196,12 +199,12 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     """A `RunConfig`, checked against the architecture's experts and restricted to the noise levels
     of the one that it trains."""
     experts = spec.architecture.experts(arch)
-    having = [
+    presets_of_two = [
         name
         for name, other in spec.architecture.presets.items()
         if spec.architecture.experts(other)
     ]
-    check_experts(config.experts, experts, config.model, having)
+    check_experts(config.experts, experts, config.model, presets_of_two)
     expert = next(
         (candidate for candidate in experts if candidate.name == config.experts.train), None
     )

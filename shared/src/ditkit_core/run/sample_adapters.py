@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ditkit_core.adapters.added import AddedAdapter
+from ditkit_core.adapters.added_adapter import AddedAdapter
 from ditkit_core.adapters.files.entry import is_to_be_fetched, parse_merge
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
 from ditkit_core.adapters.files.merge import merge_into
@@ -117,12 +117,12 @@ class SampleAdapters:
         opened = [
             [self._open(key, entry, shapes) for entry in entries] for key, entries in self._keys
         ]
-        for added, (key, entry), component in zip(
+        for adapters, (key, entry), component in zip(
             opened, assistants, ("transformer", "transformer_2"), strict=False
         ):
             if entry:
                 read = self._without_assistant(component, shapes)
-                added.append(self._open(key, entry, shapes)._replace(base_weight=read))
+                adapters.append(self._open(key, entry, shapes)._replace(base_weight=read))
         return opened
 
     def _open(self, key: str, entry: str, shapes: Shapes) -> AddedAdapter:

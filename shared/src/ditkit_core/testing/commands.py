@@ -75,13 +75,13 @@ def check_commands(name: str, package: str, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, arguments], capture_output=True, text=True, check=True
     )
-    *said, last = done.stdout.splitlines()
+    *lines, last = done.stdout.splitlines()
     statuses, imported = json.loads(last)
     assert statuses == {command: [0, 0, 2, 2, 2, 2, 2] for command in commands}
     assert imported == [], "imported before an error is reported"
     for command in commands:
-        assert any(line.startswith(f"usage: {command}") for line in said)
-        assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in said)
+        assert any(line.startswith(f"usage: {command}") for line in lines)
+        assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in lines)
     errors = done.stderr.splitlines()
     assert len(errors) == 5 * len(commands) and all(
         line.startswith("error: ") for line in errors

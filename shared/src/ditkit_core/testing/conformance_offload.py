@@ -57,7 +57,7 @@ class OffloadChecks(ModelChecks):
         under `attn_only`, attention's tensors as well."""
         model = self._made("lora")
         items = self.items(2, ragged=True)
-        taken = 0
+        num_entering = 0
         carry = model.embed(self.inputs(items))
         for block in model.blocks():
             after = block(carry)
@@ -67,7 +67,9 @@ class OffloadChecks(ModelChecks):
                     leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
                     for leaf in _tensors(carry)
                 }
-                taken += sum(size for storage, size in entering.items() if storage not in passed_on)
+                num_entering += sum(
+                    size for storage, size in entering.items() if storage not in passed_on
+                )
             carry = after
         divide(model, [ONE] * (len(model.blocks()) + 2))
         sent = {
@@ -76,7 +78,7 @@ class OffloadChecks(ModelChecks):
             )[1]
             for policy in POLICIES
         }
-        assert sent["full"] == taken
+        assert sent["full"] == num_entering
         assert sent["none"] > sent["attn_only"] > sent["full"]
 
     def _made(self, adapter: str) -> Any:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
 from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.diffusers_model import DiffusersModel
@@ -161,7 +161,7 @@ class PeerChecks(ModelChecks):
                 edit(base[name])
             outputs["training"] = model(inputs)[0]
             taken_out = AddedAdapter(file, strength, lambda module: before[f"{module}.weight"])
-            with added(model, [taken_out], lambda name: torch.float32):
+            with adapters_added(model, [taken_out], lambda name: torch.float32):
                 outputs["samples"] = model(inputs)[0]
             # Last in the first list: peft scales what earlier adapters added with a DoRA's factors
             # too.
@@ -207,7 +207,10 @@ class PeerChecks(ModelChecks):
         for ways, names in (
             ((nullcontext(),), ["own", "assistant"]),
             ((without_adapters(model),), ["assistant"]),
-            ((added(model, [taken_out], lambda name: torch.float32), torch.no_grad()), ["own"]),
+            (
+                (adapters_added(model, [taken_out], lambda name: torch.float32), torch.no_grad()),
+                ["own"],
+            ),
         ):
             with ExitStack() as stack:
                 for way in ways:

@@ -290,5 +290,5 @@ def relative_error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
         (one.double().flatten(), other.double().flatten())
         for one, other in zip(actual, exact, strict=True)
     ]
-    mine, theirs = (torch.cat(values) for values in zip(*pairs, strict=True))
-    return float((mine - theirs).norm() / theirs.norm())
+    ours, theirs = (torch.cat(values) for values in zip(*pairs, strict=True))
+    return float((ours - theirs).norm() / theirs.norm())

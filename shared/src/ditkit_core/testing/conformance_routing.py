@@ -41,7 +41,7 @@ class RoutingChecks(ModelChecks):
         results = []
         for engine in (
             BlockEngine(router=router),
-            lambda stages, given: _hidden(router, stages, given),
+            lambda stages, inputs: _hidden(router, stages, inputs),
         ):
             torch.manual_seed(7)
             prediction = model(inputs, engine)

@@ -77,7 +77,7 @@ class Demo:
             [*self._arguments(run), "--log.tensorboard", "false", *flags],
         )
 
-    def check_run(self, run: Path, said: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
+    def check_run(self, run: Path, output: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
         """Assert that the demo as it is ends complete, says so when it is started again, and goes
         on when there is more to do.
 
@@ -92,7 +92,7 @@ class Demo:
         arguments = self._arguments(run)
         assert cli.run(self.spec, "train", arguments) == 0
         verified = f"diffusers loads {run.name}.safetensors and agrees with our model"
-        printed, page = said(), (run / "report.html").read_text(encoding="utf-8")
+        printed, page = output(), (run / "report.html").read_text(encoding="utf-8")
         assert (verified if self.spec.adapters.verify else "which has no such model") in printed
         assert (RANDOM_SAMPLES in printed, RANDOM_SAMPLES in page) == (
             not self.spec.demo.trained_base,
@@ -102,7 +102,7 @@ class Demo:
         steps = [record["step"] for record in _metrics(run)]
         assert steps == sorted(steps) and steps[0] == 0
         assert cli.run(self.spec, "train", arguments) == 0
-        assert "complete at step 2" in said()
+        assert "complete at step 2" in output()
         assert cli.run(self.spec, "train", [*arguments, "--train.steps", "3"]) == 0
         assert (run / "state" / "step-000003").is_dir()
         return tensors
@@ -161,8 +161,8 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
         image = DemoImage(colour=colour, shape=shape, position=position, shift=shift)
         assert image not in shown
         pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[:, None].float() / 255
-        made = encoder.decode(encoder.encode([pixels * 2 - 1])[0]["latents"])
-        wrong.append(float((made - pixels).square().mean()))
+        decoded = encoder.decode(encoder.encode([pixels * 2 - 1])[0]["latents"])
+        wrong.append(float((decoded - pixels).square().mean()))
     return float(-10 * np.log10(np.mean(wrong)))
 
 

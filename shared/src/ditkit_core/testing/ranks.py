@@ -78,11 +78,11 @@ def run_ranks(
     codes = [process.exitcode for process in processes]
     if late or any(codes):
         ending = f"not done after {seconds:g} s" if late else f"ended with {codes}"
-        said = (
+        outputs = (
             f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}"
             for rank in range(num)
         )
-        raise RanksFailed("\n".join([f"{script.name}: {ending}", *said]))
+        raise RanksFailed("\n".join([f"{script.name}: {ending}", *outputs]))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num)]
 
 

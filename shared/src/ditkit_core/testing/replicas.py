@@ -384,11 +384,11 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     for process in processes:
         process.kill()
     if any(codes) or None in codes:
-        said = (_log(folder, rank).read_text(errors="replace") for rank in range(num))
+        logs = (_log(folder, rank).read_text(errors="replace") for rank in range(num))
         half = _SHOWN // num // 2
         ends = (
             text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
-            for text in said
+            for text in logs
         )
         raise AssertionError(
             "\n".join(

@@ -64,9 +64,9 @@ def output_of(script: Path, *arguments: str, seconds: float = 280.0) -> str:
         finally:
             process.kill()
             process.join()
-        printed, said = (file.read_text(errors="replace") for file in (out, err))
+        printed, errors = (file.read_text(errors="replace") for file in (out, err))
     assert process.exitcode == 0, (
-        f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{said[-18000:]}"
+        f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{errors[-18000:]}"
     )
     return printed
 

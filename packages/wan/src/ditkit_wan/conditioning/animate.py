@@ -39,17 +39,17 @@ def reference_image(controls: ClipInputs) -> Float[Tensor, "3 1 height width"]:
 
 
 def mask_channels(
-    given: Float[Tensor, "frames height width"], stride: int
+    mask: Float[Tensor, "frames height width"], stride: int
 ) -> Float[Tensor, "4 f h w"]:
     """A mask in pixels at the size of latents: the first frame in all four channels, then one
     channel for each of four frames.
 
     Args:
-        given: 1 where the model is given the pixel, 4k + 1 frames.
+        mask: 1 where the model is given the pixel, 4k + 1 frames.
         stride: Pixels to a row or column of latents.
     """
-    height, width = given.shape[1:]
-    small = F.interpolate(given[:, None], size=(height // stride, width // stride), mode="nearest")[
+    height, width = mask.shape[1:]
+    small = F.interpolate(mask[:, None], size=(height // stride, width // stride), mode="nearest")[
         :, 0
     ]
     return rearrange(
@@ -84,15 +84,15 @@ class Subject(VaeConditioner):
         self.uses(controls)
         reference = self.latents(reference_image(controls))
         size = (controls.frames, controls.height, controls.width)
-        pixels, given = torch.zeros(3, *size), torch.zeros(size)
+        pixels, mask = torch.zeros(3, *size), torch.zeros(size)
         if MASK in controls.files:
-            pixels, given = (
+            pixels, mask = (
                 video(controls, BACKGROUND),
                 1 - ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1),
             )
         latents = self.latents(pixels)
         front = torch.cat([torch.ones(4, *reference.shape[1:]), reference])
-        clip = torch.cat([mask_channels(given, self.vae.strides[1]), latents])
+        clip = torch.cat([mask_channels(mask, self.vae.strides[1]), latents])
         return {"y": torch.cat([front, clip], 1), "animate_reference": reference}
 
 

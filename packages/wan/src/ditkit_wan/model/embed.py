@@ -136,16 +136,16 @@ class WanEmbed(nn.Module):
             )  # reference and frames before have t = 0
         elif inputs.reference is not None:
             reference_tokens = [
-                None if it is None else self.ref_conv(it.to(precision.matmul))
-                for it in inputs.reference
+                None if image is None else self.ref_conv(image.to(precision.matmul))
+                for image in inputs.reference
             ]
             tokens = in_front(reference_tokens, tokens, lengths).to(precision.entry)
-            num_in_front = [0 if it is None else len(it) for it in reference_tokens]
+            num_in_front = [0 if rows is None else len(rows) for rows in reference_tokens]
             if late is not None:
                 late = times_in_front(late, num_in_front, lengths)
             elif timestep.shape[1] > 1:
                 timestep = times_in_front(timestep, num_in_front, lengths)
-            fronts = tuple(int(it is not None) for it in reference_tokens)
+            fronts = tuple(int(rows is not None) for rows in reference_tokens)
             grids = tuple((f + front, h, w) for (f, h, w), front in zip(grids, fronts, strict=True))
             lengths = [math.prod(grid) for grid in grids]
         has_motion = [motion is not None for motion in motions]
@@ -200,7 +200,9 @@ class WanEmbed(nn.Module):
         """S2V's tokens of all samples, and their numbers: the clip's with its poses, the reference
         image's, and those of the frames before it."""
         assert inputs.reference is not None, "checked"
-        patches = [self.patch_embedding.patches(it) for it in inputs.reference if it is not None]
+        patches = [
+            self.patch_embedding.patches(image) for image in inputs.reference if image is not None
+        ]
         references = [
             self.patch_embedding(rows.to(self.precision.matmul)).to(tokens.dtype)
             for rows in patches

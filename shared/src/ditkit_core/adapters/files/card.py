@@ -141,12 +141,12 @@ class Card:
 
     def _prompts(self) -> str:
         trigger = self._config.get("data.trigger")
-        said = f"Write `{_code(trigger)}` in the prompt.\n\n" if trigger else ""
+        line = f"Write `{_code(trigger)}` in the prompt.\n\n" if trigger else ""
         examples = [
             f"- {_plain(prompt)}"
             for prompt in dict.fromkeys(sample.prompt for sample in self.samples)
         ]
-        body = said + "\n".join(examples)
+        body = line + "\n".join(examples)
         return f"## Prompts\n\n{body.rstrip()}" if body else ""
 
     def _use(self) -> str:
@@ -266,8 +266,8 @@ class Card:
             if is_hub_id(self._base)
             else "that of the base"
         )
-        mine = f"`{_code(self.license)}`" if self.license else "not stated yet"
-        return f"## License\n\n{mine}; the license of the base applies too, see {base}."
+        license_line = f"`{_code(self.license)}`" if self.license else "not stated yet"
+        return f"## License\n\n{license_line}; the license of the base applies too, see {base}."
 
 
 def _loading(file: CardFile) -> list[str]:

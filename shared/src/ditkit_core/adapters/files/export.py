@@ -172,10 +172,13 @@ def _no_reader(limit: str) -> dict[str, str]:
 def loaded_by(read: Mapping[str, str]) -> str:
     """One line about the programs that load a file, from the result of `AdapterRules.readers`."""
     loading = (
-        ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+        ", ".join(reader for reader, remark in read.items() if not remark)
+        or "no program that is known"
     )
     others = "; ".join(
-        f"{reader} {said}" for reader, said in read.items() if said not in ("", NOT_TRIED, NO_MODEL)
+        f"{reader} {remark}"
+        for reader, remark in read.items()
+        if remark not in ("", NOT_TRIED, NO_MODEL)
     )
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
 

@@ -81,8 +81,8 @@ def config_from_file(
         use_dora=config.use_dora or bool(doras),
         targets=config.targets or tuple(modules),
     )
-    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(modules)} modules from {path}"
-    return started, said + f", of which {len(others)} have another rank or alpha" * bool(others)
+    line = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(modules)} modules from {path}"
+    return started, line + f", of which {len(others)} have another rank or alpha" * bool(others)
 
 
 def _factored_config(

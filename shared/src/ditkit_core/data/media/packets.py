@@ -54,7 +54,7 @@ class Timeline:
     def begin_at(self, time: float) -> None:
         """Leave out packets before a time, those added already too: a recording that begins between
         keyframes has such, which cannot be shown."""
-        self._begin, self._times = time, [added for added in self._times if added >= time]
+        self._begin, self._times = time, [later for later in self._times if later >= time]
         self.first = min(self._times, default=float("inf"))
 
     @property

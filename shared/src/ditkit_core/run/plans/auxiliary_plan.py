@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from ditkit_core.adapters.added import added_bytes
+from ditkit_core.adapters.added_adapter import added_bytes
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
@@ -90,34 +90,38 @@ def plan_auxiliary(
         for size in (clip, *((1, *reference) for reference in references))
     ]
     rows = planner.encode_rows(sizes, encoders)
-    added = _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks)
+    adapter_bytes = _added_on(
+        replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks
+    )
 
     def pixels(shape: Shape) -> int:
         (frames, height, width), references = shape
         return frames * height * width + sum(h * w for h, w in references)
 
-    def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
+    def sampled(generated: Generated, devices: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
             return []
-        more = added if len(on) == len(added) else [sum(added)]  # previews have one device
+        more = (
+            adapter_bytes if len(devices) == len(adapter_bytes) else [sum(adapter_bytes)]
+        )  # previews have one device
         denoising = denoising_bytes(
-            replace(step.job, kind=on[0].kind), *max(generated.shapes, key=pixels)
+            replace(step.job, kind=devices[0].kind), *max(generated.shapes, key=pixels)
         )
         sizes = [size for size, _ in generated.shapes]
         return planner.sample_rows(
-            sizes, on, denoising=denoising, num_samples=generated.num, added=more
+            sizes, devices, denoising=denoising, num_samples=generated.num, adapter_bytes=more
         )
 
     # Class images are generated before the optimizer has state. The plan ignores this, since with
     # adapters the difference is small.
-    asked, images = _samples(run.data, shapes, samples), missing_class_images(run.data)
-    rows += sampled(Generated((*asked.shapes, *images.shapes), asked.num + images.num), rooms)
+    previews, images = _samples(run.data, shapes, samples), missing_class_images(run.data)
+    rows += sampled(Generated((*previews.shapes, *images.shapes), previews.num + images.num), rooms)
     if config.sample.device and config.sample.every_steps:
         room = _room_of(config.sample.device, "sample.device", training_device, rooms[0])
         room = _with_copy(room, kind, devices, streamed=streamed)
         if room.kind == "cuda" and gpus:
             room = room._replace(device=f"sample.device {config.sample.device}")
-        rows += [replace(row, stage="preview") for row in sampled(asked, [room])]
+        rows += [replace(row, stage="preview") for row in sampled(previews, [room])]
     if exchanges and kind == "cuda":
         # While the other of two experts takes its steps of a preview, the weights of the one that
         # trains wait on the host, and the other streams as many.
@@ -156,9 +160,9 @@ def _added_on(
     of_blocks = tuple(device for device, span in zip(devices, blocks, strict=True) for _ in span)
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
     shapes, dtype_of = layers_of(spec.architecture.build, arch), loaded_dtype(spec, precision)
-    on = [{name for name in shapes if device_of(name) == device} for device in devices]
+    spans = [{name for name in shapes if device_of(name) == device} for device in devices]
     return [
-        max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on
+        max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in spans
     ]
 
 

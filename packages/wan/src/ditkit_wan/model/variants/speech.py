@@ -191,8 +191,8 @@ class SpeechEmbedding(nn.Module):
         rows = pad_sequence(
             [self.cond_encoder.patches(latent) for latent in maps], batch_first=True
         )
-        added: Tensor = self.cond_encoder(rows.to(self.precision.matmul))
-        return added
+        shift: Tensor = self.cond_encoder(rows.to(self.precision.matmul))
+        return shift
 
     def marked(
         self,

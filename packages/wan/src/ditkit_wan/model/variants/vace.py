@@ -5,7 +5,7 @@ from torch import nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import plain_sum
-from ditkit_core.nn.remat import handed_on, recompute_boundary
+from ditkit_core.nn.remat import carried_part, recompute_boundary
 from ditkit_wan.model.block import WanBlock
 from ditkit_wan.model.carry import VaceCarry, WanCarry
 from ditkit_wan.presets import WanArch
@@ -29,7 +29,7 @@ class VaceBlock(WanBlock):
 
     def forward(self, carry: WanCarry) -> WanCarry:
         assert carry.vace is not None, "embed makes the stream"
-        stream = handed_on(self.advanced, carry.vace.stream, carry, name="stream")
+        stream = carried_part(self.advanced, carry.vace.stream, carry, name="stream")
         h = stream.to(self.precision.matmul)
         tokens = plain_sum(recompute_boundary(self.after_proj, h), carry.tokens)
         return carry._replace(tokens=tokens, vace=VaceCarry(stream))

@@ -162,7 +162,7 @@ class AddedDoras(nn.Module):
 
 
 @contextmanager
-def added(
+def adapters_added(
     model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]
 ) -> Iterator[None]:
     """Add adapters that fit a model as long as the context is open; only forwards without gradients

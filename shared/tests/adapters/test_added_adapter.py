@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ditkit_core.adapters.added import AddedAdapter, AddedLora, added, added_bytes
+from ditkit_core.adapters.added_adapter import AddedAdapter, AddedLora, adapters_added, added_bytes
 from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras, ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import DORA_METADATA
@@ -47,7 +47,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_matrices(tmp_path: Path) -> None:
         return torch.float32 if name.startswith("head") else torch.bfloat16
 
     before = dict(model.named_modules())
-    with added(model, adapters, dtype_of):
+    with adapters_added(model, adapters, dtype_of):
         layers = {
             name: module for name, module in model.named_modules() if isinstance(module, AddedLora)
         }
@@ -101,7 +101,7 @@ def test_lokr_and_loha_are_added_as_they_are_merged_also_where_a_file_has_layers
     inputs = {
         name: torch.randn(5, shapes[name][1], generator=random) for name in adapter.file.modules
     }
-    with torch.no_grad(), added(model, [adapter], lambda name: torch.float32):
+    with torch.no_grad(), adapters_added(model, [adapter], lambda name: torch.float32):
         found = {name: model.get_submodule(name)(x) for name, x in inputs.items()}
     for name, x in inputs.items():
         expected = layers[name](x) + x @ (0.5 * adapter.file.change_of(name)).T
@@ -166,7 +166,7 @@ def test_doras_are_added_as_they_are_merged_whatever_is_trained_over_them(
     }
     plain = outputs(model, inputs)
     adapters = [AddedAdapter(files[0], 0.5), AddedAdapter(files[1], 1.0)]
-    with added(model, adapters, lambda name: torch.float32):
+    with adapters_added(model, adapters, lambda name: torch.float32):
         found = outputs(model, inputs)
     assert {type(module).__name__ for module in model.modules()}.isdisjoint({"AddedDoras"})
     for name, x in inputs.items():
@@ -198,7 +198,7 @@ def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in DORA}
     before = {name: layer.base_layer.weight.detach().clone() for name, layer in layers.items()}
     plain = outputs(model, inputs)
-    with added(model, [AddedAdapter(dora, 0.6)], lambda name: torch.float32):
+    with adapters_added(model, [AddedAdapter(dora, 0.6)], lambda name: torch.float32):
         expected = outputs(model, inputs)
     for name, layer in layers.items():
         merged.change(name, layer.base_layer.weight.data, 0.8)
@@ -208,7 +208,7 @@ def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(
         ([taken_out], plain),
         ([AddedAdapter(dora, 0.6), taken_out], expected),
     ):
-        with added(model, adapters, lambda name: torch.float32):
+        with adapters_added(model, adapters, lambda name: torch.float32):
             for name, out in outputs(model, inputs).items():
                 torch.testing.assert_close(out, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
@@ -227,7 +227,7 @@ def test_an_assistant_that_leaves_nothing_of_a_row_is_refused(tmp_path: Path) ->
     weights = {name: dense_weight(model.get_submodule(name)) for name in DORA}
     taken_out = AddedAdapter(file, 1.0, weights.__getitem__)
     refused = pytest.raises(UserError, match="cannot be taken out of layers.0.qkv again")
-    with refused, added(model, [taken_out], lambda name: torch.float32):
+    with refused, adapters_added(model, [taken_out], lambda name: torch.float32):
         pass
     assert dict(model.named_modules()) == before
 
