@@ -64,3 +64,22 @@ def test_weights_are_exchanged_for_their_average_when_no_copy_reads_them() -> No
             with state.used():
                 validation_loss(there, batch.ids, batch.items, (0.5,))
     assert stand_in.runtime.log.races == []
+
+
+def test_memory_of_an_optimizer_is_unlocked_when_another_takes_its_place() -> None:
+    """A run that resumes attaches an optimizer twice: pages that stay locked cannot be locked
+    again."""
+    with StandIn() as stand_in:
+        model: Any = make_model(TOY, ToyArch(depth=3, dim=8))
+        swap = place_model(model, [ONE] * 3, range(3), trained=True)
+        there = Model(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
+        state = TrainState(
+            model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap
+        )
+        (batch,) = micro_batches(toy_items(1), 1)
+        context = StepContext(step=0, seed=1, flow=FlowConfig())
+        training_step(there, [batch], state.optimizer, context, lr=1e-2, clip_norm=0.0)
+        parts = [part.host for queue in swap._queues.values() for part in queue.of_optimizer()]
+        assert parts and all(map(stand_in.runtime.is_locked, parts))
+        swap.attach(None)
+        assert not any(map(stand_in.runtime.is_locked, parts))

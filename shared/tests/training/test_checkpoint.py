@@ -235,6 +235,13 @@ def test_saves_of_an_abandoned_future_do_not_crowd_out_the_present(tmp_path):
     assert latest(tmp_path, silent).name == "step-000011"
 
 
+def test_the_best_of_an_abandoned_future_does_not_take_the_place_of_the_best(tmp_path):
+    for step, loss in {10: 0.5, 20: 0.4, 30: 0.1}.items():
+        save_state(tmp_path, state(step, held_out=loss), SaveConfig(keep_last=3))
+    save_state(tmp_path, state(11, held_out=0.6), SaveConfig(keep_last=1, keep_best=1))
+    assert names(tmp_path) == ["step-000010", "step-000011"]
+
+
 def test_what_is_not_ours_is_left_alone(tmp_path):
     foreign = tmp_path / "step-000001"
     foreign.mkdir()

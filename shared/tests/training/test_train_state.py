@@ -1,12 +1,18 @@
-"""The moving average of what is trained."""
+"""What training changes is saved, and the moving average of what is trained."""
 
 import pytest
 import torch
 from torch import nn
 
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.errors import UserError
-from ditkit_core.training.config import EMAConfig
-from ditkit_core.training.train_state import EMA
+from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.testing.world import ADAPTERS, make_model
+from ditkit_core.training.checkpoint import load_state, save_state
+from ditkit_core.training.config import EMAConfig, SaveConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.train_state import EMA, TrainState
+from ditkit_core.training.validation import ValidationResult
 
 
 def parameters(dtype=torch.float32):
@@ -16,15 +22,19 @@ def parameters(dtype=torch.float32):
     }
 
 
-def test_the_average_follows_its_recursion_in_fp32():
+@pytest.mark.parametrize("update_every", [1, 3])
+def test_the_average_follows_its_recursion_in_fp32(update_every):
     held = parameters(torch.bfloat16)
-    ema = EMA(held, EMAConfig(decay=0.5))
+    ema = EMA(held, EMAConfig(decay=0.5, update_every=update_every))
     expected = torch.tensor([1.0, 2.0])
     for step in range(1, 30):
         with torch.no_grad():
             held["a"].add_(1)
         ema.update(step)
-        keep = min(0.5, (1 + step) / (10 + step))
+        if step % update_every:
+            continue
+        number = step // update_every  # of the update
+        keep = min(0.5, (1 + number) / (10 + number))
         expected = keep * expected + (1 - keep) * held["a"].float()
     assert ema.values["a"].dtype is torch.float32
     assert torch.allclose(ema.values["a"], expected)
@@ -81,3 +91,27 @@ def test_without_decay_nothing_is_kept():
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match=r"ema\.decay"):
         EMAConfig(**fields)
+
+
+def test_every_number_that_training_changes_is_saved(tmp_path):
+    """`test_resume` has weights, average and optimizer; here is what else a run remembers."""
+
+    def state():
+        model = make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"])
+        return TrainState(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=0.9))
+
+    def plain(state):
+        values = {name: value for name, value in vars(state).items() if not name.startswith("_")}
+        numbers = {n: v for n, v in values.items() if v is None or isinstance(v, int | float)}
+        return numbers | {"activations": state.first_activations, **state.history.state()}
+
+    saved, loaded = state(), state()
+    for number, name in enumerate(plain(saved)):
+        if hasattr(saved, name):
+            setattr(saved, name, number + 1)
+    saved.first_activations = {"0.attention": 3.5}
+    saved.history.take(ValidationResult.of({0.5: [1.0, 2.0]}), first=True)
+    path = save_state(tmp_path, saved.state_dict(), SaveConfig())
+    loaded.load_state_dict(load_state(path), path)
+    assert plain(loaded) == plain(saved)
+    assert loaded.last_norm and loaded.step and loaded.held_out
