@@ -262,6 +262,18 @@ def test_ranks_and_alphas_by_layer_are_those_of_peft():
     assert {layer.r["default"] for layer in ours.values()} == {2, 3, 8}
 
 
+def test_a_rank_and_an_alpha_are_of_the_named_layer_and_of_no_longer_name():
+    model = nn.ModuleDict({"q": nn.Linear(8, 8), "inner": nn.ModuleDict({"q": nn.Linear(8, 8)})})
+    config = AdapterConfig(rank=2, alpha=2.0, rank_pattern=("^q=4",), alpha_pattern=("^q=8",))
+    inject(model, config, {"all": ("q",)})
+    layers = adapter_layers(model)
+    assert {name: layer.r["default"] for name, layer in layers.items()} == {"q": 4, "inner.q": 2}
+    assert {name: layer.scaling["default"] for name, layer in layers.items()} == {
+        "q": 2.0,
+        "inner.q": 1.0,
+    }
+
+
 def test_without_an_alpha_each_layer_is_scaled_by_one():
     model = on_meta()
     inject(model, AdapterConfig(rank=8, rank_pattern=("query=2",)), TOY.adapters.targets)

@@ -199,6 +199,28 @@ def test_a_parameter_of_two_uses_is_updated_once_and_one_of_none_counts_its_step
     assert one.state()[0].keys() == other.state()[0].keys()
 
 
+@pytest.mark.parametrize("streamed", [set(), {"idle"}])
+def test_a_sum_begins_with_the_first_gradient_of_a_step_whichever_micro_batch_has_it(streamed):
+    """The sum of a streamed weight outlives its step."""
+    x = torch.arange(6.0).view(2, 3)
+    plain, fused = Shared(), Shared()
+    one = NamedOptimizer(dict(plain.named_parameters()), optim("adamw", fused=False))
+    other = NamedOptimizer(dict(fused.named_parameters()), optim("adamw", fused=True))
+    other.streamed = streamed
+    for number in range(3):
+        one.zero_grad()
+        other.zero_grad()
+        plain(x).backward()
+        (plain(x) + (number + 1) * plain.idle.square().sum()).backward()
+        one.step(0.1)
+        with OptimizerInBackward(other, 0.1, micro_batches=2) as updates:
+            updates.begin_backward()
+            fused(x).backward()
+            updates.begin_backward()
+            (fused(x) + (number + 1) * fused.idle.square().sum()).backward()
+    assert same(one, other)
+
+
 def test_outside_of_a_step_a_backward_updates_nothing():
     model = Shared()
     before = model.used.detach().clone()
