@@ -25,6 +25,7 @@ from ditkit_core.models.adapter_formats import (
     ADAPTER_FORMS,
     FORMATS,
     PREFIXES,
+    VERIFIED,
     KeyFormat,
 )
 from ditkit_core.models.adapter_programs import AdapterRules, ProgramRow
@@ -288,6 +289,8 @@ def test_headers_keep_what_is_still_true(tmp_path: Path) -> None:
     header = {
         "base": "b",
         "ss_network_dim": "4",
+        "ss_network_alpha": "4",
+        VERIFIED: "diffusers, as trained",
         "sshs_model_hash": "1",
         "modelspec.hash_sha256": "2",
         "modelspec.title": "t",
@@ -303,6 +306,8 @@ def test_headers_keep_what_is_still_true(tmp_path: Path) -> None:
         assert found["ditkit.config"] == '[data]\nfolder = "cats"\n'
         assert "sshs_model_hash" not in found and "modelspec.hash_sha256" not in found
         assert found.get("ss_network_dim") == ("2" if form == "musubi" else None)
+        assert found.get("ss_network_alpha") == ("2" if form == "musubi" else None)
+        assert VERIFIED not in found, "of the other file"
         assert json.loads(found["made_from"]) == {
             "file": "x.safetensors",
             "form": form,
