@@ -7,6 +7,21 @@ replays a block to its end. At `recompute_boundary` it learns that nothing behin
 again: the recompute leaves the block there, by an exception that `run_block` catches. That is
 correct because every tensor that is saved behind the boundary is either kept (a gated sum saves
 only its gate, if that is trained), or named at the boundary and then recomputed before it.
+
+A block under `attn_only`, from left to right:
+
+    forward     norm, q k v | attention | projection, norm, up, act | last matmul | gated sum
+                  dropped   |   kept    |          dropped          |    kept: nothing but its
+                                                                    |    input, which is dropped
+    recompute   norm, q k v | (skipped) | projection, norm, up, act X RecomputeDone
+                                                                    ^ the boundary
+
+`needed` of a boundary are tensors from in front of it that something behind it saves: in the
+forward their saved copies are let go, and in the recompute they are put back just before X.
+A block with a part whose result is in the carry has a boundary inside, at which `carried_part`
+takes that result from the forward and goes on:
+
+    recompute   part A ... X (its result from the forward) | part B ... X RecomputeDone
 """
 
 import weakref
