@@ -59,6 +59,14 @@ def test_orders_differ_by_seed_and_epoch_and_so_do_the_members_of_batches() -> N
     assert len({frozenset(map(frozenset, each)) for each in epochs}) == 9
 
 
+def test_samples_that_are_alone_in_their_group_change_places_from_epoch_to_epoch() -> None:
+    order = BucketBatchSampler(IDS[:4], 0, "abcd", dict.fromkeys("abcd", 1))
+    epochs = [
+        tuple(order.micro_batch(4 * epoch + i).samples[0] for i in range(4)) for epoch in range(12)
+    ]
+    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len(set(epochs)) > 4
+
+
 def test_the_order_does_not_depend_on_how_the_samples_are_listed() -> None:
     turned = grouped(ids=IDS[::-1], groups=GROUPS[::-1])
     for index in range(20):

@@ -317,4 +317,7 @@ def test_half_of_the_uses_are_mirrored_and_a_function_of_seed_and_index(
     assert all(value in (100, there) for value, there in zip(mirrored, plain, strict=True)), (
         "the order stays"
     )
+    for sample in set(plain):
+        of_sample = {way for way, there in zip(mirrored, plain, strict=True) if there == sample}
+        assert of_sample == {100, sample}, "each is used in both ways"
     assert uses(both, first=50) == mirrored[100:] and uses(both, seed=1) != mirrored
