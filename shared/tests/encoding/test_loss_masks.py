@@ -75,6 +75,22 @@ def test_masks_are_cached_at_latent_size_and_change_nothing_else(world: World) -
     assert masked.outline()[LOSS_WEIGHTS].shape == (1, 1, 4, 4)
 
 
+def test_the_mask_of_a_window_has_the_windows_frames(world: World) -> None:
+    """A mask that becomes brighter: each window is read from the place of its clip."""
+    (world.folder / "a.png").unlink()
+    numbered_video(world.folder / "b.mp4", frames=24, fps=16)
+    numbered_video(world.folder / "b-mask.mp4", frames=24, fps=16)
+    data = DataConfig(
+        folder=str(world.folder), frames=5, height=32, width=32, windows="uniform", clips_per_file=3
+    )
+    samples = scan(data, frame_step=4, size_step=16, fps=16.0).samples
+    assert [sample.start_seconds > 0 for sample in samples] == [False, True, True]
+    media, text = (CountingEncoder(kind, []) for kind in ("media", "text"))
+    encoded = encode(samples, cache=world.cache, media_encoder=media, text_encoder=text, fps=16.0)
+    first, middle, last = (float(one.load()[LOSS_WEIGHTS].mean()) for one in encoded)
+    assert first < middle < last
+
+
 def test_the_weight_outside_is_no_part_of_the_cache_and_a_changed_mask_is_read_again(
     world: World,
 ) -> None:

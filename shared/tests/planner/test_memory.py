@@ -281,6 +281,33 @@ def test_pipelined_micro_batches_keep_all_at_once():
     assert peaks(micro_batches=4, pipelined=True) == [28 + 3 * 20, 33 + 3 * 28]
 
 
+def test_a_pipelined_backward_waits_for_the_others_and_not_for_itself():
+    """The second backward, which adds to gradients and needs more, runs when the first one's
+    activations are gone. On the host are those of all."""
+    block = StageCost(
+        kept=10,
+        released=10,
+        forward_extra=15,
+        backward_extra=5,
+        backward_extra_again=9,
+        on_host=4,
+    )
+    found = Profile(
+        embed=StageCost(),
+        blocks=(block,) * 4,
+        head=StageCost(),
+        crossing=(0,) * 5,
+        crossing_back=(0,) * 5,
+    )
+
+    def plan_of(**settings) -> DevicePlan:
+        return planned(found, divided(4, ()), Workload(**settings))[0]
+
+    one_by_one, pipelined = plan_of(micro_batches=4), plan_of(micro_batches=4, pipelined=True)
+    assert (one_by_one.peak, one_by_one.host) == (40 + 9, 4 * 4)
+    assert (pipelined.peak, pipelined.host) == (4 * 40 + 5, 4 * 4 * 4)
+
+
 def test_a_device_that_is_too_small_says_what_it_lacks():
     plan = DevicePlan(
         budget=Budget(name="a", total=100, reserve=10),
