@@ -136,6 +136,25 @@ def test_what_is_streamed_makes_room_for_other_blocks():
     assert cut >= 16, "a device has as many blocks as it streams"
 
 
+def test_each_device_has_the_costs_of_its_own_policy():
+    def profile(kept):
+        block = StageCost(weights=10, adapters=1, kept=kept, released=kept)
+        return Profile(
+            embed=StageCost(),
+            blocks=(block,) * 20,
+            head=StageCost(),
+            crossing=(0,) * 21,
+            crossing_back=(0,) * 21,
+        )
+
+    budgets = [Budget(name="", total=1000, workspace=0)] * 2
+    dear, cheap = profile(kept=40), profile(kept=5)
+    assert choose_split_points(dear, budgets) == choose_split_points(cheap, budgets) == (10,)
+    # 51 bytes a block against 16: 5 × 51 is nearly 15 × 16
+    assert choose_split_points([dear, cheap], budgets) == (5,)
+    assert choose_split_points([cheap, dear], budgets) == (15,)
+
+
 @pytest.mark.parametrize(
     ("count", "swap", "says"),
     [
