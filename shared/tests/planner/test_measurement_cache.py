@@ -97,6 +97,11 @@ def test_a_value_that_is_measured_is_measured_again(
     assert profile(changed(name, MEASURED[name])) != unchanged
 
 
+def test_a_second_micro_batch_is_measured_and_a_third_is_not() -> None:
+    keys = [step_key(replace(toy_job(), micro_batches=count)) for count in (1, 2, 3, 8)]
+    assert keys[0] != keys[1] == keys[2] == keys[3]
+
+
 def test_a_plan_of_a_kept_step_runs_no_step(
     kept: OrderedDict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
