@@ -102,6 +102,13 @@ def test_a_second_micro_batch_is_measured_and_a_third_is_not() -> None:
     assert keys[0] != keys[1] == keys[2] == keys[3]
 
 
+def test_tensors_are_equal_by_shape_strides_dtype_and_kind_of_device() -> None:
+    tensor = torch.zeros(2, 3)
+    others = (tensor.T.contiguous(), torch.zeros(3, 2).T, tensor.bfloat16(), tensor.to("meta"))
+    assert content_key(tensor) == content_key(torch.ones(2, 3))
+    assert content_key(tensor) not in {content_key(other) for other in others}
+
+
 def test_a_plan_of_a_kept_step_runs_no_step(
     kept: OrderedDict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,6 +350,8 @@ ALIKE = stages((1.0, 2.0), (1.0, 2.0))
         (stages((2.0, 4.0), (1.0, 2.0)), 2, 18, 15, (12, 6)),
         # copies take both devices: 1-1.5, 2.5-3, then back 6-6.5 and 8.5-9
         (stages((1.0, 2.0), (1.0, 2.0), copy=0.5), 2, 14, 11, (6, 6)),
+        # a slow first device does not compute while it sends: 0-3, 3.5-6.5, and back 9.5-10.5, 11-12
+        (stages((3.0, 1.0), (1.0, 1.0), copy=0.5), 2, 14, 12, (8, 4)),
         # three devices: (2 + 3 - 1) turns forward and back
         (stages((1.0, 2.0), (1.0, 2.0), (1.0, 2.0)), 2, 18, 12, (6, 6, 6)),
     ],

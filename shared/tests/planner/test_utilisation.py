@@ -10,6 +10,7 @@ from toy_jobs import toy_job
 from toy_world import World
 
 from ditkit_core.data.config import DataConfig
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -61,6 +62,14 @@ def test_an_optimizer_in_the_backward_does_not_count() -> None:
     own, muon = item(5, 64, 64), OptimConfig(name="muon", fused_backward=True)
     assert flops_of(toy_job("full", arch=ARCH, optim=muon, clip_norm=0.0), own) == flops_of(
         toy_job("full", arch=ARCH), own
+    )
+
+
+def test_ranks_that_share_a_sample_count_all_of_it() -> None:
+    """`mfu` of a run divides by them."""
+    job = toy_job("lora", arch=ARCH)
+    assert flops_of(job.with_execution(ranks=RanksConfig(context=2)), item(5, 64, 64)) == flops_of(
+        job, item(5, 64, 64)
     )
 
 
