@@ -1,4 +1,5 @@
-"""Cache keys of captions, family by family: a cache that was encoded stays good."""
+"""Cache keys, family by family: a cache that was encoded stays good, and what differs has another
+key."""
 
 import json
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from ditkit_core.encoding.encode import text_key
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import ModelSpec
 from ditkit_flux2 import FLUX2
 from ditkit_flux3 import FLUX3
 from ditkit_krea2 import KREA2
+from ditkit_ltx.encoders import Seconds
 from ditkit_wan import WAN
 from ditkit_zimage import ZIMAGE
 
@@ -79,3 +82,13 @@ def test_keys_of_captions_are_those_of_earlier_versions(tmp_path: Path, family: 
         ModelPaths(base=str(tmp_path)), torch.device("cpu"), torch.bfloat16, "auto"
     )
     assert tuple(text_key(caption, encoder) for caption in CAPTIONS) == keys
+
+
+def test_seconds_that_differ_have_other_identities() -> None:
+    """LTX-Video's later models begin the latent frames of a clip at other times."""
+    even, causal = Seconds(causal=False), Seconds(causal=True)
+    clip = ClipInputs(
+        clip=None, start_seconds=0.0, files={}, frames=17, height=32, width=32, fps=25.0
+    )
+    seconds = [encoder.condition(clip)["seconds"] for encoder in (even, causal)]
+    assert not torch.equal(*seconds) and even.identity != causal.identity

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ class Fault(NamedTuple):
     old: str
     new: str
     tests: Sequence[Path]
+    since: date | None
+    """When the tests that find it were written, if it was planted before."""
 
     def planted(self, tree: Path) -> str:
         """The text of its file with the fault; `ValueError` if the tree no longer has the old
@@ -76,7 +78,7 @@ class Fault(NamedTuple):
 
 
 def _from_root(path: str, folder: str) -> Path:
-    return Path(path if path.startswith("packages/") else folder + path)
+    return Path(path if path.startswith(("packages/", "tests/")) else folder + path)
 
 
 def faults() -> Iterator[Fault]:
@@ -85,7 +87,7 @@ def faults() -> Iterator[Fault]:
         for row in rows:
             tests = [_from_root(path, TESTS) for path in row["tests"]]
             file = _from_root(row["file"], CORE)
-            yield Fault(area, row["name"], file, row["old"], row["new"], tests)
+            yield Fault(area, row["name"], file, row["old"], row["new"], tests, row.get("since"))
 
 
 def copy_tree(folder: Path) -> None:
@@ -182,26 +184,26 @@ def found(chosen: Sequence[Fault], tree: Path) -> Iterator[dict[str, Any]]:
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """The page of what was found; a fault that was tried again has its last row."""
     last = {row["name"]: row for row in rows}
-    ordered = [last[fault.name] for fault in faults() if fault.name in last]
-    first = {row["name"]: row for row in reversed(rows)}
-    missed = [name for name, row in first.items() if not row["found"]]
+    tried = [fault for fault in faults() if fault.name in last]
+    newest = max(last.values(), key=lambda row: row["date"])
+    first = sum(fault.since is None for fault in tried)
     lines = [
         "# Planted faults",
         "",
-        "`uv run tools/faults/planted_faults.py` plants sixty small faults, one at a time, and runs",
-        "default tests over each: the likely files, then all of the area. The table has the test",
-        f"that found it, at commit {ordered[-1]['commit']} on {ordered[-1]['date']}. At first",
-        f"{len(first) - len(missed)} of {len(first)} were found. Those marked * were not: the test",
-        "that finds them now was written for them.",
+        "`uv run tools/faults/planted_faults.py` plants small faults, one at a time, into a copy of",
+        f"the tree ({len(tried)} of them, at commit {newest['commit']} on {newest['date']}). Default",
+        "tests run over each: the likely files, then all of the area. At first the likely tests",
+        f"found {first}. For those marked * a test was written, which fails with the fault alone.",
         "",
         "| area | fault | file | found by | CPU s |",
         "|---|---|---|---|---:|",
     ]
-    for row in ordered:
-        mark, file = " *" * (row["name"] in missed), row["file"].removeprefix(CORE)
-        found = row["found"].removeprefix(TESTS)
-        found = f"`{found}`" if found else "nothing"
-        cells = (row["area"], row["name"] + mark, f"`{file}`", found, str(row["cpu_seconds"]))
+    for fault in tried:
+        row = last[fault.name]
+        found = f"`{row['found'].removeprefix(TESTS)}`" if row["found"] else "nothing"
+        name = fault.name + " *" * (fault.since is not None)
+        file = row["file"].removeprefix(CORE)
+        cells = (fault.area, name, f"`{file}`", found, str(row["cpu_seconds"]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -109,31 +109,6 @@ def test_a_share_of_each_samples_tokens_skips_the_blocks(monkeypatch: pytest.Mon
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 
-def test_no_padding_of_a_shorter_sample_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = make_model(TOY, ARCH)
-    chosen, forward = [], ToyBlock.forward
-
-    def watched(block: Any, carry: Any) -> Any:
-        chosen.append((carry.tokens.detach(), carry.padding_mask))
-        return forward(block, carry)
-
-    monkeypatch.setattr(ToyBlock, "forward", watched)
-    items = toy_items(2, ragged=True)
-    latents = [item["latents"] for item in items]
-    inputs = TOY.training.make_inputs(latents, torch.tensor([0.3, 0.6]), items, 1.0)
-    with torch.no_grad():
-        carry = model.embed(inputs)
-    for seed in range(8):
-        torch.manual_seed(seed)
-        model(inputs, routed(0.5, first=0))
-        for row, mask, tokens, is_token in zip(
-            *chosen[0], carry.tokens, carry.padding_mask, strict=True
-        ):
-            is_equal = (row[mask][:, None] == tokens[is_token]).all(-1)
-            assert is_equal.any(1).all(), "rows of the sample itself"
-        chosen.clear()
-
-
 def test_the_blocks_have_less_arithmetic() -> None:
     model: Any = make_model(TOY, ARCH)
     items = toy_items(1)
