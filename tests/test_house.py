@@ -357,3 +357,17 @@ def test_what_needs_a_gpu_runs_on_a_stand_in_as_well():
 def test_every_member_carries_the_licence_and_says_that_it_is_typed(member):
     assert (member.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (member.source / "py.typed").is_file()
+
+
+def test_lines_of_prose_on_pages_have_at_most_120_characters():
+    """Tables, code, pictures and what programs write are as wide as they are."""
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/recipes/*.md")]
+    pages += [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+    assert len(pages) > 20
+    written = re.compile(
+        r"^```.*?^```$|^<!-- .*?: written by .*?^<!-- end of ", re.DOTALL | re.MULTILINE
+    )
+    for page in pages:
+        lines = written.sub("", page.read_text(encoding="utf-8")).splitlines()
+        wide = [line for line in lines if len(line) > 120 and not line.startswith(("|", "!["))]
+        assert wide == [], page.name
