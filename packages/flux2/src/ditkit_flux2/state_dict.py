@@ -13,7 +13,13 @@ shift.
 import re
 
 from ditkit_core.models.other_models import UNTRAINED, OtherModel, others_than
-from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
+from ditkit_core.models.state_dict import (
+    StateDictNames,
+    TensorSlice,
+    by_table,
+    invert_table,
+    look_up,
+)
 
 # ours -> diffusers, before and after the blocks; the official names follow by rules, in `_official`
 _OUTSIDE = {
@@ -110,19 +116,11 @@ def to_native(name: str) -> tuple[TensorSlice, ...] | None:
     return look_up(name, _TO_NATIVE)
 
 
-def to_official(name: str) -> tuple[TensorSlice, ...]:
-    """The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these
-    names too."""
-    parts = look_up(name, _TO_OFFICIAL)
-    assert parts is not None, name
-    return parts
-
-
-def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
-    """The parts of a diffusers tensor that a parameter of ours is."""
-    parts = look_up(name, _TO_DIFFUSERS)
-    assert parts is not None, name
-    return parts
+to_official = by_table(_TO_OFFICIAL)
+"""The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these names
+too."""
+to_diffusers = by_table(_TO_DIFFUSERS)
+"""The parts of a diffusers tensor that a parameter of ours is."""
 
 
 NAMES = StateDictNames(

@@ -22,7 +22,13 @@ from ditkit_core.models.adapter_programs import (
     ProgramRow,
 )
 from ditkit_core.models.other_models import OtherModel, others_than
-from ditkit_core.models.state_dict import StateDictNames, TensorSlice, invert_table, look_up
+from ditkit_core.models.state_dict import (
+    StateDictNames,
+    TensorSlice,
+    by_table,
+    invert_table,
+    look_up,
+)
 
 # ours -> diffusers; the official names follow by rules, in `_official`
 _MODES = ("image", "image_cond", "txt")
@@ -97,18 +103,10 @@ def to_native(name: str) -> tuple[TensorSlice, ...] | None:
     return () if name.startswith("repa_projectors.") else look_up(name, _TO_NATIVE)
 
 
-def to_official(name: str) -> tuple[TensorSlice, ...]:
-    """The official tensor that a parameter of ours is."""
-    parts = look_up(name, _TO_OFFICIAL)
-    assert parts is not None, name
-    return parts
-
-
-def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
-    """The parts of a diffusers tensor that a parameter of ours is."""
-    parts = look_up(name, _TO_DIFFUSERS)
-    assert parts is not None, name
-    return parts
+to_official = by_table(_TO_OFFICIAL)
+"""The official tensor that a parameter of ours is."""
+to_diffusers = by_table(_TO_DIFFUSERS)
+"""The parts of a diffusers tensor that a parameter of ours is."""
 
 
 NAMES = StateDictNames(

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ditkit_core.data.media.synthetic import (
     BACKGROUNDS,
@@ -201,6 +201,14 @@ def random_t5(kind: str, vocabulary_size: int, *, width: int) -> Any:
     )
     encoder = resolve_name(f"transformers:{kind}EncoderModel")
     return random_model("text encoder", encoder, config)
+
+
+def save_trained(folder: Path, weights: Path, **models: Any) -> None:
+    """Save models of diffusers into the folders of their names, such as `vae` and `transformer`,
+    with the trained weights that `weights` has as `vae.safetensors` and so on."""
+    for name, model in models.items():
+        model.load_state_dict(load_file(weights / f"{name}.safetensors"))
+        model.save_pretrained(folder / name)
 
 
 def write_vae(folder: Path, family: VaeFamily, sizes: Mapping[str, Any] | None = None) -> None:

@@ -52,6 +52,18 @@ def look_up(name: str, table: NameTable) -> tuple[TensorSlice, ...] | None:
     )
 
 
+def by_table(table: NameTable) -> Callable[[str], tuple[TensorSlice, ...]]:
+    """A direction of `StateDictNames.from_native` that looks names up, all of which the table
+    has."""
+
+    def parts_of(name: str) -> tuple[TensorSlice, ...]:
+        parts = look_up(name, table)
+        assert parts is not None, name
+        return parts
+
+    return parts_of
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateDictNames:
     """Names of the tensors in a model's files, in every form, and of our parameters.

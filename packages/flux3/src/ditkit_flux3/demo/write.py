@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from ditkit_core.data.media.synthetic import random_model, write_inputs, write_text_encoder
-from ditkit_core.families.demo import separate_words, word_tokenizer
+from ditkit_core.families.demo import save_trained, separate_words, word_tokenizer
 from ditkit_core.families.demo_edits import EXAMPLES
 from ditkit_core.families.demo_places import write_dataset
 from ditkit_flux3.spec import SHIFT
@@ -40,9 +38,7 @@ def write_demo(folder: Path) -> None:
 def write_checkpoint(folder: Path) -> None:
     """Write the complete tiny klein base checkpoint in diffusers layout."""
     write_text(folder)
-    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
-        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
-        model.save_pretrained(folder / name)
+    save_trained(folder, WEIGHTS, vae=build_vae(), transformer=build_transformer())
 
 
 def write_text(folder: Path) -> None:

@@ -9,15 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from ditkit_core.data.media.synthetic import (
     random_model,
     write_index,
     write_inputs,
     write_text_encoder,
 )
-from ditkit_core.families.demo import separate_words, word_tokenizer
+from ditkit_core.families.demo import save_trained, separate_words, word_tokenizer
 from ditkit_core.families.demo_places import CAPTIONS, write_dataset
 from ditkit_krea2.encoders import SYSTEM, VAE
 from ditkit_krea2.presets import TEXT_LAYERS, Krea2Arch, config_of
@@ -42,9 +40,7 @@ def write_checkpoint(folder: Path) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     write_text(folder)
-    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
-        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
-        model.save_pretrained(folder / name)
+    save_trained(folder, WEIGHTS, vae=build_vae(), transformer=build_transformer())
     FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,

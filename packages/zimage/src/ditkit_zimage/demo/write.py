@@ -8,10 +8,8 @@ tools/demo/train_demo_base_zimage.py; their weights are part of the package, in 
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from ditkit_core.data.media.synthetic import random_model, write_index, write_inputs
-from ditkit_core.families.demo import write_text_model
+from ditkit_core.families.demo import save_trained, write_text_model
 from ditkit_core.families.demo_places import CAPTIONS, write_dataset
 from ditkit_zimage.spec import SHIFT
 
@@ -35,9 +33,7 @@ def write_checkpoint(folder: Path) -> None:
     FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=SHIFT).save_pretrained(
         folder / "scheduler"
     )
-    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
-        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
-        model.save_pretrained(folder / name)
+    save_trained(folder, WEIGHTS, vae=build_vae(), transformer=build_transformer())
     index = {
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "Qwen3ForCausalLM"],
