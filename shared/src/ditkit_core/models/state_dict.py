@@ -53,8 +53,7 @@ def look_up(name: str, table: NameTable) -> tuple[TensorSlice, ...] | None:
 
 
 def by_table(table: NameTable) -> Callable[[str], tuple[TensorSlice, ...]]:
-    """A direction of `StateDictNames.from_native` that looks names up, all of which the table
-    has."""
+    """A direction of `StateDictNames.from_native` that looks names up in a table of all names."""
 
     def parts_of(name: str) -> tuple[TensorSlice, ...]:
         parts = look_up(name, table)
