@@ -227,18 +227,18 @@ class QwenEmbed(nn.Module):
             sides = ((start, start + 1), *((size // 2 - size, size // 2) for size in grid))
             return torch.cartesian_prod(*(torch.arange(*side, device=device) for side in sides))
 
-        place, positions = 0, list[Tensor]()
+        begin, positions = 0, list[Tensor]()
         for rows, grid in zip(layout.text, (*layout.references, layout.image), strict=True):
-            positions += [text(place, rows), image(place + rows, grid)]
-            place += rows + max(grid)
+            positions += [text(begin, rows), image(begin + rows, grid)]
+            begin += rows + max(grid)
         *caption, last = positions
         streams = []
-        for places, length in ((torch.cat(caption), num_prefix), (last, num_image)):
+        for coordinates, length in ((torch.cat(caption), num_prefix), (last, num_image)):
             parts = [
-                axis_angles(places[:, axis], size // 2, THETA)
+                axis_angles(coordinates[:, axis], size // 2, THETA)
                 for axis, size in enumerate(self.arch.axes)
             ]
-            streams.append(F.pad(torch.cat(parts, -1), (0, 0, 0, length - len(places))))
+            streams.append(F.pad(torch.cat(parts, -1), (0, 0, 0, length - len(coordinates))))
         return torch.cat(streams)
 
 
