@@ -2,7 +2,6 @@
 none."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ def of_kernels(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def of_ranks_that_share_tokens(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> float:
-    given: Any = [SimpleNamespace(gradients=each) for each in (found, expected)]
-    return context_steps._gradients_apart(*given, Ranks())
+    return context_steps._gradients_apart(found, expected, Ranks())
 
 
 @pytest.mark.parametrize("place", ["first", "second", "third"])

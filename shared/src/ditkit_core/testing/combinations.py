@@ -75,24 +75,28 @@ def pairwise(
     """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case
     is the one with the most missing pairs."""
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
-    pairs = [frozenset(_pairs(case)) for case in every]
-    missing = set().union(*pairs)
+    # A bit for each pair: sets of pairs took half a second at each import of the checks.
+    bits: dict[tuple[Any, ...], int] = {}
+    covered = [
+        sum(
+            bits.setdefault(pair, 1 << len(bits))
+            for pair in itertools.combinations(enumerate(case), 2)
+        )
+        for case in every
+    ]
+    missing = (1 << len(bits)) - 1
     # The most pairs first, of equals the first case. What a case covers only falls, so one that is
     # still the first when counted again is the best.
-    left = [(-len(covered), index) for index, covered in enumerate(pairs)]
+    left = [(-pairs.bit_count(), index) for index, pairs in enumerate(covered)]
     heapq.heapify(left)
     cases: list[tuple[Any, ...]] = []
     while missing:
         _, index = left[0]
-        count = len(missing & pairs[index])
+        count = (missing & covered[index]).bit_count()
         if heapq.heapreplace(left, (-count, index)) == (-count, index):
             cases.append(every[index])
-            missing -= pairs[index]
+            missing &= ~covered[index]
     return cases
-
-
-def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    return list(itertools.combinations(enumerate(case), 2))
 
 
 def every_value(*levers: Sequence[Any]) -> list[Any]:

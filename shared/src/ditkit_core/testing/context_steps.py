@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ditkit_core.distributed.context_parallel import ContextParallel
@@ -20,7 +21,7 @@ from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.replicas import CountedRanks, forked
-from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, largest, make_model, outcome
+from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, largest, make_model, outcome
 
 _DTYPES = {**DTYPES, "fp64": torch.float64}
 SMALL = 0.01
@@ -59,20 +60,15 @@ class ContextResult(TypedDict):
 
 
 def steps(
-    subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks
+    subjects: Mapping[str, Subject], chosen: Sequence[str], folder: Path, ranks: Ranks
 ) -> dict[str, ContextResult]:
-    """One step of each subject, by `subject/trained/dtype/policy`."""
-    table, references = dict[str, ContextResult](), dict[str, tuple[Any, Outcome]]()
+    """One step of each subject, by `subject/trained/dtype/policy`, next to that of one process,
+    which `write_references` left in the folder."""
+    table = dict[str, ContextResult]()
     for case in chosen:
-        name, trained, dtype, policy = case.split("/")
-        subject, start = subjects[name], case.rpartition("/")[0]
-        items = _in_fp64(subject.items) if dtype == "fp64" else subject.items
-        if start not in references:
-            model = make_model(
-                subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained]
-            )
-            references[start] = model, outcome(subject.spec, model, items, BlockEngine())
-        model, expected = references[start]
+        start, _, policy = case.rpartition("/")
+        subject, model, items = _made(subjects, start)
+        expected = load_file(_reference(folder, start))
         counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
         streams = subject.spec.architecture.token_streams(subject.arch)
         assert streams is not None
@@ -81,16 +77,50 @@ def steps(
         exchanges = counted.exchanges if isinstance(counted, CountedRanks) else 0
         # Tokens for heads and back; or keys and values.
         repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
+        outputs = (
+            _apart(output, expected.pop(_OUTPUT.format(i)))
+            for i, output in enumerate(result.outputs)
+        )
         table[case] = ContextResult(
-            outputs=largest(
-                _apart(a, b) for a, b in zip(result.outputs, expected.outputs, strict=True)
-            ),
-            gradients=_gradients_apart(result, expected, ranks),
+            outputs=largest(outputs),
+            gradients=_gradients_apart(result.gradients, expected, ranks),
             exchanges=exchanges,
             needed=subject.gathers + 2 * repeated,
             repeated=repeated,
         )
     return table
+
+
+def write_references(
+    subjects: Mapping[str, Subject], starts: Iterable[str], folder: Path, _: Ranks
+) -> None:
+    """Outputs and gradients of one process, by `subject/trained/dtype`, for the ranks of every
+    world to read: computing them in each rank took as long as the ranks' steps."""
+    for start in starts:
+        subject, model, items = _made(subjects, start)
+        expected = outcome(subject.spec, model, items, BlockEngine())
+        outputs = {
+            _OUTPUT.format(i): x.detach().contiguous() for i, x in enumerate(expected.outputs)
+        }
+        gradients = {
+            name: x.contiguous() for name, x in expected.gradients.items() if x is not None
+        }
+        save_file(outputs | gradients, _reference(folder, start))
+
+
+_OUTPUT = "output {}"
+"""Name of an output among gradients, which have those of parameters and `input 0`, …"""
+
+
+def _reference(folder: Path, start: str) -> Path:
+    return folder / f"{start.replace('/', ' ')}.safetensors"
+
+
+def _made(subjects: Mapping[str, Subject], start: str) -> tuple[Subject, Any, Items]:
+    name, trained, dtype = start.split("/")
+    subject = subjects[name]
+    model = make_model(subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained])
+    return subject, model, _in_fp64(subject.items) if dtype == "fp64" else subject.items
 
 
 def _in_fp64(items: Items) -> Items:
@@ -109,17 +139,20 @@ def _apart(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _gradients_apart(actual: Outcome, expected: Outcome, ranks: Ranks) -> float:
-    assert {k for k, x in actual.gradients.items() if x is None} == {
-        k for k, x in expected.gradients.items() if x is None
-    }
-    pairs = [(x, actual.gradients[name]) for name, x in expected.gradients.items() if x is not None]
-    floor, apart = SMALL * max(full.double().norm() for full, _ in pairs), list[float]()
-    for full, part in pairs:
-        assert part is not None
-        distance = (ranks.mean_in_group(part.double()) - full.double()).norm()
-        apart.append(float(distance / torch.maximum(full.double().norm(), floor)))
-    return largest(apart)
+def _gradients_apart(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], ranks: Ranks
+) -> float:
+    pairs = [(expected[name], x) for name, x in actual.items() if x is not None]
+    assert len(pairs) == len(expected), "a gradient of one process is none of the ranks"
+    whole = [full.double().flatten() for full, _ in pairs]
+    # One exchange: each takes longer than these tiny steps.
+    mean = ranks.mean_in_group(torch.cat([part.double().flatten() for _, part in pairs]))
+    parts = mean.split([len(full) for full in whole])
+    floor = SMALL * max(full.norm() for full in whole)
+    return largest(
+        float((part - full).norm() / torch.maximum(full.norm(), floor))
+        for part, full in zip(parts, whole, strict=True)
+    )
 
 
 POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload")
@@ -158,19 +191,19 @@ def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) ->
             sizes of context groups.
     """
     torch.set_num_threads(1)
-    for name in {name.split("/")[0] for name in cases}:
-        make_model(
-            subjects[name].spec, subjects[name].arch, adapter=ADAPTERS["lora"]
-        )  # imports peft
+    starts = list(dict.fromkeys(case.rpartition("/")[0] for case in cases))
+    for start in starts:
+        _made(subjects, start)  # also imports peft; the processes copy what was made here
     folder, tables = Path(sys.argv[1]), dict[str, Any]()
+    forked(1, partial(write_references, subjects, starts, folder), folder / "one process")
     for num in sorted({num for sizes in cases.values() for num in sizes}):
         chosen = [case for case, sizes in cases.items() if num in sizes]
-        work = partial(_grouped, subjects, chosen)
+        work = partial(_grouped, subjects, chosen, folder)
         tables[str(num)] = forked(num, work, folder / f"context {num}")
     (folder / "context.json").write_text(json.dumps(tables))
 
 
 def _grouped(
-    subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks
+    subjects: Mapping[str, Subject], chosen: Sequence[str], folder: Path, ranks: Ranks
 ) -> dict[str, ContextResult]:
-    return steps(subjects, chosen, ranks.grouped(ranks.size))
+    return steps(subjects, chosen, folder, ranks.grouped(ranks.size))

@@ -17,7 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-_IMPORTED = ("peft", "torch.distributed.fsdp", "ditkit_core.testing.replicas")
+_IMPORTED = (
+    "peft",
+    "torch.distributed.fsdp",
+    "ditkit_core.testing.conformance_context",
+    "ditkit_core.testing.suites",
+)
 """What every copy has imported."""
 
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -308,14 +308,50 @@ class _CountAll(Observer):
         return func(*args, **(kwargs or {}))
 
 
-class _CountAttention(Observer):
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_safe_softmax",
+    "_softmax",
+)
+"""Operations of torch, none of them composed above autograd, that `is_attention_forward` knows."""
+_OF_DEVICES = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+"""Where an operation goes on behind the count."""
+
+
+class _CountAttention:
     """Counts attention forwards below autograd; with dropout the CPU composes attention, and its
-    softmax is counted."""
+    softmax is counted.
+
+    Counted by kernels of these operations alone, in front of each device's. A dispatch mode is
+    asked of every operation, which took half the time of a tiny model's step.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.forwards = 0
         self._paused = False
+
+    def __enter__(self) -> Self:
+        self._library = torch.library.Library("aten", "IMPL")
+        for name in _ATTENTION:
+            operation = getattr(torch.ops.aten, name).default
+            kernel = partial(self._run, operation)
+            self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library._destroy()
+
+    def _run(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        paused, self._paused = self._paused, True  # one is composed of others
+        self.forwards += not paused
+        try:
+            return operation.redispatch(keys & _OF_DEVICES, *args, **kwargs)
+        finally:
+            self._paused = paused
 
     @contextmanager
     def without(self, module: nn.Module) -> Iterator[None]:
@@ -330,10 +366,6 @@ class _CountAttention(Observer):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.forwards += is_attention_forward(func) and not self._paused
-        return func(*args, **(kwargs or {}))
 
 
 def largest(distances: Iterable[float]) -> float:
