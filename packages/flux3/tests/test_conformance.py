@@ -138,10 +138,6 @@ class SomeReferences(Images):
 class TestReplicas(SomeReferences, ReplicaConformance):
     """One rank has references where another has none."""
 
-    trains = ("lora with dropout", "full")
-    worlds = (1, 2)
-    continued = ((2, 1),)
-
 
 @pytest.mark.exhaustive
 class TestEveryReplicas(Images, EveryReplica):

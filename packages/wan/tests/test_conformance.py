@@ -155,9 +155,7 @@ class TestKernelRanks(KernelRanksConformance):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(Clips, ReplicaConformance):
-    trains = ("lora with dropout", "full")
-    worlds = (1, 2)
-    continued = ((2, 1),)
+    """Two ranks as replicas."""
 
 
 @pytest.mark.exhaustive
@@ -268,7 +266,9 @@ BOTH = (Divided(4, 2, context=2),)
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestSharded(Clips, ShardedConformance):
-    sharded = (Divided(4, 2), Divided(4, 2, context=2, few=("full",)))
+    """On two ranks; groups of them, and more, are the toy's."""
+
+    sharded = (Divided(2, 2), Divided(2, 2, context=2, few=("full",)))
 
 
 @pytest.mark.exhaustive

@@ -227,9 +227,7 @@ class TestKernelRanks(Images, KernelRanksConformance):
 @pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(Images, ReplicaConformance):
-    trains = ("lora with dropout", "full")
-    worlds = (1, 2)
-    continued = ((2, 1),)
+    """Two ranks as replicas."""
 
 
 @pytest.mark.exhaustive

@@ -12,5 +12,5 @@ SHARED = ((2, 2), (4, 2))
 ARCH, ITEMS = ToyArch(dim=16, depth=2), toy_items(6, ragged=True)
 
 if __name__ == "__main__":
-    main(TOY, ARCH, ITEMS, worlds=WORLDS[:2], continued=(), cases=[*CASES])
+    main(TOY, ARCH, ITEMS, worlds=WORLDS[:2], cases=[*CASES])
     main(TOY, ARCH, ITEMS, worlds=WORLDS[2:3], continued=DAILY, cases=ELSEWHERE, shared=SHARED)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from replicas_of_toy import DAILY, ELSEWHERE, EVERY, WORLDS
 
-from ditkit_core.testing.conformance_replicas import ReplicaConformance, index_of, losses
+from ditkit_core.testing.conformance_replicas import ContinuedReplicas, index_of, losses
 from ditkit_core.testing.replicas import CASES
 
 
-class ReplicasOfToy(ReplicaConformance):
+class ReplicasOfToy(ContinuedReplicas):
     script = Path(__file__).parents[1] / "support" / "replicas_of_toy.py"
     worlds = WORLDS[:3]
     continued = DAILY

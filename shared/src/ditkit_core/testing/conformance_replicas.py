@@ -10,7 +10,7 @@ import pytest
 
 from ditkit_core.testing import replicas
 from ditkit_core.testing.ranks import once
-from ditkit_core.testing.replicas import CASES, FEW, STEPS
+from ditkit_core.testing.replicas import CASES, STEPS
 from ditkit_core.testing.scripts import run_script
 from ditkit_core.testing.suite_process import ProcessChecks
 
@@ -18,10 +18,11 @@ from ditkit_core.testing.suite_process import ProcessChecks
 class ReplicaConformance(ProcessChecks):
     """Inherit next to the class with tiny items."""
 
-    trains: ClassVar[Sequence[str]] = FEW
+    trains: ClassVar[Sequence[str]] = ("lora with dropout", "full")
     """Names of `CASES`."""
-    worlds: ClassVar[Sequence[int]] = (1, 3)
-    continued: ClassVar[Sequence[tuple[int, int]]] = ((3, 1),)
+    worlds: ClassVar[Sequence[int]] = (1, 2)
+    continued: ClassVar[Sequence[tuple[int, int]]] = ()
+    """What `ContinuedReplicas` has."""
 
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,6 +67,14 @@ class ReplicaConformance(ProcessChecks):
             for step, (one, other) in enumerate(zip(expected, actual, strict=True)):
                 assert other == pytest.approx(one, rel=1e-4), (num, step)
 
+
+class ContinuedReplicas(ReplicaConformance):
+    """Also runs that go on with another number of ranks: data, generators and saves, which are the
+    core's. A family runs them nightly."""
+
+    worlds: ClassVar[Sequence[int]] = (1, 3)
+    continued: ClassVar[Sequence[tuple[int, int]]] = ((3, 1),)
+
     def test_a_run_goes_on_with_another_number_of_ranks(self, folder: Path) -> None:
         """The save of a run that changed its number of ranks is the same as of a run that never
         did."""
@@ -84,7 +93,7 @@ class ReplicaConformance(ProcessChecks):
         )
 
 
-class EveryReplica(ReplicaConformance):
+class EveryReplica(ContinuedReplicas):
     """Every case on up to four ranks."""
 
     trains = tuple(CASES)

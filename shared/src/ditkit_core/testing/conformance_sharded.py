@@ -86,7 +86,6 @@ class ShardedConformance(ProcessChecks):
             cls.arch,
             items,
             worlds=(1,),
-            continued=(),
             cases=cls.cases,
             sharded=cls.sharded,
         )

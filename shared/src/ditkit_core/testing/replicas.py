@@ -420,7 +420,6 @@ def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> No
         (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
-FEW = ("lora with dropout", "lora in bf16", "dora with prior", "full")
 FEW_SHARDED = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
 """Of `SHARDED`, the cases of a family; the core's own model has more."""
 
@@ -430,9 +429,9 @@ def main(
     arch: Any,
     items: Items,
     *,
-    worlds: Sequence[int] = (1, 3),
-    continued: Sequence[tuple[int, int]] = ((3, 1),),
-    cases: Sequence[str] = FEW,
+    worlds: Sequence[int],
+    cases: Sequence[str],
+    continued: Sequence[tuple[int, int]] = (),
     sharded: Sequence[Divided] = (),
     shared: Sequence[tuple[int, int]] = (),
 ) -> None:

@@ -46,11 +46,7 @@ class _Suite:
 SUITES = {
     "TestStreamOrder": _Suite(StreamFaultChecks),
     "TestAudit": _Suite(AuditChecks),
-    "TestReplicas": _Suite(
-        ReplicaConformance,
-        _RANKS,
-        {"trains": ("lora with dropout", "full"), "worlds": (1, 2), "continued": ((2, 1),)},
-    ),
+    "TestReplicas": _Suite(ReplicaConformance, _RANKS),
     "TestEveryReplicas": _Suite(EveryReplica, _NIGHTLY),
     "TestFewRanks": _Suite(FewRanks, _RANKS),
     "TestRanks": _Suite(RanksConformance, _NIGHTLY),
