@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -127,15 +128,30 @@ def test_what_fails_is_a_warning_and_the_run_is_complete(
     assert (world.folder / "run" / "exports" / "run.safetensors").is_file()
 
 
+WORKS = """
+import pathlib, time
+print("working", flush=True)
+end = time.monotonic() + 240
+while not pathlib.Path("go").exists() and time.monotonic() < end:
+    time.sleep(0.02)
+pathlib.Path("later").touch()
+"""
+"""Ends when it may, however long the test takes to look at it."""
+
+
 def test_a_command_that_takes_long_is_left_alone(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ditkit_core.commands.report._COMMAND_SECONDS", 0.2)
-    program = "import time; print('working', flush=True); time.sleep(2); open('later', 'w').close()"
-    assert world.train("run", 1, "--run.on_end", command(program)) == 0
-    assert "is still working; its output is in run/on_end.log" in capsys.readouterr().out.replace(
-        f"{world.folder}/", ""
-    )
+    assert world.train("run", 1, "--run.on_end", command(WORKS)) == 0
+    later = world.folder / "later"
+    said = capsys.readouterr().out.replace(f"{world.folder}/", "")
+    assert "is still working; its output is in run/on_end.log" in said and not later.exists()
+    (world.folder / "go").touch()
+    end = time.monotonic() + 120
+    while not later.exists():
+        assert time.monotonic() < end, "it was ended"
+        time.sleep(0.02)
 
 
 class Webhook(BaseHTTPRequestHandler):

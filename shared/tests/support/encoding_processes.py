@@ -149,7 +149,7 @@ def run(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
+        process.join(250)  # of a machine that does much else
     seconds = time.monotonic() - began
     cache = folder / "cache"
     return {

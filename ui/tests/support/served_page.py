@@ -106,7 +106,11 @@ def _note_elsewhere(page_of: Served, url: str) -> None:
 
 
 def overflows(page: Page, width: int) -> bool:
-    """Whether the page is wider than a window of this width."""
+    """Whether the page stays wider than a window of this width: parts of it are laid out again
+    after a moment, on a busy machine a longer one."""
     page.set_viewport_size({"width": width, "height": 800})
-    page.wait_for_timeout(300)
-    return int(page.evaluate("document.documentElement.scrollWidth")) > width
+    for _ in range(50):
+        page.wait_for_timeout(200)
+        if int(page.evaluate("document.documentElement.scrollWidth")) <= width:
+            return False
+    return True
