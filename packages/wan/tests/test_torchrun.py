@@ -250,8 +250,7 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
     assert "Unable to shutdown process" not in log
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mistake_is_one_line_of_one_rank_and_in_the_summary(tmp_path):
     command = torchrun(
         "--demo", "--run.folder", str(tmp_path / "run"), "--train.accumulation", "1", *ON_CPU

@@ -410,6 +410,22 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both_with_its_evidence(folde
     assert evidence["where"]["micro_batch"] == 1
 
 
+def test_a_mistake_of_both_ranks_is_one_line_of_one_and_in_the_summary(folder):
+    (line,) = lines(folder, "too few")
+    assert re.match(
+        r"error: rank [01] of 2 on \S+: train.accumulation = 1 makes 1 micro-batch a step in all, "
+        r"too few",
+        line,
+    )
+    assert "set train.accumulation to 2" in line
+    ended = result(folder, "too few")
+    assert f"traceback : {line.removeprefix('error: ')}\n" in ended["said"]
+    assert list(ended["codes"].values()) == [1]
+    printed = "".join((folder / f"too few {rank}.log").read_text() for rank in range(2))
+    assert "UserError" not in printed + ended["said"] and "NoneType" not in printed + ended["said"]
+    assert not (folder / "too few" / "state").exists()
+
+
 def test_ranks_with_other_settings_are_refused_before_anything_is_written(folder):
     (line,) = lines(folder, "other flags")
     assert re.search(r"rank 1 on \S+ has another train.seed \(7\) than rank 0 on \S+ \(0\)", line)
