@@ -19,10 +19,12 @@ from ditkit_core.data.media.clip import write_image
 from ditkit_core.errors import keys_shown
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.testing.scripts import output_of
 from pages import blocks
 from workspace import MODELS, ROOT
 
 PAGE = ROOT / "docs" / "library.md"
+ON_RANKS = ROOT / "shared" / "tests" / "support" / "program_on_ranks.py"
 STILL = re.compile(r"image_cond|layerwise_blocks\.0\.attn\.w[qk]\b")
 """Layers that the data of a demo move nothing in: a tower that sees references alone, and queries
 and keys over the layers of a text encoder that has them all alike."""
@@ -180,21 +182,26 @@ def test_errors_name_arguments(run, family, world):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_ranks_divide_the_weights_in_a_loop_of_ones_own(run, family, world):
-    """Under torchrun, as the page says."""
+def test_ranks_divide_the_weights_in_a_loop_of_ones_own(family, world):
+    """Under torchrun, as the page says; for one family by its command, which starts three processes
+    that import everything, and for the others by its agent, which forks them."""
     file = world / "ranks.py"
     file.write_text(
         for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8"
     )
     (world / "cats.safetensors").unlink(missing_ok=True)
+    if family == "ditkit_wan":
+        torchrun(file, world)
+    else:
+        output_of(ON_RANKS, str(world), str(file), family)
+    check_trained(world / "cats.safetensors")
+
+
+def torchrun(file: Path, folder: Path) -> None:
+    """Run a program on two ranks in a folder."""
     start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(file),
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", "2", str(file)),
     ]
     quiet = {
         **os.environ,
@@ -203,10 +210,9 @@ def test_ranks_divide_the_weights_in_a_loop_of_ones_own(run, family, world):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
-        start, cwd=world, env=quiet, capture_output=True, text=True, check=False, timeout=250
+        start, cwd=folder, env=quiet, capture_output=True, text=True, check=False, timeout=250
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    check_trained(world / "cats.safetensors")
 
 
 def test_the_door_offers_few_names_and_the_page_lists_them():

@@ -1,0 +1,29 @@
+"""A program on two ranks that torchrun's own agent forks, for `tests/test_library.py`.
+
+python program_on_ranks.py FOLDER PROGRAM PACKAGE
+"""
+
+import os
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from cases_at_once import launch
+
+
+def work(folder: Path, program: str) -> None:
+    """What a rank does."""
+    os.chdir(folder)
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    where, file, package = sys.argv[1:]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    # Imported once, not by each rank.
+    for module in (package, "transformers", "diffusers"):
+        import_module(module)
+    sys.exit(launch(work, Path(where), file).get("said"))
