@@ -150,10 +150,6 @@ class TestAuditOfEdits(Edits, AuditChecks):
 class TestReplicasOfEdits(Edits, ReplicaConformance):
     """One rank has references where another has none."""
 
-    trains = ("lora with dropout", "full")
-    worlds = (1, 2)
-    continued = ((2, 1),)
-
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
     ours, theirs = ours.detach().double(), theirs.detach().double()
