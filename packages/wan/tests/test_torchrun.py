@@ -17,6 +17,7 @@ import pytest
 from ditkit_core.commands import cli
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.ranks import process_of_rank
+from ditkit_core.testing.scripts import output_of
 from ditkit_wan.spec import WAN
 
 STEPS, SAVED = 16, 2
@@ -40,6 +41,7 @@ SHORT += [
     "--log.tensorboard",
     "false",
 ]
+ON_RANKS = Path(__file__).parents[3] / "shared" / "tests" / "support" / "program_on_ranks.py"
 ON_CPU = ["--train.device", "cpu", "--encode.device", "cpu"]
 
 
@@ -79,20 +81,18 @@ def alone(tmp_path_factory):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
-    run = tmp_path / "run"
-    done = subprocess.run(
-        torchrun("--demo", "--run.folder", str(run), *SHORT, *ON_CPU),
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
+    """Forked by torchrun's agent, which takes a third of the time of its command. That starts two
+    ranks in the cases below, and in `tests/test_library.py`."""
+    run, program = tmp_path / "run", tmp_path / "program.py"
+    arguments = ["--demo", "--run.folder", str(run), *SHORT, *ON_CPU]
+    program.write_text(
+        f"import sys\nfrom ditkit_wan.cli import train\nsys.argv[1:] = {arguments}\n"
+        "sys.exit(train())\n"
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = output_of(ON_RANKS, str(tmp_path), str(program), "ditkit_wan")
     assert index(run) == index(alone)
-    assert len(re.findall(r"^\[4/5\] train$", done.stdout, re.MULTILINE)) == 1, (
-        "rank 0 alone prints"
-    )
-    assert "verified: diffusers loads" in done.stdout
+    assert len(re.findall(r"^\[4/5\] train$", printed, re.MULTILINE)) == 1, "rank 0 alone prints"
+    assert "verified: diffusers loads" in printed
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["sent_bytes"] > 0 <= line["wait_seconds"] for line in lines if "loss" in line)
 

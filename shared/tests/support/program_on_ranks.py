@@ -1,6 +1,7 @@
-"""A program on two ranks that torchrun's own agent forks, for `tests/test_library.py`.
+"""A program on two ranks that torchrun's own agent forks, for `tests/test_library.py` and Wan's
+`test_torchrun.py`.
 
-python program_on_ranks.py FOLDER PROGRAM PACKAGE
+    python program_on_ranks.py FOLDER PROGRAM PACKAGE
 """
 
 import os
