@@ -6,13 +6,9 @@ count real tokens alone, and padding is masked.
 """
 
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor
-
+from ditkit_core.families.causal_vae import causal_image_vae
 from ditkit_core.families.language_models import QWEN3_VL, TextEncoding
-from ditkit_core.families.vae import VaeFamily
 from ditkit_krea2.presets import TEXT_LAYERS
 
 SYSTEM = (
@@ -24,34 +20,9 @@ PREFIX_TOKENS, TEXT_TOKENS = 34, 512
 the template."""
 
 
-def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each latent channel."""
-    mean, deviation = (
-        torch.tensor(values, dtype=torch.float32)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return mean, deviation
-
-
-VAE = VaeFamily(
-    kind="AutoencoderKLQwenImage",
+VAE = causal_image_vae(
     label="the VAE of Krea 2, which is that of Qwen-Image",
-    remedy="name the vae folder of Krea 2 or of Qwen-Image",
-    published={
-        "base_dim": 96,
-        "z_dim": 16,
-        "dim_mult": [1, 2, 4, 4],
-        "num_res_blocks": 2,
-        "temperal_downsample": [False, True, True],
-    },
-    is_video=True,
-    statistics=_statistics,
-    channels=lambda config: config["z_dim"],
-    strides=lambda config: (
-        2 ** sum(config["temperal_downsample"]),
-        2 ** len(config["temperal_downsample"]),
-    ),
-    recipe="posterior mode, normalised by channel, {}",
+    remedy="name the vae folder of Krea 2 or of Qwen-Image, or ComfyUI's qwen_image_vae.safetensors",
 )
 
 READER = replace(

@@ -12,13 +12,13 @@ from narrow_vae import clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.causal_vae import causal_vae_name
 from ditkit_core.families.vae import VaeFamily
 from ditkit_core.models.encoders import VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.tiling import Tiles
 from ditkit_wan.encoders import vae
 from ditkit_wan.encoders.vae import VaeEncoder
-from ditkit_wan.encoders.vae_kinds import to_diffusers
 
 CPU = torch.device("cpu")
 
@@ -64,8 +64,8 @@ def test_every_parameter_of_the_wan_vae_has_an_official_name_and_finds_back() ->
         and "encoder.downsamples.3.shortcut.bias" in official
     )
     assert "encoder.middle.1.to_qkv.weight" in official and "decoder.head.0.gamma" in official
-    assert [to_diffusers(name) for name in official] == names
-    assert [to_diffusers(name) for name in names] == names
+    assert [causal_vae_name(name) for name in official] == names
+    assert [causal_vae_name(name) for name in names] == names
 
 
 def test_official_names_are_those_that_diffusers_converts() -> None:

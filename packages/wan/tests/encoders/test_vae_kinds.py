@@ -11,10 +11,11 @@ from narrow_vae import NARROW_2_2, clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.causal_vae import causal_vae_name
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.vae import VaeEncoder
-from ditkit_wan.encoders.vae_kinds import WAN_2_2, to_diffusers
+from ditkit_wan.encoders.vae_kinds import WAN_2_2
 
 CPU = torch.device("cpu")
 
@@ -68,8 +69,8 @@ def test_every_parameter_has_the_official_name_that_files_give_it() -> None:
         "decoder.upsamples.3.upsamples.2.residual.6.bias", "encoder.middle.1.to_qkv.weight", "decoder.head.0.gamma",
     ):  # fmt: skip
         assert name in official
-    assert [to_diffusers(name) for name in official] == names
-    assert [to_diffusers(name) for name in names] == names
+    assert [causal_vae_name(name) for name in official] == names
+    assert [causal_vae_name(name) for name in names] == names
 
 
 def test_the_single_file_gives_what_the_folder_gives_and_diffusers(

@@ -50,7 +50,7 @@ def with_comfyui(spec: ModelSpec, flags: Flags, config: RunConfig) -> Flags:
     root = local_path(flags.options.comfyui)
     files = find_files(spec, config.model, root)
     for key, path in files.items():
-        is_called = key != "vae" or spec.name in path.name.lower()
+        is_called = key != "vae" or _is_called(spec, path)
         doubt = "" if is_called else f" (by its shapes: look whether it is the VAE of {spec.name})"
         warn(f"model.{key} = {path}{doubt}")
     values = {**flags.values, **{f"model.{key}": str(path) for key, path in files.items()}}
@@ -79,8 +79,10 @@ def find_files(spec: ModelSpec, model: ModelPaths, root: Path) -> dict[str, Path
             words = {transformers[key]} - {""}
             fitting = [path for path in fitting if words <= _words(path)]
             fitting = _by_name(spec, preset, arch, fitting)
-        # Published VAEs of several families have the same shapes.
-        fitting = _narrowed(fitting, lambda path: spec.name in path.name.lower())
+        # Published VAEs of several families have the same shapes, and one family another's VAE.
+        fitting = _narrowed(fitting, lambda path: _is_called(spec, path))
+        if key == "vae" and (kind := _vae_kind(spec, arch)):
+            fitting = _narrowed(fitting, lambda path: kind in _letters(path))
         fitting = _narrowed(fitting, lambda path: not _has_8_bits(path))
         if len(fitting) > 1:
             raise UserError(
@@ -173,10 +175,16 @@ def _encoder(spec: ModelSpec, arch: Any, key: str, paths: ModelPaths) -> Shapes:
 
 
 def _by_name(spec: ModelSpec, preset: str, arch: Any, paths: list[Path]) -> list[Path]:
-    """Without files that are called a distilled model, and of several those that are called like
-    the preset: both may have the same shapes. A distilled model has to be called one."""
+    """Without files that are called another preset or a distilled model, and of several those that
+    are called like the preset: all may have the same shapes. A distilled model has to be called
+    one."""
     paths = [path for path in paths if not distilled_by_name(spec, arch, path.name)]
     words = _words(Path(preset))
+    # Files of experts are called by their part, and by the size of a model that has no experts.
+    named = preset and not spec.architecture.experts(arch)
+    others = [_words(Path(name)) for name in spec.architecture.presets if named]
+    others = [other for other in others if not other <= words]
+    paths = [path for path in paths if not any(other <= _words(path) for other in others)]
     if spec.training.advice(arch):
         return [path for path in paths if words <= _words(path)]
     return _narrowed(paths, lambda path: words <= _words(path)) if preset else paths
@@ -184,6 +192,22 @@ def _by_name(spec: ModelSpec, preset: str, arch: Any, paths: list[Path]) -> list
 
 def _narrowed(paths: list[Path], is_better: Callable[[Path], bool]) -> list[Path]:
     return [path for path in paths if is_better(path)] or paths
+
+
+def _is_called(spec: ModelSpec, path: Path) -> bool:
+    """Whether a file is called after the family."""
+    return spec.name in _letters(path)
+
+
+def _vae_kind(spec: ModelSpec, arch: Any) -> str:
+    """The model that the VAE's class is called after, in lower case; empty if after none."""
+    models = spec.auxiliary.models(arch, ModelPaths())
+    built = (m.build(torch.bfloat16) for m in models if m.name == _PLANNED_AS["vae"])
+    return "".join(type(vae).__name__.removeprefix("AutoencoderKL").lower() for vae in built)
+
+
+def _letters(path: Path) -> str:
+    return re.sub(r"[^a-z0-9]", "", path.name.lower())
 
 
 def _words(path: Path) -> set[str]:

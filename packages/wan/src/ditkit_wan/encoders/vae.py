@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.causal_vae import CAUSAL_NAMES, config_statistics
 from ditkit_core.families.vae import DiffusersVae, VaeFamily
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.tiling import Tiles
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
-from ditkit_wan.encoders.vae_kinds import VAE_NAMES, WAN_2_1, WAN_2_2, config_of
+from ditkit_wan.encoders.vae_kinds import WAN_2_1, WAN_2_2, config_of
 
 TILES = Tiles(side=256, overlap=64)
 """The tiles of diffusers for this VAE."""
@@ -26,16 +26,6 @@ _REMEDIES = {
     48: "get wan2.2_vae.safetensors, or set the vae folder of Wan2.2-TI2V-5B-Diffusers",
 }
 """Where to get the VAE, by latent channels."""
-
-
-def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each latent channel over the VAE's own training data."""
-    config = vae.config
-    mean, deviation = (
-        torch.tensor(values, dtype=torch.float32)
-        for values in (config.latents_mean, config.latents_std)
-    )
-    return mean, deviation
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
@@ -61,9 +51,9 @@ def vae_family(channels: int | None) -> VaeFamily:
         published=WAN_2_2 if channels == WAN_2_2["z_dim"] else WAN_2_1,
         remedy=_REMEDIES.get(channels or 0, " or ".join(_REMEDIES.values())),
         safe_names=SAFE_NAMES,
-        names=VAE_NAMES,
+        names=CAUSAL_NAMES,
         config_of_file=_config_of_file,
-        statistics=_statistics,
+        statistics=config_statistics,
         recipe="posterior mean, normalised, {}",
         channels=lambda config: config.get("z_dim", 16),
         strides=lambda config: (

@@ -1,15 +1,10 @@
-"""The two VAEs of Wan: their parameter names in official files and in diffusers, and configurations
-for files without one.
+"""The two VAEs of Wan: configurations for files without one. Their names are in the core's
+families/causal_vae.py."""
 
-Sources: `WanVAE_` in Wan-Video/Wan2.1, wan/modules/vae.py; `WanVAE_` and `Wan2_2_VAE` in
-Wan-Video/Wan2.2, wan/modules/vae2_2.py.
-"""
-
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.families.causal_vae import causal_vae_name
 
 WAN_2_1: Mapping[str, Any] = {"base_dim": 96, "z_dim": 16}
 """The VAE of all models except TI2V-5B; other fields are diffusers' defaults."""
@@ -44,55 +39,6 @@ _WIDEST = 4
 """The last factor of `dim_mult` in both: the decoder's first layer is this many times its base
 width."""
 
-_IN_FOLDED_STAGE = re.compile(
-    r"^(encoder\.down|decoder\.up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)$"
-)
-_IN_DECODER_STAGE = re.compile(r"^decoder\.upsamples\.(\d+)\.")
-_RENAMES = (
-    (r"^conv1\.", "quant_conv."),
-    (r"^conv2\.", "post_quant_conv."),
-    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
-    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
-    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
-    (r"^(encoder|decoder)\.middle\.0\.", r"\1.mid_block.resnets.0."),
-    (r"^(encoder|decoder)\.middle\.1\.", r"\1.mid_block.attentions.0."),
-    (r"^(encoder|decoder)\.middle\.2\.", r"\1.mid_block.resnets.1."),
-    (r"^encoder\.downsamples\.", "encoder.down_blocks."),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
-)
-"""Official names to diffusers', applied in order."""
-
-
-def to_diffusers(name: str) -> str:
-    """The diffusers name of a parameter of either VAE, given in the official form or in diffusers'
-    own."""
-
-    def folded(
-        match: re.Match[str],
-    ) -> str:  # 2.2: a stage is residual blocks, then a change of resolution
-        half, stage, index, rest = match.groups()
-        resamples = rest.startswith(("resample.", "time_conv."))
-        part = f"{half.partition('.')[2]}sampler" if resamples else f"resnets.{index}"
-        return f"{half}_blocks.{stage}.{part}.{rest}"
-
-    def decoding(
-        match: re.Match[str],
-    ) -> str:  # 2.1: three residual blocks and an upsampler in each stage
-        stage, index = divmod(int(match[1]), 4)
-        return f"decoder.up_blocks.{stage}.{'upsamplers.0' if index == 3 else f'resnets.{index}'}."
-
-    name = _IN_DECODER_STAGE.sub(decoding, _IN_FOLDED_STAGE.sub(folded, name))
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
-
 
 def config_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
     """diffusers' configuration of a single file: its widths are read from the shapes, other fields
@@ -104,7 +50,7 @@ def config_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
     Returns:
         The configuration; None if the file is neither VAE.
     """
-    renamed = {to_diffusers(name): shape for name, shape in shapes.items()}
+    renamed = {causal_vae_name(name): shape for name, shape in shapes.items()}
     first, code, decoder = (
         renamed.get(f"{layer}.weight", ())
         for layer in ("encoder.conv_in", "post_quant_conv", "decoder.conv_in")
