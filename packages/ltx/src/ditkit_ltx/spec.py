@@ -70,11 +70,7 @@ def terminal_levels(tokens: int, steps: int, shift: float) -> Float64[Tensor, " 
 
     Source: `stretch_shift_to_terminal` of diffusers' `FlowMatchEulerDiscreteScheduler`.
     """
-    levels = shifted_levels(steps, shift or _shift(tokens))
-    above = 1 - levels[:-1]
-    if steps > 1:  # one step begins and ends at 1
-        above = above / above[-1] * (1 - _TERMINAL)
-    return torch.cat([1 - above, levels[-1:]])
+    return shifted_levels(steps, shift or _shift(tokens), _TERMINAL)
 
 
 def linear_quadratic_levels(tokens: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:

@@ -15,15 +15,20 @@ from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 
 
-def shifted_levels(steps: int, shift: float) -> Float64[Tensor, " levels"]:
+def shifted_levels(steps: int, shift: float, terminal: float = 0.0) -> Float64[Tensor, " levels"]:
     """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1
-    + (shift - 1) * s). fp64, one more than steps.
+    + (shift - 1) * s). fp64, one more than steps. With `terminal` they are then stretched so that
+    the last one above 0 is that.
 
-    As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given
+    As diffusers' `FlowMatchEulerDiscreteScheduler` has them (with `shift_terminal`), if it is given
     the levels 1, 1 - 1/steps, …, 1/steps.
     """
     levels = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * levels / (1 + (shift - 1) * levels)
+    levels = shift * levels / (1 + (shift - 1) * levels)
+    if terminal and steps > 1:  # one step begins and ends at 1
+        above = 1 - levels[:-1]
+        levels = torch.cat([1 - above / above[-1] * (1 - terminal), levels[-1:]])
+    return levels
 
 
 def classifier_free(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
