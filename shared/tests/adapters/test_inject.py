@@ -16,6 +16,7 @@ from ditkit_core.adapters.inject import (
 )
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import PartlyUsed
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel
 
 CPU = torch.device("cpu")
@@ -47,6 +48,23 @@ def adapted(
         )
     initialise(model, seed, device_of=lambda module: CPU, **start)
     return model
+
+
+class Partly(PartlyUsed):
+    """A block of two layers, one of which nothing reads."""
+
+    unused = ("text.0",)
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_a_full_fine_tune_leaves_out_what_nothing_reads():
+    model = nn.Sequential(nn.Linear(2, 2), Partly()).requires_grad_(False)
+    inject(model, AdapterConfig(method="full"), {})
+    frozen = {name for name, x in model.named_parameters() if not x.requires_grad}
+    assert frozen == {"1.text.0.weight", "1.text.0.bias"}
 
 
 def toy_inputs() -> ToyInputs:

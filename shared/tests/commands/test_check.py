@@ -20,6 +20,7 @@ from toy_world import World, equal
 
 from ditkit_core.diagnostics.doctor import trial as doctor_step
 from ditkit_core.diagnostics.doctor.findings import CutsCaptions
+from ditkit_core.models.protocol import PartlyUsed
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyBlock, ToyModel, ToyTextEncoder
 
@@ -325,6 +326,28 @@ class _Deaf(ToyModel):
     def __init__(self, arch: Any, precision: Any):
         super().__init__(arch, precision)
         self.layers = torch.nn.ModuleList(_DeafBlock(arch, precision) for _ in range(arch.depth))
+
+
+class _PartlyUsedBlock(_DeafBlock, PartlyUsed):
+    """Says so."""
+
+    unused = ("key_value",)
+
+
+class _Partly(ToyModel):
+    def __init__(self, arch: Any, precision: Any):
+        super().__init__(arch, precision)
+        self.layers = torch.nn.ModuleList(
+            _PartlyUsedBlock(arch, precision) for _ in range(arch.depth)
+        )
+
+
+def test_layers_that_nothing_reads_are_expected_next_to_others(world: World) -> None:
+    world.spec = altered(world.spec, build=_Partly)
+    status, found = check(world)
+    assert status == 0 and codes(found) == []
+    status, found = check(world, "--adapter.targets", '["key_value"]')
+    assert status == 1 and codes(found) == ["D23"], "an adapter of these alone"
 
 
 def test_parameters_that_nothing_reaches_are_an_error(world: World) -> None:

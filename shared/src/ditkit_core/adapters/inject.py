@@ -21,7 +21,7 @@ from ditkit_core.config.layer_patterns import fits
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator
-from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.protocol import StagedModel, unused_layers
 from ditkit_core.nn.factored import parts_of
 from ditkit_core.nn.lora import AdapterDropout
 from ditkit_core.nn.quantized_linear import dense_weight
@@ -41,7 +41,8 @@ def inject(
     *,
     only: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Make the model trainable as configured: add adapters on `meta`, or mark every parameter.
+    """Make the model trainable as configured: add adapters on `meta`, or mark every parameter that a
+    forward uses.
 
     Args:
         named_sets: Named sets of targets, as name endings; the first is the default.
@@ -52,6 +53,8 @@ def inject(
     """
     if config.method == "full":
         model.requires_grad_(True)
+        for name in unused_layers(model):
+            model.get_submodule(name).requires_grad_(False)
         return ()
     targets = target_modules(model, config.targets, named_sets)
     config.check_patterns(targets)

@@ -8,7 +8,7 @@ is run.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -53,6 +53,28 @@ class StagedModel(Protocol):
     def train(self, mode: bool = True) -> Any: ...
     def get_submodule(self, target: str) -> nn.Module: ...
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]: ...
+
+
+class PartlyUsed(nn.Module):
+    """A block with layers that files have and whose result nothing reads, such as those that would
+    advance a stream of text that the head drops.
+
+    Its forward leaves them out, and a full fine-tune leaves them as they are: nothing waits for
+    gradients that never come.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Names of these layers in the block."""
+
+
+def unused_layers(model: StagedModel | nn.Module) -> tuple[str, ...]:
+    """Names of the layers of a model whose result nothing reads."""
+    return tuple(
+        f"{name}.{layer}"
+        for name, block in model.named_modules()
+        if isinstance(block, PartlyUsed)
+        for layer in block.unused
+    )
 
 
 class Engine(Protocol):

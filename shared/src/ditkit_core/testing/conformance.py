@@ -429,7 +429,7 @@ class CoreChecks(ModelChecks):
                 for key, tensor in items[i].items()
                 if tensor.requires_grad
             }
-            leaves |= dict(model.named_parameters())
+            leaves |= {name: p for name, p in model.named_parameters() if p.requires_grad}
             gradients = dict(
                 zip(
                     leaves,

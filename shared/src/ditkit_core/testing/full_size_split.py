@@ -19,6 +19,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import unused_layers
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Budget
@@ -88,7 +89,10 @@ class Divided:
         for name, parameter in self.model.named_parameters():
             assert parameter.device == device_of(name), name
         state = self.trained.optimizer.state()[0]
+        unused = tuple(f"{layer}." for layer in unused_layers(self.model))
         for name, parameter in self.trained.parameters.items():
+            if name.startswith(unused):
+                continue
             assert parameter.grad is not None and parameter.grad.device == parameter.device, name
             assert self.trained.average.values[name].device == parameter.device, name
             moments = [state[f"{name}|{kind}"] for kind in ("exp_avg", "exp_avg_sq")]
@@ -96,20 +100,20 @@ class Divided:
         # To the byte.
         numbers = Counter[torch.device]()
         weights = Counter[torch.device]()
+        updated, num_updated = Counter[torch.device](), Counter[torch.device]()
         for name, parameter in self.model.named_parameters():
             (numbers if parameter.requires_grad else weights)[device_of(name)] += parameter.nbytes
-        num_trained = Counter(parameter.device for parameter in self.trained.parameters.values())
+            if parameter.requires_grad and not name.startswith(unused):
+                updated[device_of(name)] += parameter.nbytes
+                num_updated[device_of(name)] += 1
         for device in devices:
             trained = numbers[device]
             assert live[device]["weights"] == weights[device], device
+            assert live[device]["adapters"] == live[device]["average"] == trained, device
+            assert live[device]["gradients"] == updated[device], device
             assert (
-                live[device]["adapters"]
-                == live[device]["gradients"]
-                == live[device]["average"]
-                == trained
-            ), device
-            assert (
-                live[device]["optimizer"] == STATE_OF_ADAMW * trained + 4 * num_trained[device]
+                live[device]["optimizer"]
+                == STATE_OF_ADAMW * updated[device] + 4 * num_updated[device]
             ), device
         # Each boundary is passed once, forward and backward, and nothing is sent anywhere else,
         # recompute included.

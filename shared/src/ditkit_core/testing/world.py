@@ -105,7 +105,9 @@ def _make_model(
         parameter.data = values.to(
             torch.promote_types(dtype, torch.float32) if spec.precision.keep_fp32(name) else dtype
         )
-    if adapter is not None:
+    if adapter is None:
+        inject(model, AdapterConfig(method="full"), {})
+    else:
         add_adapter(model, spec, adapter, random)
     return model.train()
 

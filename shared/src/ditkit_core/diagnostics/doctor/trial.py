@@ -31,6 +31,7 @@ from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_p
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import nothing_fetched
+from ditkit_core.models.protocol import unused_layers
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_components, check_item, check_items
 from ditkit_core.run.context import RunContext
@@ -142,8 +143,12 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
         trained.optimizer.zero_grad()
         losses.append(result.loss)
         norms.append(result.grad_norm)
+    # An adapter of usual targets is on layers that nothing reads, too, as in other programs' files;
+    # of these alone it would train nothing.
+    unused = tuple(f"{layer}." for layer in unused_layers(prepared.module))
+    read = [name for name in trained.parameters if not name.startswith(unused)]
     without_gradient = tuple(
-        name for name in trained.parameters if not any(map(bool, gradients.get(name, ())))
+        name for name in read or trained.parameters if not any(map(bool, gradients.get(name, ())))
     )
     peak = float(peak_memory_bytes(devices))  # before the save, which is no part of a step
     reloaded = _reloads(trained)
