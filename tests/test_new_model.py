@@ -16,7 +16,7 @@ import pytest
 from ditkit_core.diagnostics.report.overview import RANDOM_SAMPLES
 from ditkit_core.errors import UserError
 from ditkit_core.testing.filled_in import marks, next_step
-from new_model import KINDS, PARAMETERS, main, ruff_options, write_package
+from new_model import KINDS, PARAMETERS, TEMPLATE, filled, main, ruff_options, write_package
 from workspace import ROOT
 
 UV = shutil.which("uv")
@@ -136,6 +136,14 @@ def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]
                 file.read_text(encoding="utf-8").replace("FILL IN", "FILLED IN"), encoding="utf-8"
             )
     assert next_step(folder) == "every place is filled in"
+
+
+def test_the_title_of_the_longest_name_is_underlined_to_its_end() -> None:
+    """A shorter line is a warning of the site, which has none."""
+    text = (TEMPLATE / "api.txt").read_text(encoding="utf-8")
+    title, line, *_ = filled(text, "abcdefghijklmnopqrst", {}).splitlines()
+    assert title.endswith("Abcdefghijklmnopqrst") and set(line) == {"="}
+    assert len(line) >= len(title)
 
 
 def test_a_name_of_several_words_is_written_as_each_place_has_it(tmp_path: Path) -> None:
