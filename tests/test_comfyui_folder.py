@@ -2,6 +2,7 @@
 published sizes."""
 
 import json
+import re
 import struct
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ditkit_core.adapters.files.identify import parameters_of
 from ditkit_core.commands.cli import run
 from ditkit_core.commands.comfyui import find_files
 from ditkit_core.errors import UserError
+from ditkit_core.families.causal_vae import causal_vae_name
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import ModelSpec
 from workspace import MODELS
@@ -121,6 +123,46 @@ def test_experts_are_told_by_their_names_and_8_bits_are_the_second_choice(tmp_pa
     }
 
 
+def official_name(name: str) -> str:
+    """The name in ComfyUI's files of a parameter of a causal VAE, which diffusers calls so: written
+    the other way round than the code under test."""
+    stage = re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.", name)
+    if stage:
+        index = 4 * int(stage[1]) + (3 if stage[2] == "upsamplers" else int(stage[3]))
+        name = f"decoder.upsamples.{index}.{name[stage.end() :]}"
+    renames = (
+        ("encoder.down_blocks.", "encoder.downsamples."),
+        ("mid_block.resnets.0", "middle.0"), ("mid_block.attentions.0", "middle.1"),
+        ("mid_block.resnets.1", "middle.2"), ("conv_in.", "conv1."), ("norm_out.", "head.0."),
+        ("conv_out.", "head.2."), ("post_quant_conv", "conv2"), ("quant_conv", "conv1"),
+        ("conv_shortcut", "shortcut"),
+    )  # fmt: skip
+    for theirs, official in renames:
+        name = name.replace(theirs, official)
+    if ".middle." not in name and "samples." not in name:
+        return name
+    parts = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}  # fmt: skip
+    return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+@pytest.mark.parametrize("package", ["ditkit_krea2", "ditkit_qwenimage", "ditkit_wan"])
+def test_a_vae_of_the_same_shapes_is_told_by_the_model_that_its_class_is_called_after(
+    tmp_path, capsys, package
+):
+    """ComfyUI's qwen_image_vae, which Krea 2 has too, has the names and shapes of Wan 2.1's."""
+    spec, preset = spec_of(package), first_preset(package)
+    shapes = parts_of("ditkit_qwenimage", "t2i")["vae"]
+    official = {official_name(name): shape for name, shape in shapes.items()}
+    assert len(official) == 194 and "decoder.upsamples.3.time_conv.weight" in official
+    assert {causal_vae_name(name) for name in official} == shapes.keys()
+    names = {"ditkit_wan": "wan_2.1_vae.safetensors"}
+    expected = names.get(package, "qwen_image_vae.safetensors")
+    paths = ModelPaths(preset=preset, transformer="x", transformer_2="y", text_encoder="t")
+    for name in ("qwen_image_vae.safetensors", "wan_2.1_vae.safetensors"):
+        write_header(tmp_path / "models" / "vae" / name, official)
+    assert names_of(find_files(spec, paths, tmp_path)) == {"vae": expected}
+
+
 def test_a_distilled_model_is_told_by_its_name(tmp_path):
     spec = spec_of("ditkit_zimage")
     shapes = parts_of("ditkit_zimage", "base")["diffusion_models"]
@@ -136,6 +178,29 @@ def test_a_distilled_model_is_told_by_its_name(tmp_path):
         (other,) = of_presets.keys() - {preset}
         with pytest.raises(UserError, match=f"is the transformer of {preset}"):
             find_files(spec, paths, tmp_path / other)
+
+
+def test_a_file_that_is_called_another_model_of_the_same_shapes_is_not_taken(tmp_path):
+    spec = spec_of("ditkit_qwenimage")
+    shapes = parts_of("ditkit_qwenimage", "t2i")["diffusion_models"]
+    files = {
+        "t2i": "qwen_image_bf16",
+        "edit": "qwen_image_edit_bf16",
+        "edit-2509": "qwen_image_edit_2509_bf16",
+        "edit-2511": "qwen_image_edit_2511_bf16",
+    }
+    for name in files.values():
+        path = tmp_path / "all" / "models" / "diffusion_models" / f"{name}.safetensors"
+        write_header(path, shapes)
+        write_header(tmp_path / name / "models" / "diffusion_models" / path.name, shapes)
+    for preset, name in files.items():
+        paths = ModelPaths(preset=preset, vae="v", text_encoder="t")
+        found = find_files(spec, paths, tmp_path / "all")
+        assert names_of(found) == {"transformer": f"{name}.safetensors"}
+    for preset, other in (("t2i", "edit"), ("edit", "edit-2511"), ("edit-2509", "edit-2511")):
+        paths = ModelPaths(preset=preset, vae="v", text_encoder="t")
+        with pytest.raises(UserError, match=f"is the transformer of {preset}"):
+            find_files(spec, paths, tmp_path / files[other])
 
 
 def test_what_is_named_stays_and_several_files_are_a_question(comfyui, tmp_path):

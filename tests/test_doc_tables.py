@@ -139,7 +139,7 @@ def test_a_table_that_cannot_be_made_leaves_no_half():
 def test_licences_are_those_of_the_packages_pages():
     pages = [
         (ROOT / "packages" / name / "README.md").read_text(encoding="utf-8")
-        for name in ("flux2", "zimage")
+        for name in ("flux2", "qwenimage", "zimage")
     ]
     rows = [line for page in pages for line in page.splitlines() if line.startswith("| `")]
     for hub_id, licence in LICENCES.items():

@@ -61,6 +61,7 @@ from ditkit_flux3 import FLUX3
 from ditkit_krea2 import KREA2
 from ditkit_ltx import LTX
 from ditkit_qwen import QWEN
+from ditkit_qwenimage import QWENIMAGE
 from ditkit_wan import WAN
 from ditkit_zimage import ZIMAGE
 
@@ -725,7 +726,7 @@ def test_headings_that_a_missing_piece_names_are_those_of_the_guide() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, ZIMAGE], ids=lambda spec: spec.name
+    "spec", [WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, ZIMAGE], ids=lambda spec: spec.name
 )
 def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec: ModelSpec) -> None:
     def answer(hub_id: str) -> str:
@@ -738,7 +739,9 @@ def test_a_hub_id_that_is_no_model_of_a_family_is_answered_with_what_it_is(spec:
     )
     assert "by its name it is LTX-2" in answer("Lightricks/LTX-2")
     for other in (
-        family for family in (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, ZIMAGE) if family is not spec
+        family
+        for family in (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, ZIMAGE)
+        if family is not spec
     ):
         wrong = f"{next(iter(other.architecture.hub_presets))}-x"
         assert f"use the {other.name} commands" in answer(wrong), wrong

@@ -252,6 +252,9 @@ SLICES = {
         fields=lambda width, blocks: _heads(width, blocks) | {"heads": width // 64},
     ),
     "qwen": Slice(spec="ditkit_qwen.spec:QWEN", text=75, published=4096, fields=_heads),
+    "qwenimage": Slice(
+        spec="ditkit_qwenimage.spec:QWENIMAGE", text=75, published=3072, fields=_heads
+    ),
     "zimage": Slice(
         spec="ditkit_zimage.spec:ZIMAGE",
         text=75,
@@ -280,7 +283,7 @@ def sliced_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     )
     # Of one pixel, for the channels and what else an item has.
     empty = spec.training.empty_item(arch, (1, 64, 64), ())
-    patch = 2 if args.model in ("krea2", "zimage") else 1
+    patch = 2 if args.model in ("krea2", "qwenimage", "zimage") else 1
     # a clip of four frames where an image has 32 and 64 pixels on a side
     frames = WAN_SIZES[args.tokens][0] if args.model == "ltx" else 1
     height, width = (side * patch // math.isqrt(frames) for side in FLUX2_SIZES[args.tokens])

@@ -15,14 +15,25 @@ from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
 from ditkit_ltx.spec import LTX
 from ditkit_qwen.spec import QWEN
+from ditkit_qwenimage.spec import QWENIMAGE
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
-SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, ZIMAGE)
+SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, ZIMAGE)
 LICENCES = {
     "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
     "black-forest-labs/FLUX.2-klein-base-9B": "FLUX Non-Commercial",
     "black-forest-labs/FLUX.2-dev": "FLUX Non-Commercial",
+    **dict.fromkeys(
+        (
+            "Qwen/Qwen-Image",
+            "Qwen/Qwen-Image-2512",
+            "Qwen/Qwen-Image-Edit",
+            "Qwen/Qwen-Image-Edit-2509",
+            "Qwen/Qwen-Image-Edit-2511",
+        ),
+        "Apache 2.0",
+    ),
     "Tongyi-MAI/Z-Image": "Apache 2.0",
     "Tongyi-MAI/Z-Image-Turbo": "Apache 2.0",
 }
@@ -39,7 +50,7 @@ def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
     count = max(1, len(spec.architecture.experts(arch)))
     name = "transformer" if count == 1 else f"{count} transformers"
     found = {name: count * _gigabytes(build_on_meta(spec, arch, Precision()))}
-    for model in spec.auxiliary.models(arch, ModelPaths()):
+    for model in spec.for_arch(arch).auxiliary.models(arch, ModelPaths()):
         if model.stage == "encode":
             with torch.device("meta"):
                 found[model.name.removesuffix(" encoder") if model.tiles else model.name] = (

@@ -12,7 +12,7 @@ shift.
 
 import re
 
-from ditkit_core.models.other_models import UNTRAINED, OtherModel, others_than
+from ditkit_core.models.other_models import SEVERAL_TWO_STREAMS, OtherModel, others_than
 from ditkit_core.models.state_dict import (
     StateDictNames,
     TensorSlice,
@@ -136,9 +136,9 @@ NAMES = StateDictNames(
     others=(
         *others_than("flux2"),
         OtherModel(  # it has at most eight such blocks
-            name="another of diffusers' models, such as Stable Diffusion 3 or FLUX.1",
+            name="another of diffusers' models, such as Stable Diffusion 3, FLUX.1 or Qwen-Image",
             keys=r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]to_",
-            remedy=UNTRAINED,
+            remedy=SEVERAL_TWO_STREAMS.remedy,
         ),
     ),
 )

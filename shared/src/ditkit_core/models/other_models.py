@@ -3,7 +3,7 @@ which, and what to do."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 UNTRAINED = "ditkit does not train that model; name a file of this one"
@@ -98,24 +98,10 @@ OTHER_MODELS = (
         remedy=UNTRAINED,
     ),
     OtherModel(
-        name="Qwen-Image",
-        keys=r"transformer_blocks[._]\d+[._](img_mlp[._]net|txt_mlp|(img|txt)_mod)",
-        classes=r"^QwenImage(?!21)",
-        header=r"^qwen[-_]?image(?![-_]?2[._-]?1)",
-        remedy=UNTRAINED,
-    ),
-    OtherModel(
         name="LTX-2",
         keys=r"transformer_blocks[._]\d+[._](audio_|video_to_audio)",
         classes=r"^LTX2",
         header=r"^ltx[-_]?2(?!b)",
-        remedy=UNTRAINED,
-    ),
-    OtherModel(
-        # diffusers' names in several of them; FLUX.2 has at most eight such blocks.
-        name="Stable Diffusion 3, FLUX.1, Qwen-Image or another of diffusers' models of two streams",
-        keys=r"norm1_context[._]linear|ff_context[._]net|"
-        r"(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]add_",
         remedy=UNTRAINED,
     ),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX", header=r"^cogvideo", remedy=UNTRAINED),
@@ -177,6 +163,13 @@ FAMILIES = {
         header=r"^qwen[-_]?image[-_]?2[._-]?1",
         remedy="use the qwen commands",
     ),
+    "qwenimage": OtherModel(
+        name="Qwen-Image",
+        keys=r"transformer_blocks[._]\d+[._](img_mlp[._]net|txt_mlp|(img|txt)_mod)",
+        classes=r"^QwenImage(?!21)",
+        header=r"^qwen[-_]?image(?![-_]?2[._-]?1)",
+        remedy="use the qwenimage commands",
+    ),
     "wan": OtherModel(
         name="Wan",
         keys=r"(^|[._])(?<!transformer_)(vace_)?blocks[._]\d+[._]"
@@ -195,12 +188,22 @@ FAMILIES = {
 }
 """The families, whose files people give to each other's commands; by the prefix of the commands."""
 
+_LAYERS = r"norm1_context[._]linear|ff_context[._]net"
+_STREAMS = r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks"
+SEVERAL_TWO_STREAMS = OtherModel(
+    # diffusers' names in several of them; FLUX.2 has at most eight such blocks.
+    name="Stable Diffusion 3, FLUX.1, Qwen-Image or another of diffusers' models of two streams",
+    keys=rf"{_LAYERS}|(?<!single_)transformer_blocks[._]([89]|[1-9]\d)[._]attn[._]add_",
+    remedy="use the qwenimage commands for Qwen-Image; ditkit does not train the others",
+)
+"""Names of many blocks of two streams, for a family without such names."""
 TWO_STREAMS = OtherModel(
-    name="FLUX.2, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not train",
-    keys=r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks|"
-    r"transformer_blocks[._]\d+[._]attn[._](add_|to_)",
+    name="FLUX.2 or Qwen-Image, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not "
+    "train",
+    keys=rf"{_STREAMS}|transformer_blocks[._]\d+[._]attn[._](add_|to_)",
     classes=r"^Flux",
-    remedy="name another file, or use the flux2 commands for FLUX.2",
+    remedy="name another file, or use the flux2 commands for FLUX.2 and the qwenimage commands for "
+    "Qwen-Image",
 )
 """Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such
 names."""
@@ -210,11 +213,20 @@ _ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
 kohya's."""
 
 
-def others_than(family: str) -> tuple[OtherModel, ...]:
+def others_than(family: str, *, has_two_streams: bool = False) -> tuple[OtherModel, ...]:
     """The models that files may be for which a family is given by mistake: those that are no
-    family's, and all other families."""
+    family's, all other families, and several that share names.
+
+    Args:
+        family: The prefix of its commands.
+        has_two_streams: Whether its blocks have two streams in diffusers' names, so that these tell
+            nothing.
+    """
     families = (model for name, model in FAMILIES.items() if name != family)
-    return (*OTHER_MODELS, *families)
+    several: tuple[OtherModel, ...] = (SEVERAL_TWO_STREAMS,)
+    if has_two_streams:
+        several = (replace(SEVERAL_TWO_STREAMS, keys=_LAYERS), replace(TWO_STREAMS, keys=_STREAMS))
+    return (*OTHER_MODELS, *families, *several)
 
 
 def other_by_header(header: Mapping[str, str], others: Iterable[OtherModel]) -> OtherModel | None:

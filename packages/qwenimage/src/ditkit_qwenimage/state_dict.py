@@ -1,0 +1,114 @@
+"""Qwen-Image's parameter names: ours, diffusers', which are the official ones and ComfyUI's; and
+which programs read which adapter files.
+
+Source: `QwenImageTransformer2DModel` and `QwenImageLoraLoaderMixin` in diffusers. Ours are
+diffusers' names, but for the stages (`_STAGES`).
+"""
+
+import re
+from functools import partial
+
+from ditkit_core.models.adapter_programs import (
+    ALL_KINDS,
+    DIFFERENCES_IN_DIFFUSERS,
+    DORAS,
+    KINDS,
+    NO_FACTORED,
+    NOT_TRIED,
+    SD_SCRIPTS,
+    UNTRIED,
+    AdapterRules,
+    ProgramRow,
+)
+from ditkit_core.models.other_models import OtherModel, others_than
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+
+_STAGES = (
+    ("embed.timestep_embedder.", "time_text_embed.timestep_embedder."),
+    ("embed.", ""),
+    ("head.", ""),
+)
+"""ours and diffusers', of what is not a block"""
+_BLOCK = re.compile(
+    r"transformer_blocks\.(\*|\d+)\.((img|txt)_mod\.1|(img|txt)_mlp\.net\.(0\.proj|2)|"
+    r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|norm_(added_)?[qk]))\.(weight|bias)"
+)
+"""Names in a block; other models have other layers in blocks of the same names."""
+_OUTSIDE = re.compile(
+    r"((img_in|txt_in|time_text_embed\.timestep_embedder\.linear_[12])\.(weight|bias)|"
+    r"txt_norm\.weight)|(norm_out\.linear|proj_out)\.(weight|bias)"
+)
+"""Names in front of blocks, and behind them."""
+
+
+_MARK = "__index_timestep_zero__"
+"""What ComfyUI's files of models with clean references have next to parameters."""
+
+
+def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
+    """diffusers' tensor that a parameter of ours is."""
+    for ours, theirs in _STAGES:
+        if name.startswith(ours):
+            return (TensorSlice(theirs + name.removeprefix(ours)),)
+    return (TensorSlice(name),)
+
+
+def to_native(name: str) -> tuple[TensorSlice, ...] | None:
+    """The parameter of ours that a tensor of diffusers or ComfyUI is; None if neither has the
+    name."""
+    if name == _MARK:
+        return ()
+    if _BLOCK.fullmatch(name):
+        return (TensorSlice(name),)
+    if (outside := _OUTSIDE.fullmatch(name)) is None:
+        return None
+    stage = "embed" if outside[1] else "head"
+    return (TensorSlice(f"{stage}.{name.removeprefix('time_text_embed.')}"),)
+
+
+NAMES = StateDictNames(
+    prefixes=("model.diffusion_model.", "diffusion_model."),
+    to_native=to_native,
+    from_native={"official": to_diffusers, "diffusers": to_diffusers},
+    others=others_than("qwenimage", has_two_streams=True),
+    shared=OtherModel(
+        name="Stable Diffusion 3, FLUX.1, FLUX.2 or another model of two streams",
+        keys=r"^transformer_blocks[._]\d+[._]attn[._]",
+    ),
+)
+
+_OFFICIAL = "write it with --to official"
+_NO_ALPHA = f"rejects keys of alpha; {_OFFICIAL}"
+# Measured with diffusers 0.42 by loading an adapter of every layer in each form. Its converter runs
+# where a key begins with `diffusion_model.` or `lora_unet_`, or a file has `default.` or alpha.
+_DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=("lora",))
+ROWS = (
+    _DIFFUSERS(forms=("bare",), alpha=True),
+    _DIFFUSERS(forms=("official", "diffsynth")),
+    _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=_NO_ALPHA),
+    _DIFFUSERS(
+        forms=("diffusers",),
+        up_down=True,
+        misreads=f"rejects lora_up and lora_down; {_OFFICIAL}",
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=("lora", *DORAS)),
+    _DIFFUSERS(forms=("musubi",)),
+    _DIFFUSERS(
+        forms=("official",),
+        kinds=("lora", *DORAS),
+        misreads="drops DoRA magnitudes; write it with --to diffusers",
+    ),
+    _DIFFUSERS(kinds=("lora", *DORAS), misreads=f"loads nothing of it; {_OFFICIAL}"),
+    _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
+    DIFFERENCES_IN_DIFFUSERS,
+    *(
+        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
+        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
+    ),
+    SD_SCRIPTS,
+    *UNTRIED,
+)
+"""What programs do with Qwen-Image's adapter files; the tests run diffusers against it."""
+
+RULES = AdapterRules(programs=ROWS)
+"""Rules for Qwen-Image's adapter files: which programs load them."""

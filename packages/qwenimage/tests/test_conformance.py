@@ -1,0 +1,895 @@
+"""Qwen-Image against every suite of the core, and diffusers: outputs, every gradient, captions,
+samples, adapters."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export import check_export, export_adapter
+from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.families.language_models import QWEN2_5_VL_TOWER
+from ditkit_core.io.rng import generator
+from ditkit_core.loading.architecture import arch_here
+from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.nn.rope import timestep_features
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
+from ditkit_core.testing.conformance import CoreChecks
+from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
+from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.kernel_conformance import check_kernels
+from ditkit_core.testing.run_files import check_schema
+from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.suites import EverySuite
+from ditkit_core.testing.world import make_model
+from ditkit_qwenimage.demo.write import write_checkpoint
+from ditkit_qwenimage.encoders import PREFIX_TOKENS, TEXT, TEXT_TOKENS, VAE
+from ditkit_qwenimage.model import Grid, QwenImageTransformer, make_inputs
+from ditkit_qwenimage.presets import PRESETS, TASKS, QwenImageArch, arch_from_config, config_of
+from ditkit_qwenimage.spec import QWENIMAGE
+from ditkit_qwenimage.state_dict import RULES, to_diffusers, to_native
+from ditkit_qwenimage.verify import DIFFUSERS, diffusers_arguments, image_of
+
+CPU = torch.device("cpu")
+ARCH = QwenImageArch(dim=64, heads=2, layers=2, in_channels=4, text_dim=12, axes=(8, 12, 12))
+EDITS = replace(ARCH, task="edit-plus", clean_references=True)
+GRIDS: Sequence[Sequence[Grid]] = (
+    [(4, 6), (4, 4), (2, 6)],
+    [(4, 10), (6, 6)],
+    [(6, 4), (2, 6), (4, 4)],
+)
+"""Latent pixels of the image of three samples, and of their references."""
+SOME = ([(4, 6)], [(4, 10), (6, 4), (2, 2)], [(6, 4)])
+"""The same with references of one sample alone."""
+NONE = ([(4, 6)], [(4, 10)], [(6, 4)])
+CAPTIONS = (5, 9, 5)
+"""Rows of their captions."""
+
+
+def samples(
+    *chosen: int, grids: Sequence[Sequence[Grid]] = GRIDS, dtype: torch.dtype = torch.float32
+) -> list[dict[str, Tensor]]:
+    """Training items of these samples."""
+    random, names = torch.Generator().manual_seed(0), ("latents", "reference.0", "reference.1")
+    items = [
+        {
+            **{
+                name: torch.randn(4, 1, *grid, generator=random, dtype=torch.float64).to(dtype)
+                for name, grid in zip(names, sample, strict=False)
+            },
+            "text": torch.randn(rows, 12, generator=random, dtype=torch.float64).to(dtype),
+        }
+        for sample, rows in zip(grids, CAPTIONS, strict=True)
+    ]
+    return [dict(items[i]) for i in chosen]
+
+
+class Images:
+    spec = QWENIMAGE
+    arch = ARCH
+    last_layers = (
+        "img_mlp.net.2",
+        "QwenImageBlock txt_mlp.net.2",
+    )
+    idle = tuple(
+        f"transformer_blocks.{number}.{layer}."
+        for number in (1, 5)
+        for layer in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
+    )
+    """What the last block would make of text."""
+
+    def items(self, count, ragged=False):
+        return samples(*(i % 3 if ragged else 0 for i in range(count)), grids=NONE)
+
+
+class TestQwenImage(Images, EverySuite):
+    deeper = replace(ARCH, layers=6)
+    diffusers = DIFFUSERS
+
+
+class TestSomeReferences(Images, CoreChecks):
+    """Samples without a reference next to one that has two, at noise level 0."""
+
+    arch = EDITS
+    one_in = 5
+
+    def items(self, count, ragged=False):
+        return samples(*(i % 3 if ragged else 1 for i in range(count)), grids=SOME)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def native(name: str) -> str:
+    (part,) = to_native(name) or ()
+    return part.name
+
+
+def loaded(
+    theirs: torch.nn.Module, arch: QwenImageArch, dtype: torch.dtype, *, cast: bool = True
+) -> QwenImageTransformer:
+    """Our model with the weights of diffusers'."""
+    ours = QwenImageTransformer(arch, Precision(matmul=dtype))
+    ours.load_state_dict(
+        {native(name): tensor.clone() for name, tensor in theirs.state_dict().items()}
+    )
+    return ours.to(dtype) if cast else ours
+
+
+def diffusers_model(arch: QwenImageArch, seed: int = 0) -> torch.nn.Module:
+    """diffusers' model with random weights, none at an initial one."""
+    from diffusers import QwenImageTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = QwenImageTransformer2DModel(**config_of(arch))
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.data = (
+                0.2 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5
+            )
+    return model
+
+
+def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary
+    tables, and the squares of its RMS norm."""
+    from diffusers.models.normalization import RMSNorm
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+
+    def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
+        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, tuple(self.dim), self.weight, self.eps)
+
+    exact_sinusoid(monkeypatch)
+    monkeypatch.setattr(QwenEmbedRope, "rope_params", rope_params)
+    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the embedding's frequencies and products in fp32."""
+    from diffusers.models.embeddings import Timesteps
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        features = timestep_features(1000 * timesteps.double(), self.num_channels)
+        return features.to(timesteps.dtype)
+
+    monkeypatch.setattr(Timesteps, "forward", forward)
+
+
+SIGMA = (0.8125, 0.25, 0.5)
+
+
+class Samples:
+    """Inputs of both models, all with gradients. diffusers runs one sample at a time: its rotary
+    tables are those of the first."""
+
+    def __init__(
+        self, dtype: torch.dtype, grids: Sequence[Sequence[Grid]], chosen: Sequence[int] = (0, 1, 2)
+    ):
+        self.dtype = dtype
+        # in bf16 first, so that the values are those of every dtype
+        items = samples(*chosen, grids=grids, dtype=torch.bfloat16)
+        self.items = [
+            {name: x.to(dtype).requires_grad_() for name, x in item.items()} for item in items
+        ]
+        self.sigma = torch.tensor([SIGMA[i] for i in chosen], dtype=torch.float64)
+
+    def ours(self, model: QwenImageTransformer) -> list[Tensor]:
+        latents = [item["latents"] for item in self.items]
+        return model(make_inputs(latents, self.sigma, self.items, 1.0))
+
+    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
+        outputs = []
+        for item, sigma in zip(self.items, self.sigma, strict=True):
+            inputs = make_inputs([item["latents"]], sigma[None], [item], 1.0)
+            (rows,) = model(**diffusers_arguments(inputs, self.dtype), return_dict=False)[0]
+            outputs.append(image_of(rows, item["latents"]))
+        return outputs
+
+    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Outputs and the gradients of inputs."""
+        random = torch.Generator().manual_seed(5)
+        sum(
+            (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
+            .square()
+            .sum()
+            for out in outputs
+        ).backward()
+        results = {f"output {i}": out for i, out in enumerate(outputs)}
+        for i, item in enumerate(self.items):
+            for name, x in item.items():
+                results[f"{name} {i}"], x.grad = x.grad, None
+        return results
+
+
+def gradients(model: torch.nn.Module, rename: Callable[[str], str] = str) -> dict[str, Tensor]:
+    return {
+        rename(name): torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def compare(
+    ours: QwenImageTransformer, theirs: torch.nn.Module, inputs: Samples, tolerance: float
+) -> None:
+    mine = inputs.run(inputs.ours(ours)) | gradients(ours)
+    them = inputs.run(inputs.theirs(theirs)) | gradients(theirs, native)
+    assert mine.keys() == them.keys()
+    errors = {}
+    for name, expected in them.items():
+        if name.startswith(Images.idle):
+            assert not mine[name].any() and not expected.any(), name
+        else:
+            errors[name] = relative(mine[name], expected)
+    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
+
+
+BATCHES = {
+    "text to image": (ARCH, NONE),
+    "references": (replace(ARCH, task="edit-plus"), GRIDS),
+    "clean references": (EDITS, GRIDS),
+    "references of one sample": (EDITS, SOME),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_fp64_equals_diffusers_run_in_fp64(batch, monkeypatch):
+    arch, grids = BATCHES[batch]
+    exact_diffusers(monkeypatch)
+    theirs = diffusers_model(arch).double()
+    compare(loaded(theirs, arch, torch.float64), theirs, Samples(torch.float64, grids), 1e-10)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_fp32_equals_diffusers(batch, monkeypatch):
+    """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
+    arch, grids = BATCHES[batch]
+    exact_sinusoid(monkeypatch)
+    theirs = diffusers_model(arch)
+    compare(loaded(theirs, arch, torch.float32), theirs, Samples(torch.float32, grids), 1e-5)
+
+
+def test_the_last_block_has_no_gradient_for_what_it_would_make_of_text(monkeypatch):
+    """Six tensors have none in diffusers either; the three of queries have zeros there."""
+    theirs, ours = diffusers_model(ARCH), make_model(QWENIMAGE, ARCH)
+    inputs = Samples(torch.float32, NONE, (0,))
+    inputs.run(inputs.ours(ours)), inputs.run(inputs.theirs(theirs))
+    absent = {name for name, parameter in ours.named_parameters() if parameter.grad is None}
+    assert len(absent) == 9 and all(name.startswith(Images.idle) for name in absent)
+    without = {native(name) for name, x in theirs.named_parameters() if x.grad is None}
+    assert len(without) == 6
+    assert {name for name in absent - without} == {
+        f"transformer_blocks.1.attn.{name}"
+        for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+    }
+
+
+def test_names_and_parameters_are_those_of_diffusers_at_full_size():
+    """Of every preset, and of the VAE; ComfyUI's files have the same names."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+
+    for arch in PRESETS.values():
+        with torch.device("meta"):
+            diffusers = QwenImageTransformer2DModel(zero_cond_t=arch.clean_references)
+            ours = QwenImageTransformer(arch, Precision()).state_dict()
+        assert sum(tensor.numel() for tensor in ours.values()) == 20_430_401_088
+        shapes = {to_diffusers(name)[0].name: tensor.shape for name, tensor in ours.items()}
+        assert shapes == {name: tensor.shape for name, tensor in diffusers.state_dict().items()}
+        for name in ours:
+            assert native(to_diffusers(name)[0].name) == name
+        (pipeline,) = [name for name, task in TASKS.items() if task == arch.task]
+        index = {"_class_name": pipeline}
+        assert arch_from_config(config_of(arch), index) == arch
+        assert arch_from_config(diffusers.config, index) == arch
+    assert to_native("__index_timestep_zero__") == (), "a mark in ComfyUI's files of 2511"
+    with torch.device("meta"):
+        vae = VAE.build(VAE.published)
+        published = AutoencoderKLQwenImage()
+    assert sum(x.numel() for x in vae.parameters()) == 126_892_531
+    assert all(published.config[name] == value for name, value in VAE.published.items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"guidance_embeds": True}, "guidance_embeds is True, and only False is known"),
+        ({"use_layer3d_rope": True}, "use_layer3d_rope is True, and only False is known"),
+        ({"out_channels": 8}, "out_channels is 8, and only 16 is known"),
+        ({"axes_dims_rope": [16, 56, 48]}, "do not add up to a head of 128"),
+    ],
+)
+def test_a_switch_that_is_not_known_is_refused(changed, said):
+    with pytest.raises(ValueError, match=said):
+        arch_from_config(config_of(PRESETS["t2i"]) | changed, {})
+
+
+# bf16
+
+
+@pytest.mark.parametrize("batch", ["text to image", "clean references"])
+def test_bf16_is_closer_to_fp64_than_diffusers(batch):
+    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
+    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
+    all parameters together."""
+    arch, grids = BATCHES[batch]
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(4):
+        theirs = diffusers_model(arch, seed)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        exact = loaded(theirs, arch, torch.float64)
+        half = loaded(theirs, arch, torch.bfloat16, cast=False)
+        for name, parameter in half.named_parameters():
+            if not QWENIMAGE.precision.keep_fp32(name):
+                parameter.data = parameter.data.bfloat16()
+        results = []
+        for dtype, run, model in (
+            (torch.float64, "ours", exact),
+            (torch.bfloat16, "ours", half),
+            (torch.bfloat16, "theirs", theirs.bfloat16()),
+        ):
+            inputs = Samples(dtype, grids, (0, 2))
+            results.append(inputs.run(getattr(inputs, run)(model)))
+            rows = gradients(model, native if run == "theirs" else str)
+            results[-1]["parameters"] = torch.cat(
+                [rows[name].double().flatten() for name in sorted(rows)]
+            )
+        truth, mine, them = results
+        for name in truth:
+            errors.setdefault(name, []).append(
+                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
+            )
+        assert mine["output 0"].dtype == torch.float32
+    for name, pairs in errors.items():
+        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        assert ours < 0.9 * diffusers, (name, ours, diffusers)
+
+
+# VAE, captions, samples, adapters
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint; tests only read it."""
+    folder = tmp_path_factory.mktemp("demo") / "checkpoint"
+    write_checkpoint(folder)
+    return folder
+
+
+def pipeline_of(checkpoint: Path, **parts: Any) -> Any:
+    """diffusers' pipeline of some parts."""
+    from diffusers import QwenImagePipeline
+
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    return QwenImagePipeline(**dict.fromkeys(names) | parts)
+
+
+def vae_of(checkpoint: Path) -> Any:
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage.from_pretrained(checkpoint / "vae", local_files_only=True)
+
+
+def test_latents_and_pixels_are_those_of_diffusers(checkpoint, tmp_path):
+    """Of its folder, and of a file in the official names of Wan 2.1's VAE, as ComfyUI has it."""
+    theirs, paths = vae_of(checkpoint), ModelPaths(base=str(checkpoint))
+    vae = QWENIMAGE.auxiliary.media_encoder(paths, CPU, WHOLE)
+    vae.load()
+    image = torch.rand(3, 1, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    (encoded,) = vae.encode([image])
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (theirs.config.latents_mean, theirs.config.latents_std)
+    )
+    assert float(deviation.std()) > 0.1
+    with torch.no_grad():
+        expected = (theirs.encode(image[None]).latent_dist.mode() - mean) / deviation
+        pixels = theirs.decode(expected * deviation + mean).sample[0] / 2 + 0.5
+    assert encoded["latents"].shape == (16, 1, 8, 12)
+    torch.testing.assert_close(encoded["latents"], expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(vae.decode(encoded["latents"]), pixels.clamp(0, 1), rtol=0, atol=0)
+    assert vae.strides == (4, 8) and QWENIMAGE.data.size_step == 16
+
+
+def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
+    """Of captions of several lengths in one batch, an empty one and a cut one among them: behind the
+    last norm, and without the system turn."""
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        checkpoint / "text_encoder", local_files_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+    pipeline = pipeline_of(checkpoint, text_encoder=model, tokenizer=tokenizer)
+    system = pipeline.prompt_template_encode.partition("{}")[0]
+    assert (system, PREFIX_TOKENS) == (
+        TEXT.models[0].before,
+        pipeline.prompt_template_encode_start_idx,
+    )
+    assert len(tokenizer(system).input_ids) == PREFIX_TOKENS, "the demo's, as the published one"
+    encoder = QWENIMAGE.auxiliary.text_encoder(
+        ModelPaths(base=str(checkpoint)), CPU, torch.float32, "never"
+    )
+    encoder.load()
+    captions = ["a red circle", "", "a long one, " * 300]
+    with torch.no_grad():
+        features, mask = pipeline.encode_prompt(list(captions), device=CPU)
+    for caption, padded, real in zip(captions, features, mask, strict=True):
+        (ours,) = encoder.encode([caption])
+        expected = padded[real.bool()]
+        assert ours["text"].shape == (len(expected), 32)
+        torch.testing.assert_close(
+            ours["text"], expected, rtol=1e-4, atol=1e-4
+        )  # fp32; kernels sum in another order
+    assert len(expected) == TEXT_TOKENS and len(encoder.truncated) == 1
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
+    """With guidance, too, which keeps the length of each token."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    arch = replace(ARCH, in_channels=16)
+    model, random = make_model(QWENIMAGE, arch).eval(), torch.Generator().manual_seed(2)
+    prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (9, 4))
+    job = GenerationRequest(
+        conditions=prompt, negative=negative if guidance > 1 else None, frames=1, height=64,
+        width=96, steps=3, guidance=guidance, shift=0.0, seed=7,
+    )  # fmt: skip
+    sampler = QWENIMAGE.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
+    inputs_of_calls: list[Tensor] = []
+
+    def run(model, inputs):
+        inputs_of_calls.append(inputs.latents[0])
+        return run_plain(model, inputs)
+
+    with torch.no_grad():
+        latents = generate_latents(sampler, job, model, run)
+    calls = 2 if guidance > 1 else 1
+    assert len(inputs_of_calls) == 3 * calls
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+        checkpoint / "scheduler", local_files_only=True
+    )
+    transformer = DIFFUSERS.transformer(model)
+    pipeline = pipeline_of(
+        checkpoint, scheduler=scheduler, vae=vae_of(checkpoint), transformer=transformer
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    after: list[Tensor] = []
+
+    def keep(pipeline, step, timestep, values):
+        after.append(pipeline._unpack_latents(values["latents"], 64, 96, 8)[0])
+        return values
+
+    noise = torch.randn((16, 1, 8, 12), generator=generator(7, "sample"))
+    options = {} if guidance == 1 else {"negative_prompt_embeds": negative["text"][None]}
+    (image,) = pipeline(
+        prompt_embeds=prompt["text"][None], true_cfg_scale=guidance, height=64, width=96,
+        num_inference_steps=3, latents=pipeline._pack_latents(noise[None, :, 0], 1, 16, 8, 12),
+        callback_on_step_end=keep, output_type="pt", **options,
+    ).images  # fmt: skip
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
+    # are fp32, ours fp64
+    steps = [*inputs_of_calls[calls::calls], latents]
+    for ours, theirs in zip(steps, after, strict=True):
+        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
+    assert (latents - inputs_of_calls[0]).abs().max() > 0.5
+    decoded = sampler.decoder.decode(after[-1])[:, 0]
+    torch.testing.assert_close(decoded, image, atol=5e-5, rtol=0)
+
+
+# Edits
+
+
+class Processor:
+    """Qwen2.5-VL's processor, as the pipelines call it: its image processor and a tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+        self.tokenizer = tokenizer
+        self.images = Qwen2VLImageProcessor(
+            image_mean=QWEN2_5_VL_TOWER.mean, image_std=QWEN2_5_VL_TOWER.deviation,
+            min_pixels=QWEN2_5_VL_TOWER.pixels[0], max_pixels=QWEN2_5_VL_TOWER.pixels[1],
+        )  # fmt: skip
+
+    def __call__(self, text: list[str], images: Any, **options: Any) -> Any:
+        seen = self.images(images, return_tensors="pt")
+        (prompt,) = text
+        for grid in seen["image_grid_thw"].tolist():
+            prompt = prompt.replace("<|image_pad|>", "<slot>" * (grid[1] * grid[2] // 4), 1)
+        tokens = self.tokenizer(prompt.replace("<slot>", "<|image_pad|>"), return_tensors="pt")
+        seen.update(tokens)
+        return seen
+
+
+class Reader:
+    """Qwen2.5-VL in transformers 5, told which tokens are a picture's, as the pipelines' version
+    found out by itself."""
+
+    dtype = torch.float32
+
+    def __init__(self, checkpoint: Path):
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            checkpoint / "text_encoder", local_files_only=True
+        )
+
+    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
+        kinds = (input_ids == self.model.config.image_token_id).int()
+        return self.model(input_ids=input_ids, mm_token_type_ids=kinds, **options)
+
+
+def edit_pipeline(task: str, **parts: Any) -> Any:
+    """diffusers' pipeline of a task, of some parts."""
+    import diffusers
+
+    (kind,) = [name for name, other in TASKS.items() if other == task]
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "processor", "transformer")
+    pipeline = getattr(diffusers, kind)(**dict.fromkeys(names) | parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def pictures(*sizes: tuple[int, int]) -> list[Image.Image]:
+    random = np.random.default_rng(0)
+    return [Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+
+
+def pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+EDITED = {
+    "edit": (PRESETS["edit"], [(160, 96)]),
+    "edit-plus, one": (PRESETS["edit-2509"], [(160, 96)]),
+    "edit-plus, two": (PRESETS["edit-2511"], [(160, 96), (64, 128)]),
+}
+
+
+@pytest.mark.parametrize("edited", EDITED)
+def test_features_of_edits_are_those_of_the_pipeline(checkpoint, edited):
+    from transformers import AutoTokenizer
+
+    arch, sizes = EDITED[edited]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+    pipeline = edit_pipeline(
+        arch.task, text_encoder=Reader(checkpoint), processor=Processor(tokenizer)
+    )
+    encoder = QWENIMAGE.for_arch(arch).auxiliary.text_encoder(
+        ModelPaths(base=str(checkpoint)), CPU, torch.float32, "never"
+    )
+    encoder.load()
+    assert encoder.family.dropped == pipeline.prompt_template_encode_start_idx
+    images = pictures(*sizes)
+    for caption in ("make it red", ""):
+        with torch.no_grad():
+            (expected,), mask = pipeline.encode_prompt(
+                caption, image=images if arch.task == "edit-plus" else images[0], device=CPU
+            )
+        (ours,) = encoder.encode([Prompt(caption, [pixels(image) for image in images])])
+        assert mask is None and ours["text"].shape == expected.shape
+        torch.testing.assert_close(ours["text"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_references_have_the_sizes_of_the_pipelines():
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    spec = QWENIMAGE.for_arch(PRESETS["edit-2511"])
+    for height, width in [(512, 512), (720, 1280), (1200, 777), (64, 900)]:
+        for size, area in (
+            (spec.data.reference_size, plus.VAE_IMAGE_SIZE),
+            (spec.data.picture_size, plus.CONDITION_IMAGE_SIZE),
+        ):
+            assert size(height, width, 2) == plus.calculate_dimensions(area, width / height)[::-1]
+    only = QWENIMAGE.for_arch(PRESETS["edit"])
+    assert only.data.picture_size(720, 1280, 1) == spec.data.reference_size(720, 1280, 1)
+    with pytest.raises(UserError, match="takes one reference, and a sample has 2; take its later"):
+        only.data.reference_size(512, 512, 2)
+    assert only.data.needs_references and spec.data.needs_references
+    assert (only.data.shape_reference, spec.data.shape_reference) == (-1, -1)
+    assert QWENIMAGE.for_arch(PRESETS["t2i"]).data.reference_size is None
+
+
+def test_a_transformer_by_itself_generates_from_what_its_base_does(checkpoint, tmp_path):
+    """As an exported one, whose config.json does not say."""
+    base, alone = tmp_path / "base", tmp_path / "exports" / "step"
+    shutil.copytree(checkpoint, base)
+    shutil.copytree(checkpoint / "transformer", alone)
+    index = json.loads((base / "model_index.json").read_text())
+    for kind, task in TASKS.items():
+        (base / "model_index.json").write_text(json.dumps(index | {"_class_name": kind}))
+        for paths in (
+            ModelPaths(base=str(base)),
+            ModelPaths(base=str(base), transformer=str(alone)),
+        ):
+            assert arch_here(QWENIMAGE, paths)[1].task == task
+    assert arch_here(QWENIMAGE, ModelPaths(transformer=str(alone)))[1].task == "image"
+
+
+@pytest.mark.parametrize("edited", EDITED)
+def test_every_step_of_an_edit_is_that_of_the_pipeline(checkpoint, edited, monkeypatch):
+    """With guidance, from the references' pixels on: its latents are ours, too."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    published, sizes = EDITED[edited]
+    # a hundredth of the area: this is about steps
+    small = lambda area, ratio: (32 * round(3 * ratio**0.5), 32 * round(3 / ratio**0.5), None)
+    monkeypatch.setattr(edit, "calculate_dimensions", small)
+    monkeypatch.setattr(plus, "calculate_dimensions", lambda *size: small(*size)[:2])
+    arch = replace(
+        ARCH, in_channels=16, task=published.task, clean_references=published.clean_references
+    )
+    spec, paths = QWENIMAGE.for_arch(arch), ModelPaths(base=str(checkpoint))
+    model, random = make_model(QWENIMAGE, arch).eval(), torch.Generator().manual_seed(2)
+    prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (9, 4))
+    images, vae = pictures(*sizes), spec.auxiliary.media_encoder(paths, CPU, WHOLE)
+    vae.load()
+    shrunk = [image.resize(small(0, image.width / image.height)[:2], 1) for image in images]
+    references = [vae.encode([pixels(image)[:, None]])[0]["latents"] for image in shrunk]
+    job = GenerationRequest(
+        conditions=prompt, negative=negative, references=references, frames=1, height=64, width=96,
+        steps=3, guidance=4.0, shift=0.0, seed=7,
+    )  # fmt: skip
+    sampler = spec.auxiliary.sampler(paths, CPU, torch.float32, ())
+    steps: list[Tensor] = []
+
+    def run(model, inputs):
+        steps.append(inputs.latents[0])
+        return run_plain(model, inputs)
+
+    with torch.no_grad():
+        latents = generate_latents(sampler, job, model, run)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+        checkpoint / "scheduler", local_files_only=True
+    )
+    pipeline = edit_pipeline(
+        arch.task,
+        scheduler=scheduler,
+        vae=vae_of(checkpoint),
+        transformer=DIFFUSERS.transformer(model),
+    )
+    after: list[Tensor] = []
+
+    def keep(pipeline, step, timestep, values):
+        after.append(pipeline._unpack_latents(values["latents"], 64, 96, 8)[0])
+        return values
+
+    noise = torch.randn((16, 1, 8, 12), generator=generator(7, "sample"))
+    pipeline(
+        image=images if arch.task == "edit-plus" else images[0], prompt_embeds=prompt["text"][None],
+        negative_prompt_embeds=negative["text"][None], true_cfg_scale=4.0, height=64, width=96,
+        num_inference_steps=3, latents=pipeline._pack_latents(noise[None, :, 0], 1, 16, 8, 12),
+        callback_on_step_end=keep, output_type="latent",
+    )  # fmt: skip
+    for ours, theirs in zip([*steps[2::2], latents], after, strict=True):
+        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
+    assert (latents - steps[0]).abs().max() > 0.5
+
+
+# Adapters
+
+
+def adapted(**config) -> torch.nn.Module:
+    return make_model(QWENIMAGE, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
+
+
+def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
+    config = ExportConfig(forms=(form,), dtype="fp32")
+    (file,) = export_adapter(model, QWENIMAGE, folder, "adapter", config, metadata={}, exact=True)
+    return file
+
+
+BLOCKS = QWENIMAGE.adapters.targets["blocks"]
+OTHERS = (
+    "embed.img_in",
+    "embed.txt_in",
+    "embed.timestep_embedder.linear_1",
+    "embed.timestep_embedder.linear_2",
+    "img_mod.1",
+    "txt_mod.1",
+    "head.norm_out.linear",
+    "head.proj_out",
+)
+FILES = {
+    "official": ("official", lambda name: name),
+    "diffusers": ("diffusers", lambda name: name),
+    "diffsynth": ("diffsynth", lambda name: name),
+    "musubi": ("musubi", lambda name: name),
+    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
+    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
+    "lora_up and lora_down": (
+        "official",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+    "diffusers, lora_up and lora_down": (
+        "diffusers",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+}
+
+
+@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "targets", [BLOCKS, ("attn.to_q", "img_mlp.net.2"), (*BLOCKS, *OTHERS)], ids=len
+)
+def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, alpha, targets):
+    """Adapters on layers of the blocks and on every layer, loaded by the pipeline's own loader, to
+    the outputs of our model."""
+    form, rename = FILES[kind]
+    model = adapted(targets=targets)
+    file = written(model, tmp_path, form)
+    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
+    if alpha:
+        ends = (".lora_A.", ".lora_down.", ".lora_A.default.")
+        stems = {name.partition(end)[0] for name in tensors for end in ends if end in name}
+        # the rank, as where there is none; musubi has its own
+        tensors = {f"{stem}.alpha": torch.tensor(3.0) for stem in stems} | tensors
+    save_file(tensors, file)
+    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
+    found = find_adapter(file, QWENIMAGE, layers=layers)
+    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
+    assert verified(file, model) == (said == ""), said
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_what_is_said_of_doras_is_what_diffusers_does(tmp_path, form):
+    model = adapted(targets=BLOCKS, use_dora=True)
+    file = written(model, tmp_path, form)
+    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
+    found = find_adapter(file, QWENIMAGE, layers=layers)
+    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
+    assert verified(file, model) == (said == "") == (form == "diffusers"), said
+
+
+def verified(file: Path, model: torch.nn.Module) -> bool:
+    """Whether diffusers reads what our model has from the file."""
+    try:
+        paths = ModelPaths(transformer="tiny.safetensors")
+        return "agrees with our model" in DIFFUSERS.verify(file, paths, model, run_plain)
+    except UserError:
+        return False
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, QWENIMAGE.demo.config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    check_export(QWENIMAGE, config.export, config.adapter)
+    run = create_run(QWENIMAGE, replace(config, train=replace(config.train, threads=0)))
+    check_training(run)
+
+
+def test_run_files_conform_to_the_schema_next_to_them():
+    assert len(CONFIGS) == 3
+    check_schema("ditkit_qwenimage", CONFIGS[0].parent)
+
+
+# Plans, the demo, ranks
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = QWENIMAGE
+    arch = replace(ARCH, layers=3)
+    size = (1, 256, 256)
+    wider: ClassVar = {"dim": 512, "axes": (32, 112, 112)}
+    larger = (1, 512, 512)
+    daily = (pytest.param("attn_only, 0-2=full", marks=pytest.mark.slow),)
+    nightly = ("none", "full", "attn_only")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = QWENIMAGE
+    preset = "t2i"
+    size = (1, 1024, 1024)
+    cut = 16
+
+
+class TestSplit(FullSizeSplitConformance):
+    spec = QWENIMAGE
+    preset = "t2i"
+    size = (1, 1024, 1024)
+    few: ClassVar = {"layers": 4}
+    all_blocks = ("full", 3)
+    most_apart = 1.1 * 2 * 340e6  # no more than a block
+
+    def crossing(self, arch, cut):
+        """Two streams, an empty one, time, rotary table. One image has no masks. Adapters are behind
+        both streams."""
+        return 5, 2
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return Demo.write(QWENIMAGE, tmp_path_factory.mktemp("demo"))
+
+
+class TestDemo(DemoConformance):
+    spec = QWENIMAGE
+    samples = "*.png"
+    num_samples = range(1, 100)
+    trained = "diffusion_model.transformer_blocks.0.attn.to_q.lora_A.weight"
+    trained_names = r"diffusion_model\.transformer_blocks\."
+    daily = slice(0, 1)
+    levers = ()
+    forms = ("--export.forms", '["official", "diffusers"]')
+    init_from = "first_diffusers.safetensors"
+    merge_from = "first.safetensors"
+
+
+@pytest.mark.slow  # minutes
+def test_kernels_compute_what_torch_computes_under_every_policy():
+    check_kernels(TestSomeReferences)
+
+
+# and not with those of ranks, which each change waits for: the interpreter takes minutes
+@pytest.mark.slow
+class TestKernelRanks(Images, KernelRanksConformance):
+    """A block of each kind, and images of a few tokens, one with a reference."""
+
+    arch = EDITS
+    cases = ("brief full",)
+    more = ("gated_sum", "gated_sum_backward")
+
+    def items(self, count, ragged=False):
+        return samples(0, 1, grids=([(2, 4)], [(2, 6), (2, 2)], []))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample: caption, image and references by themselves; the
+    queries of the last block are the image's."""
+
+    outputs = 2e-6
+    four: ClassVar = replace(EDITS, heads=4, axes=(4, 6, 6))
+    two: ClassVar = EDITS
+    subjects: ClassVar = {
+        "odd": Subject(QWENIMAGE, four, samples(0), 2),
+        "text to image": Subject(QWENIMAGE, four, samples(0, grids=NONE), 2),
+        "ragged": Subject(QWENIMAGE, four, samples(0, 1, 2, grids=SOME), 2),
+        "two heads": Subject(QWENIMAGE, two, samples(0, 1), 2),
+    }
+
+
+@pytest.mark.exhaustive
+class TestTwoDevices(TwoDevicesConformance):
+    module = "ditkit_qwenimage.train"
