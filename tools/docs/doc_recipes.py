@@ -19,6 +19,8 @@ from ditkit_core.run.recipes import GOALS, Recipe, read_recipes
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
+from ditkit_ltx.spec import LTX
+from ditkit_qwen.spec import QWEN
 from ditkit_qwenimage.spec import QWENIMAGE
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
@@ -72,7 +74,7 @@ def _order(one: Shipped) -> tuple[int, int]:
 
 ALL = tuple(
     sorted(
-        (one for spec in (FLUX2, FLUX3, KREA2, QWENIMAGE, WAN, ZIMAGE) for one in shipped(spec)),
+        (one for spec in (FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, WAN, ZIMAGE) for one in shipped(spec)),
         key=_order,
     )
 )
