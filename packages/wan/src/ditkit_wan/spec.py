@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.families.first_frame import first_frame_mask
 from ditkit_core.models.spec import (
     AdapterSpec,
     ArchitectureSpec,
@@ -20,7 +21,7 @@ from ditkit_core.models.spec import (
 from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.model.carry import token_streams
-from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
+from ditkit_wan.model.inputs import assemble, empty_item, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import HUB_PRESETS, PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
@@ -125,7 +126,7 @@ WAN = ModelSpec(
         num_tokens=num_tokens,
         shift=lambda latents: 5.0,
         assemble=assemble,
-        loss_mask=loss_mask,
+        loss_mask=first_frame_mask,
     ),
     data=DataSpec(
         frame_step=4,

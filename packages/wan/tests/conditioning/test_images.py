@@ -20,10 +20,11 @@ from conditions_help import (
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import FirstFrame
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_wan.conditioning.images import ClipVision, FirstFrame, FirstLast, known_frames_mask
+from ditkit_wan.conditioning.images import ClipVision, FirstLast, known_frames_mask
 from ditkit_wan.encoders.clip import ImageEncoder
 
 

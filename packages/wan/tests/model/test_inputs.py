@@ -9,6 +9,7 @@ from media_files import picture
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import first_frame_mask
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -17,7 +18,7 @@ from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.planned_step import largest_bucket
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import NoisedBatch, velocity_errors
-from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
+from ditkit_wan.model.inputs import assemble, empty_item, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch
 from ditkit_wan.spec import WAN
@@ -81,15 +82,15 @@ def test_a_still_has_nothing_to_learn_after_its_first_frame_and_starts_with_none
     still = item(frames=1, first_frame=torch.zeros(4, 1, 4, 6))
     made = make_inputs([still["latents"]], SIGMA[:1], [still], 1.0)
     assert made.timestep.tolist() == [731.25] and torch.equal(made.latents[0], still["latents"])
-    assert loss_mask(still) is None
+    assert first_frame_mask(still) is None
 
 
 def test_the_first_frame_is_not_learnt():
     given = item(first_frame=torch.zeros(4, 1, 4, 6))
-    mask = loss_mask(given)
+    mask = first_frame_mask(given)
     assert mask is not None and mask.dtype == torch.float32
     assert mask.expand(4, 3, 4, 6)[0, :, 0, 0].tolist() == [0, 1, 1]
-    assert loss_mask(item()) is None
+    assert first_frame_mask(item()) is None
 
 
 def test_the_loss_is_the_same_whatever_is_predicted_in_the_first_frame():

@@ -15,10 +15,11 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ditkit_core.encoding.cache import key
+from ditkit_core.families.first_frame import VaeConditioner, column_or_own, own_frame
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning.control import REFERENCE
-from ditkit_wan.conditioning.images import ClipVision, VaeConditioner
-from ditkit_wan.conditioning.media import column_or_own, fitted, missing_condition, own_frame, video
+from ditkit_wan.conditioning.images import ClipVision
+from ditkit_wan.conditioning.media import fitted, missing_condition, video
 
 POSE, FACE = "animate_pose_video", "animate_face_video"
 BACKGROUND, MASK = "animate_inpaint_video", "animate_mask_video"

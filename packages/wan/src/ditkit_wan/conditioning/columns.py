@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ditkit_core.families.first_frame import INPUT_IMAGE, FirstFrame, Outlined
 from ditkit_core.models.conditions import Column, Conditioner
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -14,13 +15,7 @@ _REFERENCE_LISTS = ("src_ref_images", "object_file_path")
 """Names of a list of references in other programs."""
 
 _EVERY = (
-    Column(
-        name="input_image",
-        kind="image",
-        aliases=("first_image", "start_image"),
-        moment="begin",
-        doc="The image that the clip begins with; defaults to the clip's first frame where the model needs one.",
-    ),
+    INPUT_IMAGE,
     Column(
         name="end_image",
         kind="image",
@@ -197,9 +192,9 @@ def conditioners(
 
     if not _names(arch):
         return ()
-    outlined = image.Outlined(arch.out_channels, (4, 16 if arch.token_times else 8))
-    vae: VaeEncoder | image.Outlined = outlined
-    clip: ImageEncoder | image.Outlined | None = outlined if arch.image_dim else None
+    outlined = Outlined(arch.out_channels, (4, 16 if arch.token_times else 8))
+    vae: VaeEncoder | Outlined = outlined
+    clip: ImageEncoder | Outlined | None = outlined if arch.image_dim else None
     if components is not None:
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None
@@ -253,7 +248,7 @@ def conditioners(
                 image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,))
             )
     elif arch.token_times:
-        chosen.append(image.FirstFrame(vae))
+        chosen.append(FirstFrame(vae))
     return chosen
 
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import ClipConditioner, ClipInputs
-from ditkit_wan.conditioning import camera
-from ditkit_wan.conditioning.images import FIRST, LAST, ClipVision, EndsConditioner, VaeConditioner
-from ditkit_wan.conditioning.media import (
+from ditkit_core.families.first_frame import (
+    VaeConditioner,
     column_image,
     column_or_own,
     image_or_own,
-    missing_condition,
-    video,
 )
+from ditkit_core.models.conditions import ClipConditioner, ClipInputs
+from ditkit_wan.conditioning import camera
+from ditkit_wan.conditioning.images import FIRST, LAST, ClipVision, EndsConditioner
+from ditkit_wan.conditioning.media import missing_condition, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
 _ROUNDING = (

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import VaeConditioner, column_or_own, image_or_own
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import music_features
-from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
-from ditkit_wan.conditioning.media import column_or_own, image_or_own, missing_condition, video
+from ditkit_wan.conditioning.images import ClipVision, known_frames_mask
+from ditkit_wan.conditioning.media import missing_condition, video
 
 _ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"

@@ -5,8 +5,7 @@ Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py;
 wan/textimage2video.py.
 """
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -14,97 +13,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.encoding.cache import key
-from ditkit_core.io.console import NullProgress
+from ditkit_core.families.first_frame import (
+    INPUT_IMAGE,
+    Outlined,
+    VaeConditioner,
+    column_or_own,
+    image_or_own,
+)
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
-from ditkit_wan.conditioning.media import column_or_own, image_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
 
-FIRST, LAST = "input_image", "end_image"
+FIRST, LAST = INPUT_IMAGE.name, "end_image"
 """Columns of the first and the last image of a clip."""
-
-
-class Outlined:
-    """A stand-in for an encoder when conditions are only checked: it returns zeros in the shape of
-    the latents."""
-
-    identity = "nothing"
-    tokens, dim = 1, 1
-
-    def __init__(self, channels: int, strides: tuple[int, int]):
-        """Stand in for a VAE.
-
-        Args:
-            channels: Channels of its latents.
-            strides: Frames per latent frame, and pixels per latent pixel.
-        """
-        self.channels, self.strides = channels, strides
-
-    def load(self) -> None:
-        """There are no weights."""
-
-    def unload(self) -> None:
-        """There are no weights."""
-
-    def encode(
-        self,
-        items: Sequence[Float[Tensor, "3 frames height width"]],
-        advance: Callable[[float], None] = NullProgress.advance,
-    ) -> list[dict[str, Tensor]]:
-        """`latents` [channels, 1 + k, height / stride, width / stride], and one token of an
-        `image`."""
-        (item,) = items
-        _, frames, height, width = item.shape
-        of_frames, of_pixels = self.strides
-        size = (1 + (frames - 1) // of_frames, height // of_pixels, width // of_pixels)
-        return [
-            {
-                "latents": torch.zeros(self.channels, *size),
-                "image": torch.zeros(self.tokens, self.dim),
-            }
-        ]
-
-
-class VaeConditioner(ClipConditioner):
-    """Base of the conditioners that encode with the VAE."""
-
-    def __init__(self, vae: VaeEncoder | Outlined):
-        """Use a VAE, which is loaded and freed with this conditioner."""
-        self.vae = vae
-
-    @cached_property
-    def identity(self) -> str:
-        """Digest of the VAE and of how it is used."""
-        return key(self.vae.identity, self.kind, self.settings)
-
-    @property
-    def settings(self) -> str:
-        """Other settings that change the result."""
-        return ""
-
-    def load(self) -> None:
-        self.vae.load()
-
-    def unload(self) -> None:
-        self.vae.unload()
-
-    def latents(
-        self, pixels: Float[Tensor, "3 frames height width"]
-    ) -> Float[Tensor, "channels f h w"]:
-        """Normalised latents of a clip, on the CPU."""
-        return self.vae.encode([pixels])[0]["latents"]
-
-    def check(self, controls: ClipInputs) -> None:
-        """Read the files by the code that encodes them, with zeros in place of latents.
-
-        Raises:
-            UserError: If a file cannot be read.
-        """
-        if self.uses(controls):
-            # The encoding code itself, so that a check cannot accept what encoding would refuse.
-            outlined = copy(self)
-            outlined.vae = Outlined(self.vae.channels, self.vae.strides)
-            outlined.condition(controls)
 
 
 def known_frames_mask(
@@ -207,23 +128,6 @@ class FirstLast(EndsConditioner):
 
     def _has_last(self, controls: ClipInputs) -> bool:
         return controls.frames > 1 and (self.both or LAST in controls.files)
-
-
-class FirstFrame(VaeConditioner):
-    """`first_frame`: clean latents of the first image; without it, the model generates from text
-    alone."""
-
-    kind = "first-frame"
-    optional = True
-
-    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The image, or the clip itself; nothing for a sample that is generated from text."""
-        if FIRST in controls.files:
-            return (FIRST,)
-        return () if controls.clip is None else ("",)
-
-    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        return {"first_frame": self.latents(image_or_own(controls, FIRST))}
 
 
 class ClipVision(ClipConditioner):

@@ -12,78 +12,8 @@ from torch import Tensor
 
 from ditkit_core.data.media.clip import media_kind, read_clip
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import ANY_RATE, column_image
 from ditkit_core.models.conditions import ClipInputs
-
-_ANY_RATE = 1.0  # of a single frame: only its start time matters
-
-
-def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
-    """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in
-    [-1, 1].
-
-    Raises:
-        UserError: If it cannot be read.
-    """
-    path = Path(controls.files[column])
-    return read_clip(
-        path,
-        frames=1,
-        fps=_ANY_RATE,
-        height=controls.height,
-        width=controls.width,
-        is_mirrored=controls.is_mirrored,
-    )
-
-
-def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
-    """The first or the last frame of the clip's training window.
-
-    Raises:
-        UserError: If it cannot be read.
-    """
-    assert controls.clip is not None
-    # Frames are 1 / fps apart, so the last one starts a frame before the window's end.
-    after = (controls.frames - 1) / controls.fps if last and controls.frames > 1 else 0.0
-    return read_clip(
-        controls.clip,
-        frames=1,
-        fps=controls.fps or _ANY_RATE,
-        height=controls.height,
-        width=controls.width,
-        start_seconds=controls.start_seconds + after,
-        is_mirrored=controls.is_mirrored,
-    )
-
-
-def image_or_own(
-    controls: ClipInputs, column: str, *, last: bool = False
-) -> Float[Tensor, "3 1 height width"]:
-    """The image of a column if the clip has one, otherwise the clip's first or last frame."""
-    return (
-        column_image(controls, column)
-        if column in controls.files
-        else own_frame(controls, last=last)
-    )
-
-
-def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
-    """The source that `image_or_own` reads: the column, or "" for the clip itself.
-
-    Args:
-        controls: The clip.
-        column: Name of the column.
-        why: Purpose of the image, for the message.
-
-    Raises:
-        UserError: If the clip has no such column and there is no clip.
-    """
-    if column in controls.files:
-        return column
-    if controls.clip is None:
-        raise UserError(
-            f"{why} needs an image: set it in sample.controls, or with --control {column}=FILE"
-        )
-    return ""
 
 
 def missing_condition(controls: ClipInputs, columns: Sequence[str], why: str) -> UserError:
@@ -128,7 +58,7 @@ def video(
     return read_clip(
         path,
         frames=frames,
-        fps=controls.fps or _ANY_RATE,
+        fps=controls.fps or ANY_RATE,
         height=controls.height,
         width=controls.width,
         start_seconds=controls.start_seconds,

@@ -17,10 +17,10 @@ from ditkit_core.data.media.clip import media_kind, probe, read_clip
 from ditkit_core.data.media.sound import decode_sound
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import VaeConditioner, column_or_own, image_or_own
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning.control import REFERENCE
-from ditkit_wan.conditioning.images import VaeConditioner
-from ditkit_wan.conditioning.media import column_or_own, image_or_own, missing_condition, video
+from ditkit_wan.conditioning.media import missing_condition, video
 from ditkit_wan.encoders import speech as speech_encoder
 from ditkit_wan.encoders.speech import SpeechEncoder
 from ditkit_wan.model.variants.speech import MOTION_FRAMES, MOTION_LATENTS

@@ -12,8 +12,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from ditkit_core.families.first_frame import VaeConditioner
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_wan.conditioning.images import VaeConditioner
 from ditkit_wan.conditioning.media import fitted, video
 
 VIDEO, MASK = "vace_video", "vace_video_mask"

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import first_frame_of
 from ditkit_wan.conditioning.camera import rays
 from ditkit_wan.model.variants.animate import check_animate
 from ditkit_wan.model.variants.camera_adapter import check_cameras
@@ -109,7 +109,7 @@ def make_inputs(
 
     text = tensors_of("text")
     assert text is not None, "the core encodes a caption for every sample"
-    firsts = [_first_frame(item, x) for item, x in zip(items, noised, strict=True)]
+    firsts = [first_frame_of(item, x) for item, x in zip(items, noised, strict=True)]
     pairs = list(zip(noised, firsts, strict=True))
     timestep, late = _timesteps(1000 * sigma, [(x.shape, first is not None) for x, first in pairs])
     return WanInputs(
@@ -154,14 +154,6 @@ def _rays(
     ]
 
 
-def _first_frame(
-    item: Mapping[str, Tensor], latents: Tensor
-) -> Float[Tensor, "channels 1 height width"] | None:
-    """Latents of a sample's first frame, if it has one. An image has none: there would be nothing
-    left to learn."""
-    return item.get("first_frame") if latents.shape[1] > 1 else None
-
-
 def _timesteps(
     t: Float[Tensor, " batch"], samples: Sequence[tuple[Sequence[int], bool]]
 ) -> tuple[Float[Tensor, " batch *two"], Bool[Tensor, "batch tokens"] | None]:
@@ -191,16 +183,6 @@ def num_tokens(item: Mapping[str, Tensor]) -> int:
     before = motion_tokens(*item["motion"].shape[2:]) if "motion" in item else 0
     return before + sum(
         _num_tokens(item[name].shape) for name in ("latents", "reference") if name in item
-    )
-
-
-def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | None:
-    """1 where the velocity is trained, 0 on a given first frame; None without one."""
-    latents = item["latents"]
-    if _first_frame(item, latents) is None:
-        return None
-    return F.pad(
-        latents.new_ones(1, latents.shape[1] - 1, 1, 1, dtype=torch.float32), (0, 0, 0, 0, 1, 0)
     )
 
 
