@@ -1,12 +1,14 @@
 """LTX-Video against every suite of the core, and diffusers: outputs, every gradient, captions,
 latents, samples, adapters."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,8 +17,10 @@ from ditkit_core.adapters.files.export import check_export
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.families.first_frame import first_frame_mask
 from ditkit_core.io.rng import generator
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.encoders import WHOLE, GenerationRequest
@@ -27,6 +31,7 @@ from ditkit_core.nn.rope import timestep_features
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
@@ -57,14 +62,18 @@ GRIDS, CAPTIONS = [(2, 4, 5), (3, 4, 5), (2, 5, 4)], (20, 33, 20)
 RATES = (25.0, 12.0, 30.0)
 
 
-def item(sample: int, causal: bool = False, fps: float = 0.0) -> dict[str, Tensor]:
+def item(
+    sample: int, causal: bool = False, fps: float = 0.0, first: bool = False
+) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(sample)
     frames, rows = GRIDS[sample][0], CAPTIONS[sample]
-    return {
+    conditions = {
         "latents": torch.randn(16, *GRIDS[sample], generator=random),
         "text": torch.randn(rows, 32, generator=random),
         "seconds": seconds_of(8 * frames - 7, fps or RATES[sample], causal),
     }
+    image = {"first_frame": torch.randn(16, 1, *GRIDS[sample][1:], generator=random)}
+    return conditions | (image if first else {})
 
 
 def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
@@ -85,6 +94,20 @@ class TestLtx(Clips, EverySuite):
     idle = ("seconds",)  # positions have no gradient
     deeper = replace(ARCH, layers=6)
     diffusers = DIFFUSERS
+
+
+class TestFirstFrame(Conformance):
+    """Every other clip begins with an image; the suites of `TestLtx` do without."""
+
+    one_in = 23
+    spec = LTX
+    arch = replace(ARCH, first_frame=True)
+    last_layers = TestLtx.last_layers
+    modulation_operations = TestLtx.modulation_operations
+    idle = TestLtx.idle
+
+    def items(self, count, ragged=False):
+        return [item(i % 3 if ragged else 0, first=i % 2 == 0) for i in range(count)]
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -151,9 +174,19 @@ class Samples:
     what pads a batch in our model changes nothing."""
 
     def __init__(
-        self, dtype: torch.dtype, chosen: tuple[int, ...], causal: bool = False, exact: bool = False
+        self,
+        dtype: torch.dtype,
+        chosen: tuple[int, ...],
+        causal: bool = False,
+        exact: bool = False,
+        first: bool = False,
     ):
-        drawn = [item(i, causal) for i in chosen]
+        """`first`: the samples begin with an image, except for the second of them."""
+        drawn = [item(i, causal, first=first and n != 1) for n, i in enumerate(chosen)]
+        self.firsts = [
+            {name: sample[name].to(dtype) for name in ("first_frame",) if name in sample}
+            for sample in drawn
+        ]
         random = torch.Generator().manual_seed(1)
 
         def leaf(values: Tensor) -> Tensor:
@@ -172,8 +205,10 @@ class Samples:
 
     def inputs(self, samples: slice):
         texts = [
-            {"text": text, "seconds": seconds}
-            for text, seconds in zip(self.text[samples], self.seconds[samples], strict=True)
+            {"text": text, "seconds": seconds, **first}
+            for text, seconds, first in zip(
+                self.text[samples], self.seconds[samples], self.firsts[samples], strict=True
+            )
         ]
         return make_inputs(self.latents[samples], self.sigma[samples], texts, 1.0)
 
@@ -215,23 +250,42 @@ def compare(
 BATCHES = [(0,), (0, 2), (0, 1, 2)]
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["text", "first frame"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp64_equals_diffusers_run_in_fp64(chosen, causal, monkeypatch):
+def test_fp64_equals_diffusers_run_in_fp64(chosen, causal, first, monkeypatch):
     theirs = diffusers_model().double()
     ours = loaded(theirs.state_dict(), torch.float64)
     exact_diffusers(monkeypatch)
-    compare(ours, theirs, Samples(torch.float64, chosen, causal), 1e-10)
+    compare(ours, theirs, Samples(torch.float64, chosen, causal, first=first), 1e-10)
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["text", "first frame"])
 @pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp32_equals_diffusers(chosen, monkeypatch):
+def test_fp32_equals_diffusers(chosen, first, monkeypatch):
     """1e-5: with exact tables on both sides, the order of summation is all that differs."""
     exact_tables(monkeypatch)
     theirs = diffusers_model()
     compare(
-        loaded(theirs.state_dict(), torch.float32), theirs, Samples(torch.float32, chosen), 1e-5
+        loaded(theirs.state_dict(), torch.float32),
+        theirs,
+        Samples(torch.float32, chosen, first=first),
+        1e-5,
     )
+
+
+def test_a_first_frame_is_not_trained_and_has_no_noise():
+    clip, image = item(0, first=True), item(0, first=True)
+    image = {name: x[:, :1] if name == "latents" else x for name, x in image.items()}
+    assert first_frame_mask(clip).flatten().tolist() == [0, 1]
+    assert first_frame_mask(item(0)) is None and first_frame_mask(image) is None
+    noised = [torch.zeros_like(clip["latents"])] * 2
+    inputs = make_inputs(noised, torch.tensor([0.5, 0.75]), [clip, item(0)], 1.0)
+    assert torch.equal(inputs.latents[0][:, :1], clip["first_frame"])
+    assert not inputs.latents[0][:, 1:].any() and not inputs.latents[1].any()
+    assert inputs.sigma.tolist() == [[0, 0.5], [0, 0.75]]
+    assert inputs.late.sum(1).tolist() == [20, 40]
+    assert make_inputs([image["latents"]], torch.tensor([0.5]), [image], 1.0).late is None
 
 
 def test_names_and_parameters_are_those_of_diffusers_at_full_size():
@@ -239,11 +293,14 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
     from diffusers.loaders.single_file_utils import convert_ltx_transformer_checkpoint_to_diffusers
 
     counts = {"2b": 1_923_385_472, "2b_0.9.5": 1_923_385_472, "13b": 13_042_569_344}
-    for preset, arch in PRESETS.items():
+    assert list(PRESETS) == [*counts, *(f"{preset}_i2v" for preset in counts)]
+    for preset, count in counts.items():
+        arch = PRESETS[preset]
+        assert PRESETS[f"{preset}_i2v"] == replace(arch, first_frame=True)
         with torch.device("meta"):
             theirs = LTXVideoTransformer3DModel(**config_of(arch))
             ours = LtxTransformer(arch, Precision()).state_dict()
-        assert sum(tensor.numel() for tensor in ours.values()) == counts[preset]
+        assert sum(tensor.numel() for tensor in ours.values()) == count
         shapes = {to_diffusers(name): tensor.shape for name, tensor in ours.items()}
         assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
         pipeline = "LTXConditionPipeline" if arch.causal else "LTXPipeline"
@@ -255,6 +312,8 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
         prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in official.items()}
         converted = convert_ltx_transformer_checkpoint_to_diffusers(prefixed)
         assert {name: tensor.shape for name, tensor in converted.items()} == shapes
+    index = {"_class_name": "LTXImageToVideoPipeline"}
+    assert arch_from_config(config_of(ARCH), index) == replace(ARCH, first_frame=True)
     for changes, index, said in (
         ({"patch_size": 2}, {"_class_name": "LTXPipeline"}, "patch_size is 2"),
         ({"cross_attention_dim": 32}, {"_class_name": "LTXPipeline"}, "cross_attention_dim is 32"),
@@ -319,10 +378,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return folders
 
 
-def pipeline_of(folder: Path, causal: bool, **parts):
+def pipeline_of(folder: Path, causal: bool, kind=None, **parts):
     from diffusers import LTXConditionPipeline, LTXPipeline
 
-    kind = LTXConditionPipeline if causal else LTXPipeline
+    kind = kind or (LTXConditionPipeline if causal else LTXPipeline)
     pipeline = kind.from_pretrained(folder, local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -370,23 +429,34 @@ def test_latents_of_clips_are_those_of_the_pipeline(checkpoints, frames):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
+@pytest.mark.parametrize("begins", [False, True], ids=["text", "first frame"])
 @pytest.mark.parametrize(
     ("causal", "guidance", "fps"),
     [(False, 3.0, 25.0), (False, 1.0, 12.0), (True, 3.0, 30.0), (True, 1.0, 25.0)],
 )
 def test_every_step_of_a_sample_is_that_of_the_pipeline(
-    checkpoints, causal, guidance, fps, monkeypatch
+    checkpoints, causal, guidance, fps, begins, monkeypatch, tmp_path
 ):
-    """Also its decoding, at a noise level and with noise of the sample's seed."""
-    folder, arch = checkpoints[causal], replace(ARCH, causal=causal)
+    """Also its decoding, at a noise level and with noise of the sample's seed; and the first frame,
+    to which the pipeline of later models adds noise."""
+    from diffusers import LTXImageToVideoPipeline
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    folder, arch = checkpoints[causal], replace(ARCH, causal=causal, first_frame=begins)
     spec = LTX.for_arch(arch)
     model, random = make_model(LTX, arch).eval(), torch.Generator().manual_seed(2)
     prompt, negative = ({"text": torch.randn(rows, 32, generator=random)} for rows in (40, 5))
-    (conditioner,) = spec.auxiliary.conditioners(arch, None, CPU, WHOLE)
-    clip = ClipInputs(clip=None, frames=17, height=64, width=96, fps=fps)
-    (seconds,) = conditioner.encode([clip])
+    still = Image.fromarray((torch.rand(64, 96, 3, generator=random) * 255).byte().numpy())
+    still.save(tmp_path / "start.png")
+    files = {"input_image": str(tmp_path / "start.png")} if begins else {}
+    clip = ClipInputs(clip=None, frames=17, height=64, width=96, fps=fps, files=files)
+    conditions: dict[str, Tensor] = {}
+    for conditioner in spec.auxiliary.conditioners(arch, ModelPaths(base=str(folder)), CPU, WHOLE):
+        conditioner.load()
+        conditions |= conditioner.encode([clip])[0]
+    assert ("first_frame" in conditions) == begins
     job = GenerationRequest(
-        conditions=prompt | seconds, negative=negative | seconds, frames=17, height=64, width=96,
+        conditions=prompt | conditions, negative=negative, frames=17, height=64, width=96,
         steps=5, guidance=guidance, shift=0.0, seed=7,
     )  # fmt: skip
     sampler = spec.auxiliary.sampler(ModelPaths(base=str(folder)), CPU, torch.float32, ())
@@ -400,24 +470,41 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         latents = generate_latents(sampler, job, model, run)
     calls = 2 if guidance > 1 else 1
     assert len(inputs_of_calls) == 5 * calls
+    kind = LTXImageToVideoPipeline if begins and not causal else None
     pipeline = pipeline_of(
-        folder, causal, transformer=DIFFUSERS.transformer(model), text_encoder=None, tokenizer=None
-    )
+        folder, causal, kind, transformer=DIFFUSERS.transformer(model), text_encoder=None,
+        tokenizer=None,
+    )  # fmt: skip
     after: list[Tensor] = []
 
     def keep(pipeline, step, timestep, values):
         after.append(pipeline._unpack_latents(values["latents"], 3, 2, 3)[0])
         return values
 
-    noise = [
+    first, last = (
         torch.randn((16, 3, 2, 3), generator=generator(7, purpose))[None]
         for purpose in ("sample", "decode")
-    ]
+    )
+    of_steps, noise = generator(7, "conditions"), [first]
+    if begins and causal:  # noise of all tokens, of which the first frame's are used
+        for _ in range(5):
+            rows = torch.zeros(1, 18, 16)
+            drawn = torch.randn((16, 1, 2, 3), generator=of_steps)
+            rows[0, :6] = drawn.flatten(1).T
+            noise.append(rows)
+    noise.append(last)
     monkeypatch.setattr(
         f"{type(pipeline).__module__}.randn_tensor", lambda shape, **others: noise.pop(0)
     )
+    # The pipelines sample the image's latents; ours are the mode, as all latents of data are.
+    monkeypatch.setattr(
+        DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode()
+    )
+    if begins and not causal:  # draws the noise of the decoder without that function
+        monkeypatch.setattr(torch, "randn", lambda *shape, **others: noise.pop(0))
     padded = torch.nn.functional.pad(negative["text"], (0, 0, 0, 35))  # equally long, and masked
     clip = pipeline(
+        **({"image": still} if begins else {}),
         prompt_embeds=prompt["text"][None], prompt_attention_mask=torch.ones(1, 40),
         negative_prompt_embeds=padded[None],
         negative_prompt_attention_mask=(torch.arange(40)[None] < 5).float(),
@@ -428,9 +515,15 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels, sinusoid and
     # positions are fp32, ours fp64
     steps = [*inputs_of_calls[calls::calls], latents]
+    trained = slice(int(begins), None)
     for ours, theirs in zip(steps, after, strict=True):
-        assert (ours - theirs).abs().max() / theirs.std() < 2e-3
-    assert (latents - inputs_of_calls[0]).abs().max() > 0.5 and noise == []
+        assert (ours - theirs)[:, trained].abs().max() / theirs.std() < 2e-3
+    assert (latents - inputs_of_calls[0])[:, trained].abs().max() > 0.5 and noise == []
+    if begins:
+        assert torch.equal(latents[:, :1], conditions["first_frame"])
+        if causal:  # the pipeline's has the noise of the last step, and so has what it decodes
+            return
+    monkeypatch.undo()
     pixels = sampler.decoder.decode(latents, seed=7)
     torch.testing.assert_close(pixels.transpose(0, 1), clip, atol=2e-3, rtol=0)
 
@@ -570,6 +663,32 @@ class TestDemo(DemoConformance):
     merge_from = "first.safetensors"
 
 
+@pytest.mark.slow
+def test_a_run_of_clips_that_begin_with_an_image(tmp_path, capsys):
+    """The pipeline of its base says so; a prompt may come with another image."""
+    demo = Demo.write(LTX, tmp_path)
+    index = demo.inputs / "checkpoint" / "model_index.json"
+    index.write_text(index.read_text().replace("LTXPipeline", "LTXImageToVideoPipeline"))
+    start, other = tmp_path / "start.png", tmp_path / "other.png"
+    for image, colour in ((start, (200, 40, 40)), (other, (40, 40, 200))):
+        Image.new("RGB", (80, 64), colour).save(image)
+    flags = ["--model.base", str(index.parent), "--data.folder", str(demo.inputs / "clips")]
+    flags += ["--sample.controls", json.dumps([f"input_image={start}"]), "--log.every_steps", "1"]
+    assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "train.control_dropout = 0: 0% of the samples are trained without first-frame" in said
+    assert "agrees with our model" in said
+    assert (tmp_path / "cache" / "first-frame").is_dir()
+    videos = set()
+    for image in (start, other):
+        arguments = ["--run", str(tmp_path / "run"), "--prompt", "a red circle"]
+        arguments += ["--control", f"input_image={image}", "--out", str(tmp_path / image.stem)]
+        assert cli.run(LTX, "sample", arguments) == 0, capsys.readouterr().err
+        (video,) = (tmp_path / image.stem).rglob("*.mp4")
+        videos.add(video.read_bytes())
+    assert len(videos) == 2, "each begins with its image"
+
+
 @pytest.mark.slow  # minutes
 def test_kernels_compute_what_torch_computes_under_every_policy():
     check_kernels(TestLtx)
@@ -606,6 +725,13 @@ class TestContext(ContextConformance):
     subjects: ClassVar = {
         "odd": Subject(LTX, ARCH, items(1), 2),
         "ragged": Subject(LTX, ARCH, items(3, ragged=True), 2),
+        "first frame": Subject(
+            LTX,
+            replace(ARCH, first_frame=True),
+            TestFirstFrame().items(3, ragged=True),
+            2,
+            gathers=2,
+        ),
         "two heads": Subject(LTX, replace(ARCH, heads=2), items(2, ragged=True), 2),
     }
 

@@ -1,7 +1,8 @@
 """LTX-Video for ditkit. Start reading at spec.py.
 
 model.py has the transformer, state_dict.py its names in files, encoders.py the VAE, the text encoder
-and the positions in time, demo/ a tiny checkpoint and clips.
+and the positions in time, sampling.py samples that begin with an image, demo/ a tiny checkpoint and
+clips.
 
     from ditkit_ltx import LTX
 """

@@ -16,11 +16,18 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ditkit_core.families.first_frame import first_frame_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.nn.attention.attention import attend
-from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads, plain_sum
+from ditkit_core.nn.functional import (
+    gated_sum,
+    modulated_norm,
+    normalised_heads,
+    per_token,
+    plain_sum,
+)
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.remat import recompute_boundary
@@ -42,31 +49,46 @@ class LtxInputs(NamedTuple):
 
     latents: Sequence[Tensor]
     """[channels, frames, height, width] each."""
-    sigma: Float[Tensor, " batch"]
-    """Noise level from 0 to 1, fp32 or wider."""
+    sigma: Float[Tensor, " batch *two"]
+    """Noise level from 0 to 1, fp32 or wider: one per sample, or two with `late`."""
     text: Sequence[Tensor]
     """[rows, text_dim] each."""
     seconds: Sequence[Float64[Tensor, " frames"]]
     """When each latent frame begins."""
+    late: Bool[Tensor, "batch tokens"] | None = None
+    """Tokens with the second of their sample's two noise levels; None if there is one."""
 
 
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> LtxInputs:
     """Make the model's inputs of noised latents and training items; LTX-Video has no embedding of
-    guidance."""
+    guidance.
+
+    A sample's `first_frame` replaces its first latent frame, and these tokens have noise level 0.
+    """
     device = noised[0].device
     text, seconds = ([item[name].to(device) for item in items] for name in ("text", "seconds"))
-    return LtxInputs(noised, sigma, text, seconds)
+    pairs = [(x, first_frame_of(item, x)) for item, x in zip(items, noised, strict=True)]
+    if all(first is None for _, first in pairs):
+        return LtxInputs(noised, sigma, text, seconds)
+    late = torch.ones(
+        len(pairs), max(x[0].numel() for x in noised), dtype=torch.bool, device=device
+    )
+    for row, (x, first) in zip(late, pairs, strict=True):
+        row[: 0 if first is None else x[0, 0].numel()] = False
+    latents = [x if first is None else torch.cat([first.to(x), x[:, 1:]], 1) for x, first in pairs]
+    return LtxInputs(latents, torch.stack([torch.zeros_like(sigma), sigma], 1), text, seconds, late)
 
 
 class LtxCarry(NamedTuple):
     """Everything one block hands to the next."""
 
     tokens: Float[Tensor, "batch tokens dim"]
-    modulation: Float[Tensor, "batch 1 6 dim"]
-    """Shift, scale and gate of attention, then of the MLP; each block adds a table of its own."""
-    time: Float[Tensor, "batch 1 dim"]
+    modulation: Float[Tensor, "batch times 6 dim"]
+    """Shift, scale and gate of attention, then of the MLP, for each noise level; each block adds a
+    table of its own."""
+    time: Float[Tensor, "batch times dim"]
     rotary: Float[Tensor, "batch tokens 1 pairs 2"]
     """Cosines and sines, side by side, along the whole width. A table for each sample: samples of
     one size may have other frame rates."""
@@ -76,10 +98,15 @@ class LtxCarry(NamedTuple):
     padding_mask: Bool[Tensor, "batch all_tokens"] | None
     """The same for tokens."""
     grids: tuple[Grid, ...]
+    late: Bool[Tensor, "batch tokens"] | None = None
+    """As of the inputs."""
 
 
 TOKEN_STREAMS = TokenStreams(
-    fields=lambda carry: {"tokens": ("tokens",), "rotary": ("tokens",)},
+    fields=lambda carry: dict.fromkeys(
+        ("tokens", "rotary", *(() if carry.late is None else ("late",))), ("tokens",)
+    ),
+    head=("tokens", "late"),
     inputs={"attn2.to_k": (), "attn2.to_v": ()},
     routed="tokens",
 )
@@ -119,9 +146,9 @@ class LtxEmbed(nn.Module):
         ]
         table = pad_sequence(angles, batch_first=True)[:, :, None]
         sigma = inputs.sigma.to(precision.timestep)
-        features = timestep_features(1000 * sigma, self.arch.freq_dim, precision.timestep)
+        features = timestep_features(1000 * sigma.flatten(), self.arch.freq_dim, precision.timestep)
         hidden = self.time_embed["linear_1"](features.to(precision.time_mlp))
-        time = self.time_embed["linear_2"](F.silu(hidden))[:, None]
+        time = self.time_embed["linear_2"](F.silu(hidden)).unflatten(0, (len(sigma), -1))
         modulation = self.time_embed["linear"](F.silu(time).to(precision.modulation))
         return LtxCarry(
             tokens=tokens.to(precision.entry),
@@ -132,6 +159,7 @@ class LtxEmbed(nn.Module):
             text_mask=padding_mask([len(x) for x in inputs.text], device),
             padding_mask=padding_mask([len(x) for x in rows], device),
             grids=grids,
+            late=inputs.late,
         )
 
     def _angles(self, grid: Grid, seconds: Tensor) -> Float64[Tensor, "tokens pairs"]:
@@ -195,19 +223,21 @@ class LtxBlock(nn.Module):
     def forward(self, carry: LtxCarry) -> LtxCarry:
         precision, x = self.precision, carry.tokens
         matmul, norms = precision.matmul, precision.norms_of(x.dtype)
-        rows = carry.modulation + self.scale_shift_table.to(precision.modulation)
+        rows, late = carry.modulation + self.scale_shift_table.to(precision.modulation), carry.late
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = rows.unbind(2)
-        h = scaled_norm(x, 1 + scale, self.eps, norms, matmul, shift)
+        scale, shift = per_token(1 + scale, late), per_token(shift, late)
+        h = scaled_norm(x, scale, self.eps, norms, matmul, shift)
         y = self.attn1(h, h, carry.rotary, carry.padding_mask, "self")
-        x = gated_sum(y, x.to(precision.residual), gate)
+        x = gated_sum(y, x.to(precision.residual), gate, late)
         # The stream itself reads the text: no norm, and no gate on what it reads.
         y = self.attn2(x.to(matmul), carry.text, None, carry.text_mask, "cross")
         x = plain_sum(y, x)
-        h = scaled_norm(x, 1 + scale_mlp, self.eps, precision.norms, matmul, shift_mlp)
+        scale, shift = per_token(1 + scale_mlp, late), per_token(shift_mlp, late)
+        h = scaled_norm(x, scale, self.eps, precision.norms, matmul, shift)
         # A recompute of the block can stop in front of this matmul: its input and gate are all that
         # the backward needs.
         y = recompute_boundary(self.ff[2], self.ff[1](self.ff[0](h)), gate_mlp)
-        return carry._replace(tokens=gated_sum(y, x, gate_mlp))
+        return carry._replace(tokens=gated_sum(y, x, gate_mlp, late))
 
 
 class LtxHead(nn.Module):
@@ -223,7 +253,7 @@ class LtxHead(nn.Module):
         dtype = self.precision.head
         # The embedded noise level itself, and not the modulation of the blocks.
         rows = carry.time[:, :, None].to(dtype) + self.scale_shift_table.to(dtype)
-        shift, scale = rows.unbind(2)
+        shift, scale = (per_token(row, carry.late) for row in rows.unbind(2))
         h = modulated_norm(carry.tokens, scale, shift, self.eps, dtype, dtype)
         return [
             rearrange(row[: f * h * w], "(f h w) c -> c f h w", f=f, h=h, w=w)

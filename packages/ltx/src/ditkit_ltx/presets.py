@@ -27,6 +27,8 @@ class LtxArch:
     """Whether a clip's first latent frame, which is one frame and not eight, counts as one: the
     models from 0.9.5 on, which also read longer captions and sample along another line of noise
     levels."""
+    first_frame: bool = False
+    """Whether a clip's first latent frame may be given: it has no noise then, and noise level 0."""
 
     @property
     def head_dim(self) -> int:
@@ -34,11 +36,15 @@ class LtxArch:
         return self.dim // self.heads
 
 
-PRESETS = {
+_TEXT_TO_VIDEO = {
     "2b": LtxArch(),
     "2b_0.9.5": LtxArch(causal=True),
     "13b": LtxArch(dim=4096, layers=48, causal=True),
 }
+PRESETS = _TEXT_TO_VIDEO | {
+    f"{name}_i2v": replace(arch, first_frame=True) for name, arch in _TEXT_TO_VIDEO.items()
+}
+"""The same weights from text, and from text and a first frame."""
 HUB_PRESETS = {
     "Lightricks/LTX-Video": "2b",
     "diffusers/LTX-Video-0.9.0": "2b",
@@ -59,11 +65,12 @@ _SWITCHES = {
 }
 """Fields of diffusers' configuration that all published models have alike."""
 _PIPELINES = {
-    "LTXPipeline": False,
-    "LTXImageToVideoPipeline": False,
-    "LTXConditionPipeline": True,
+    "LTXPipeline": LtxArch(),
+    "LTXImageToVideoPipeline": LtxArch(first_frame=True),
+    "LTXConditionPipeline": LtxArch(causal=True),
 }
-"""Pipelines of diffusers, and whether their models are `causal`."""
+"""Pipelines of diffusers, and what their models are, but for sizes. The last one is every later
+model's, from text and from images."""
 
 
 def config_of(arch: LtxArch) -> dict[str, Any]:
@@ -112,4 +119,5 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Ltx
             "the config.json of models up to 0.9.1 and from 0.9.5 on is the same, and no "
             "model_index.json names their pipeline"
         )
-    return replace(arch, causal=_PIPELINES[pipeline])
+    kind = _PIPELINES[pipeline]
+    return replace(arch, causal=kind.causal, first_frame=kind.first_frame)

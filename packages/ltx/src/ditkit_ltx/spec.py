@@ -10,9 +10,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ditkit_core.families.euler import shifted_levels
+from ditkit_core.families.first_frame import INPUT_IMAGE, FirstFrame, Outlined, first_frame_mask
 from ditkit_core.families.spec import family_spec
 from ditkit_core.families.t5 import T5Encoding
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.models.conditions import Conditioner
+from ditkit_core.models.encoders import VaeMode
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import (
     AdapterSpec,
     ArchitectureSpec,
@@ -24,6 +28,7 @@ from ditkit_core.models.spec import (
 from ditkit_ltx.encoders import CAUSAL_TEXT, FPS, TEXT, VAE, Seconds, seconds_of
 from ditkit_ltx.model import TOKEN_STREAMS, LtxTransformer, make_inputs
 from ditkit_ltx.presets import HUB_PRESETS, PRESETS, LtxArch, arch_from_config
+from ditkit_ltx.sampling import FirstFrameSampler
 from ditkit_ltx.state_dict import NAMES, RULES, check_adapter
 
 # The operation group that a parameter computes in, by the start of its name, then by the end; all
@@ -58,6 +63,10 @@ _TERMINAL = 0.1
 _THRESHOLD = 0.025
 """How far the noise falls in the first half of the steps when sampling with later models."""
 
+_FIRST_FRAME_NOISE = 0.15
+"""Noise of a first frame at noise level 1, when sampling with later models: `image_cond_noise_scale`
+of diffusers' `LTXConditionPipeline`."""
+
 
 def _shift(tokens: int) -> float:
     """Shift of the noise levels for a clip of some tokens: e to the power of mu."""
@@ -91,12 +100,27 @@ def linear_quadratic_levels(tokens: int, steps: int, shift: float) -> Float64[Te
     return shift * levels / (1 + (shift - 1) * levels)
 
 
-def _conditioners(arch: LtxArch, components: Any, device: Any, mode: Any) -> Sequence[Conditioner]:
-    return (Seconds(arch.causal),)
+def _conditioners(
+    arch: LtxArch, components: ModelPaths | None, device: torch.device, mode: VaeMode
+) -> Sequence[Conditioner]:
+    seconds = Seconds(arch.causal)
+    if not arch.first_frame:
+        return (seconds,)
+    _, *strides = VAE.latent_size({})
+    if components is None:
+        return seconds, FirstFrame(Outlined(arch.in_channels, (strides[0], strides[1])))
+    return seconds, FirstFrame(DiffusersVae(VAE, components, device, mode))
 
 
-def _spec(text: T5Encoding, levels: Callable[[int, int, float], Tensor]) -> ModelSpec:
-    """The spec of models with one text encoding and one line of noise levels."""
+def _sample_defaults(arch: LtxArch) -> SampleDefaults:
+    return SampleDefaults(steps=50, guidance=3.0, guided_by="negative")
+
+
+def _spec(
+    text: T5Encoding, levels: Callable[[int, int, float], Tensor], first_frame_noise: float
+) -> ModelSpec:
+    """The spec of models with one text encoding, one line of noise levels, and the noise of a first
+    frame in sampling."""
     spec = family_spec(
         name="ltx",
         import_path=f"{__name__}:LTX",
@@ -119,7 +143,7 @@ def _spec(text: T5Encoding, levels: Callable[[int, int, float], Tensor]) -> Mode
         fps=FPS,
         shift=lambda latents: _shift(latents[0].numel()),
         levels=levels,
-        sample_defaults=lambda arch: SampleDefaults(steps=50, guidance=3.0, guided_by="negative"),
+        sample_defaults=_sample_defaults,
         adapters=AdapterSpec(
             targets={"blocks": (*_ATTENTION, "ff.0", "ff.2"), "attention": _ATTENTION},
             check=check_adapter,
@@ -130,19 +154,35 @@ def _spec(text: T5Encoding, levels: Callable[[int, int, float], Tensor]) -> Mode
     shapes = spec.training.empty_item
 
     def empty_item(arch: LtxArch, clip: tuple[int, int, int], references: Any) -> dict[str, Tensor]:
-        return {
-            **shapes(arch, clip, references),
-            "seconds": seconds_of(clip[0], FPS, arch.causal),
-        }
+        item = shapes(arch, clip, references)
+        if arch.first_frame and clip[0] > 1:
+            item["first_frame"] = item["latents"][:, :1]
+        return {**item, "seconds": seconds_of(clip[0], FPS, arch.causal)}
+
+    def sampler(
+        components: ModelPaths,
+        device: torch.device,
+        dtype: torch.dtype,
+        decodings: Sequence[VaeMode],
+    ) -> FirstFrameSampler:
+        return FirstFrameSampler(
+            DiffusersVae(VAE, components, device, decodings=decodings),
+            device,
+            make_inputs=make_inputs,
+            sample_defaults=_sample_defaults,
+            levels=levels,
+            noise=first_frame_noise,
+        )
 
     return replace(
         spec,
-        training=replace(spec.training, empty_item=empty_item),
-        auxiliary=replace(spec.auxiliary, conditioners=_conditioners),
+        training=replace(spec.training, empty_item=empty_item, loss_mask=first_frame_mask),
+        data=replace(spec.data, columns=lambda arch: (INPUT_IMAGE,) if arch.first_frame else ()),
+        auxiliary=replace(spec.auxiliary, conditioners=_conditioners, sampler=sampler),
     )
 
 
-_CAUSAL = _spec(CAUSAL_TEXT, linear_quadratic_levels)
+_CAUSAL = _spec(CAUSAL_TEXT, linear_quadratic_levels, _FIRST_FRAME_NOISE)
 
 
 def _variant(spec: ModelSpec, arch: LtxArch) -> ModelSpec:
@@ -162,4 +202,4 @@ def _variant(spec: ModelSpec, arch: LtxArch) -> ModelSpec:
     )
 
 
-LTX = replace(_spec(TEXT, terminal_levels), variant=_variant)
+LTX = replace(_spec(TEXT, terminal_levels, 0.0), variant=_variant)

@@ -33,12 +33,15 @@ def diffusers_arguments(inputs: LtxInputs, dtype: torch.dtype) -> dict[str, Tens
     """The arguments of diffusers' transformer for the one sample of our inputs."""
     (latents,), (text,), (seconds,) = inputs.latents, inputs.text, inputs.seconds
     sides = (torch.arange(n, device=seconds.device).double() * 32 for n in latents.shape[2:])
+    sigma = inputs.sigma[:, None]
+    if inputs.late is not None:
+        sigma = inputs.sigma.take_along_dim(inputs.late.long(), 1)
     positions = torch.cartesian_prod(seconds.double(), *sides)
     return {
         "hidden_states": rearrange(latents, "c f h w -> 1 (f h w) c").to(dtype),
         "encoder_hidden_states": text[None].to(dtype),
         "encoder_attention_mask": torch.ones_like(text[None, :, 0]),
-        "timestep": 1000 * inputs.sigma[:, None],
+        "timestep": 1000 * sigma,
         "video_coords": positions.T[None],
     }
 

@@ -91,6 +91,8 @@ class EulerSampler:
         conditions = self._moved({**job.conditions, **references})
         negative = None if job.negative is None else conditions | self._moved(job.negative)
 
+        random = generator(job.seed, "conditions")
+
         def velocity(denoiser: Denoiser, item: Mapping[str, Tensor], sigma: Tensor) -> Tensor:
             step = {**item, "latents": latents, NEXT_SIGMA: following}
             inputs = self._make_inputs([latents], sigma[None], [step], denoiser.guidance)
@@ -99,17 +101,26 @@ class EulerSampler:
         levels = self._levels(size[0] * size[1] * size[2], job.steps, job.shift).to(self._device)
         for sigma, following in pairwise(levels):
             denoiser = yield float(sigma)
+            changes = self.changes(conditions, sigma, random)
             arch = denoiser.model.embed.arch
             calls_twice = (
                 self._sample_defaults(arch).guided_by == "negative" and denoiser.guidance > 1
             )
-            guided = velocity(denoiser, conditions, sigma)
+            guided = velocity(denoiser, {**conditions, **changes}, sigma)
             if calls_twice and negative is not None:
-                guided = self._guide(guided, velocity(denoiser, negative, sigma), denoiser.guidance)
+                unguided = velocity(denoiser, {**negative, **changes}, sigma)
+                guided = self._guide(guided, unguided, denoiser.guidance)
             # The difference of two levels is taken in fp64: neighbours are close, and fp32 would
             # lose digits.
             latents = latents + (following - sigma).float() * guided
         return latents
+
+    def changes(
+        self, conditions: Mapping[str, Tensor], sigma: Tensor, random: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Conditions that are others at this noise level; none here. `random` is of the sample's
+        seed, on the CPU."""
+        return {}
 
     def _moved(self, conditions: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._device) for name, tensor in conditions.items()}

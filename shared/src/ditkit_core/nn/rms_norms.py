@@ -1,7 +1,7 @@
 """RMS norms of the residual stream, and a gated unit of two matmuls, in as few passes over memory as
 eager mode allows.
 
-Scale or gate of a modulation is one factor with the norm's weight, a row per sample: `scaled_norm`
+Scale or gate of a modulation is one factor with the norm's weight: `scaled_norm`
 begins a sub-layer, `normed_sum` adds the norm of its result to the stream. As in `functional.py`
 these are autograd functions, which save a matmul's output in its own dtype.
 """
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 
-Factor = Float[Tensor, "samples 1 dim"]
-"""The weight of a norm, times what the modulation makes of it; one row if all samples have the
-same."""
+Factor = Float[Tensor, "samples rows dim"]
+"""The weight of a norm, times what the modulation makes of it: one row for all samples, one for each
+sample, or one for each token."""
 
 
 class OffsetNorm(nn.RMSNorm):
@@ -77,7 +77,7 @@ def gated_product(
 def _fused(x: Tensor, factor: Tensor, norms: torch.dtype) -> bool:
     """Whether the core's kernel of norms takes this: it has one row of weights for all samples."""
     is_fp32 = norms == factor.dtype == torch.float32
-    return is_fp32 and len(factor) == 1 and x.dtype.itemsize <= 4 and kernels_in_force(x)
+    return is_fp32 and factor.shape[:2] == (1, 1) and x.dtype.itemsize <= 4 and kernels_in_force(x)
 
 
 def _statistics(x: Tensor, eps: float, norms: torch.dtype) -> tuple[Tensor, Tensor]:
