@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -181,20 +182,36 @@ def test_an_existing_folder_is_left_alone(
 
 @pytest.mark.slow
 @pytest.mark.skipif(UV is None, reason="needs uv")
-def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> None:
-    """From wheels that are built here, next to the libraries of this environment; the metadata
-    names no path."""
-    folder, wheels, installed = (tmp_path / name for name in ("zed", "wheels", "installed"))
+def test_a_standalone_package_installs_trains_and_is_tested_from_wheels_alone(
+    tmp_path: Path,
+) -> None:
+    """In an environment of the built wheels and of the libraries of this one, without this
+    workspace; the metadata names no path."""
+    folder, wheels, environment = (tmp_path / name for name in ("zed", "wheels", "environment"))
     write_package("zed", "image", folder)
-    build = (UV, "build", "--offline", "--wheel", "--out-dir", wheels)
-    install = (UV, "pip", "install", "--offline", "--no-deps", "--target", installed)
-    for command, place in (((*build, "--package", "ditkit-core"), ROOT), (build, folder)):
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    done = subprocess.run(
-        (*install, *wheels.glob("*.whl")), cwd=tmp_path, capture_output=True, text=True, check=False
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+
+    def ran(*command: Path | str, place: Path = tmp_path) -> str:
+        done = subprocess.run(
+            command, cwd=place, capture_output=True, text=True, encoding="utf-8", check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    build = (str(UV), "build", "--offline", "--wheel", "--out-dir", wheels)
+    ran(*build, "--package", "ditkit-core", place=ROOT)
+    ran(*build, place=folder)
+    ran(str(UV), "venv", "--offline", "--python", sys.executable, environment)
+    install = (str(UV), "pip", "install", "--offline", "--no-deps", "--python", programs / "python")
+    ran(*install, *wheels.glob("*.whl"))
+    installed = Path(
+        ran(
+            programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+        ).strip()
     )
-    assert done.returncode == 0, done.stderr
+    # Libraries alone: what installs this workspace there are .pth files, which are not read here.
+    libraries = sysconfig.get_path("purelib")
+    (installed / "libraries.pth").write_text(libraries, encoding="utf-8")
     (metadata,) = installed.glob("ditkit_zed-*.dist-info/METADATA")
     required = re.findall(
         r"^Requires-Dist: (.+)$", metadata.read_text(encoding="utf-8"), re.MULTILINE
@@ -202,18 +219,15 @@ def test_a_standalone_package_installs_in_an_empty_folder(tmp_path: Path) -> Non
     assert "ditkit-core~=0.1.0" in required and not [
         line for line in required if "@" in line or "/" in line
     ]
-    program = "import ditkit_core, ditkit_zed.cli as cli; print(ditkit_core.__file__, cli.__file__); cli.train()"
-    variables = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        (sys.executable, "-c", program, "--help"),
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(str(installed)) == 2 and "zed-train" in done.stdout
+    program = "import ditkit_core, ditkit_zed, importlib.util as find; print(ditkit_core.__file__, ditkit_zed.__file__, find.find_spec('ditkit_wan'))"
+    printed = ran(programs / "python", "-c", program)
+    assert printed.count(str(installed)) == 2 and printed.split()[-1] == "None"
+    tests = ("-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, "tests")
+    assert "8 passed" in ran(programs / "python", "-m", "pytest", *tests, place=folder)
+    run_folder = tmp_path / "run"
+    printed = ran(programs / "zed-train", "--demo", "--run.folder", str(run_folder))
+    assert "validation loss fell" in printed
+    assert (run_folder / "exports" / "run.safetensors").exists()
 
 
 @pytest.mark.slow
