@@ -50,7 +50,7 @@ from ditkit_ltx.demo.write import write_checkpoint
 from ditkit_ltx.encoders import seconds_of
 from ditkit_ltx.model import LtxTransformer, make_inputs
 from ditkit_ltx.presets import PRESETS, LtxArch, arch_from_config, config_of
-from ditkit_ltx.spec import LTX
+from ditkit_ltx.spec import LTX, distilled_levels
 from ditkit_ltx.state_dict import NAMES, RULES, to_diffusers, to_native, to_official
 from ditkit_ltx.verify import DIFFUSERS, diffusers_arguments
 
@@ -293,6 +293,7 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
     from diffusers.loaders.single_file_utils import convert_ltx_transformer_checkpoint_to_diffusers
 
     counts = {"2b": 1_923_385_472, "2b_0.9.5": 1_923_385_472, "13b": 13_042_569_344}
+    counts["13b_distilled"] = counts["13b"]
     assert list(PRESETS) == [*counts, *(f"{preset}_i2v" for preset in counts)]
     for preset, count in counts.items():
         arch = PRESETS[preset]
@@ -304,7 +305,8 @@ def test_names_and_parameters_are_those_of_diffusers_at_full_size():
         shapes = {to_diffusers(name): tensor.shape for name, tensor in ours.items()}
         assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
         pipeline = "LTXConditionPipeline" if arch.causal else "LTXPipeline"
-        assert arch_from_config(theirs.config, {"_class_name": pipeline}) == arch
+        read = arch_from_config(theirs.config, {"_class_name": pipeline})
+        assert replace(read, distilled=arch.distilled) == arch, "no file says that it is distilled"
         official = {to_official(name): tensor for name, tensor in ours.items()}
         assert "adaln_single.emb.timestep_embedder.linear_1.weight" in official
         for name in ours:
@@ -431,18 +433,26 @@ def test_latents_of_clips_are_those_of_the_pipeline(checkpoints, frames):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
 @pytest.mark.parametrize("begins", [False, True], ids=["text", "first frame"])
 @pytest.mark.parametrize(
-    ("causal", "guidance", "fps"),
-    [(False, 3.0, 25.0), (False, 1.0, 12.0), (True, 3.0, 30.0), (True, 1.0, 25.0)],
+    ("causal", "guidance", "fps", "distilled"),
+    [
+        (False, 3.0, 25.0, False),
+        (False, 1.0, 12.0, False),
+        (True, 3.0, 30.0, False),
+        (True, 1.0, 25.0, False),
+        (True, 1.0, 24.0, True),
+    ],
 )
 def test_every_step_of_a_sample_is_that_of_the_pipeline(
-    checkpoints, causal, guidance, fps, begins, monkeypatch, tmp_path
+    checkpoints, causal, guidance, fps, distilled, begins, monkeypatch, tmp_path
 ):
     """Also its decoding, at a noise level and with noise of the sample's seed; and the first frame,
     to which the pipeline of later models adds noise."""
     from diffusers import LTXImageToVideoPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    folder, arch = checkpoints[causal], replace(ARCH, causal=causal, first_frame=begins)
+    arch = replace(ARCH, causal=causal, distilled=distilled, first_frame=begins)
+    folder, num_steps = checkpoints[causal], 8 if distilled else 5
+    moments = [1000, 993, 987, 981, 975, 909, 725, 0.03] if distilled else None
     spec = LTX.for_arch(arch)
     model, random = make_model(LTX, arch).eval(), torch.Generator().manual_seed(2)
     prompt, negative = ({"text": torch.randn(rows, 32, generator=random)} for rows in (40, 5))
@@ -457,7 +467,7 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     assert ("first_frame" in conditions) == begins
     job = GenerationRequest(
         conditions=prompt | conditions, negative=negative, frames=17, height=64, width=96,
-        steps=5, guidance=guidance, shift=0.0, seed=7,
+        steps=num_steps, guidance=guidance, shift=0.0, seed=7,
     )  # fmt: skip
     sampler = spec.auxiliary.sampler(ModelPaths(base=str(folder)), CPU, torch.float32, ())
     inputs_of_calls: list[Tensor] = []
@@ -469,7 +479,7 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     with torch.no_grad():
         latents = generate_latents(sampler, job, model, run)
     calls = 2 if guidance > 1 else 1
-    assert len(inputs_of_calls) == 5 * calls
+    assert len(inputs_of_calls) == num_steps * calls
     kind = LTXImageToVideoPipeline if begins and not causal else None
     pipeline = pipeline_of(
         folder, causal, kind, transformer=DIFFUSERS.transformer(model), text_encoder=None,
@@ -487,7 +497,7 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     )
     of_steps, noise = generator(7, "conditions"), [first]
     if begins and causal:  # noise of all tokens, of which the first frame's are used
-        for _ in range(5):
+        for _ in range(num_steps):
             rows = torch.zeros(1, 18, 16)
             drawn = torch.randn((16, 1, 2, 3), generator=of_steps)
             rows[0, :6] = drawn.flatten(1).T
@@ -508,7 +518,7 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         prompt_embeds=prompt["text"][None], prompt_attention_mask=torch.ones(1, 40),
         negative_prompt_embeds=padded[None],
         negative_prompt_attention_mask=(torch.arange(40)[None] < 5).float(),
-        height=64, width=96, num_frames=17, frame_rate=fps, num_inference_steps=5,
+        height=64, width=96, num_frames=17, frame_rate=fps, num_inference_steps=num_steps, timesteps=moments,
         guidance_scale=guidance, decode_timestep=0.05, decode_noise_scale=0.025,
         callback_on_step_end=keep, output_type="pt",
     ).frames[0]  # fmt: skip
@@ -526,6 +536,19 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     monkeypatch.undo()
     pixels = sampler.decoder.decode(latents, seed=7)
     torch.testing.assert_close(pixels.transpose(0, 1), clip, atol=2e-3, rtol=0)
+
+
+def test_the_distilled_model_is_advised_against_and_takes_other_numbers_of_steps():
+    assert 'model.preset = "13b"' in LTX.training.advice(PRESETS["13b_distilled"])
+    assert all(not LTX.training.advice(arch) for arch in PRESETS.values() if not arch.distilled)
+    defaults = LTX.auxiliary.sample_defaults(PRESETS["13b_distilled"])
+    assert (defaults.steps, defaults.guided_by) == (8, "nothing")
+    eight, four = distilled_levels(1, 8, 0.0), distilled_levels(1, 4, 0.0)
+    torch.testing.assert_close(four, eight[::2])
+    for steps in (1, 3, 10, 20):
+        levels = distilled_levels(1, steps, 0.0)
+        assert len(levels) == steps + 1 and (levels.diff() < 0).all()
+        assert levels[0] == 1 and levels[-1] == 0
 
 
 def test_seconds_are_of_the_rate_of_the_data():

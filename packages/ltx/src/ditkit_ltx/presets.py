@@ -27,6 +27,8 @@ class LtxArch:
     """Whether a clip's first latent frame, which is one frame and not eight, counts as one: the
     models from 0.9.5 on, which also read longer captions and sample along another line of noise
     levels."""
+    distilled: bool = False
+    """Whether the model was distilled to a few steps without guidance."""
     first_frame: bool = False
     """Whether a clip's first latent frame may be given: it has no noise then, and noise level 0."""
 
@@ -40,6 +42,7 @@ _TEXT_TO_VIDEO = {
     "2b": LtxArch(),
     "2b_0.9.5": LtxArch(causal=True),
     "13b": LtxArch(dim=4096, layers=48, causal=True),
+    "13b_distilled": LtxArch(dim=4096, layers=48, causal=True, distilled=True),
 }
 PRESETS = _TEXT_TO_VIDEO | {
     f"{name}_i2v": replace(arch, first_frame=True) for name, arch in _TEXT_TO_VIDEO.items()
@@ -51,6 +54,8 @@ HUB_PRESETS = {
     "diffusers/LTX-Video-0.9.1": "2b",
     "Lightricks/LTX-Video-0.9.5": "2b_0.9.5",
     "Lightricks/LTX-Video-0.9.7-dev": "13b",
+    "Lightricks/LTX-Video-0.9.7-distilled": "13b_distilled",
+    "Lightricks/LTX-Video-0.9.8-13B-distilled": "13b_distilled",
 }
 """The presets of published models, by hub id: those that diffusers names."""
 

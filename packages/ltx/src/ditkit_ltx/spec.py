@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ _TERMINAL = 0.1
 _THRESHOLD = 0.025
 """How far the noise falls in the first half of the steps when sampling with later models."""
 
+_DISTILLED = (1.0, 0.993, 0.987, 0.981, 0.975, 0.909, 0.725, 3e-5, 0.0)
+"""Noise levels that the distilled model is sampled at, and the end."""
 _FIRST_FRAME_NOISE = 0.15
 """Noise of a first frame at noise level 1, when sampling with later models: `image_cond_noise_scale`
 of diffusers' `LTXConditionPipeline`."""
@@ -100,6 +103,31 @@ def linear_quadratic_levels(tokens: int, steps: int, shift: float) -> Float64[Te
     return shift * levels / (1 + (shift - 1) * levels)
 
 
+def distilled_levels(tokens: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:
+    """Noise levels of the distilled model, which was made for eight steps; other numbers of steps
+    go along the line through these levels.
+
+    Source: the page of LTX-Video in diffusers' documentation. A `shift` other than 0 moves them
+    towards noise.
+    """
+    place = torch.linspace(0, len(_DISTILLED) - 1, steps + 1, dtype=torch.float64)
+    before = place.long().clamp(max=len(_DISTILLED) - 2)
+    known = torch.tensor(_DISTILLED, dtype=torch.float64)
+    levels = torch.lerp(known[before], known[before + 1], place - before)
+    shift = shift or 1.0
+    return shift * levels / (1 + (shift - 1) * levels)
+
+
+def _training_advice(arch: LtxArch) -> str:
+    if not arch.distilled:
+        return ""
+    return (
+        "the distilled LTX-Video has a few steps and trains poorly; train the base model instead "
+        '(model.preset = "13b") and sample with the adapter on either, set base.assistant to a LoRA '
+        "that undoes the distillation, or flow.target_guidance to 3"
+    )
+
+
 def _conditioners(
     arch: LtxArch, components: ModelPaths | None, device: torch.device, mode: VaeMode
 ) -> Sequence[Conditioner]:
@@ -113,6 +141,8 @@ def _conditioners(
 
 
 def _sample_defaults(arch: LtxArch) -> SampleDefaults:
+    if arch.distilled:
+        return SampleDefaults(steps=8, guidance=1.0, guided_by="nothing")
     return SampleDefaults(steps=50, guidance=3.0, guided_by="negative")
 
 
@@ -144,6 +174,8 @@ def _spec(
         shift=lambda latents: _shift(latents[0].numel()),
         levels=levels,
         sample_defaults=_sample_defaults,
+        sampler=partial(FirstFrameSampler, noise=first_frame_noise),
+        advice=_training_advice,
         adapters=AdapterSpec(
             targets={"blocks": (*_ATTENTION, "ff.0", "ff.2"), "attention": _ATTENTION},
             check=check_adapter,
@@ -159,37 +191,24 @@ def _spec(
             item["first_frame"] = item["latents"][:, :1]
         return {**item, "seconds": seconds_of(clip[0], FPS, arch.causal)}
 
-    def sampler(
-        components: ModelPaths,
-        device: torch.device,
-        dtype: torch.dtype,
-        decodings: Sequence[VaeMode],
-    ) -> FirstFrameSampler:
-        return FirstFrameSampler(
-            DiffusersVae(VAE, components, device, decodings=decodings),
-            device,
-            make_inputs=make_inputs,
-            sample_defaults=_sample_defaults,
-            levels=levels,
-            noise=first_frame_noise,
-        )
-
     return replace(
         spec,
         training=replace(spec.training, empty_item=empty_item, loss_mask=first_frame_mask),
         data=replace(spec.data, columns=lambda arch: (INPUT_IMAGE,) if arch.first_frame else ()),
-        auxiliary=replace(spec.auxiliary, conditioners=_conditioners, sampler=sampler),
+        auxiliary=replace(spec.auxiliary, conditioners=_conditioners),
     )
 
 
 _CAUSAL = _spec(CAUSAL_TEXT, linear_quadratic_levels, _FIRST_FRAME_NOISE)
+
+_DISTILLED_SPEC = _spec(CAUSAL_TEXT, distilled_levels, _FIRST_FRAME_NOISE)
 
 
 def _variant(spec: ModelSpec, arch: LtxArch) -> ModelSpec:
     """The family's spec with the text encoding and the sampling of a model from 0.9.5 on."""
     if not arch.causal:
         return spec
-    later = _CAUSAL.auxiliary
+    later = (_DISTILLED_SPEC if arch.distilled else _CAUSAL).auxiliary
     return replace(
         spec,
         training=replace(spec.training, empty_item=_CAUSAL.training.empty_item),

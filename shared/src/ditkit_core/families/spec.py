@@ -89,6 +89,7 @@ def family_spec(
     levels: Callable[[int, int, float], Tensor] | None = None,
     sample_defaults: Callable[[Any], SampleDefaults] = lambda arch: SampleDefaults(),
     guide: Callable[[Tensor, Tensor, float], Tensor] = classifier_free,
+    sampler: Callable[..., Sampler] = EulerSampler,
     latent_channels: Callable[[Any], int] = lambda arch: arch.in_channels,
     text_shape: Callable[[Any], tuple[int, int]] | None = None,
     reference_size: Callable[[int, int, int], tuple[int, int]] | None = None,
@@ -129,6 +130,7 @@ def family_spec(
             None: equal steps with the constant shift.
         sample_defaults: From architecture to the authors' sampling settings.
         guide: Combines the velocities of the prompt and of the negative prompt.
+        sampler: Makes the sampler, from the arguments of `EulerSampler`.
         latent_channels: From architecture to the channels of its latents.
         text_shape: From architecture to rows and columns of a caption's features as plans count
             them. None: the encoding's number of tokens, and `text_dim` of the architecture.
@@ -211,13 +213,13 @@ def family_spec(
     def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
         return DiffusersVae(vae, components, device, mode)
 
-    def sampler(
+    def sampler_of(
         components: ModelPaths,
         device: torch.device,
         dtype: torch.dtype,
         decodings: Sequence[VaeMode],
     ) -> Sampler:
-        return EulerSampler(
+        return sampler(
             DiffusersVae(vae, components, device, decodings=decodings),
             device,
             make_inputs=make_inputs,
@@ -263,7 +265,7 @@ def family_spec(
         auxiliary=AuxiliarySpec(
             media_encoder=media_encoder,
             text_encoder=captions.encoder,
-            sampler=sampler,
+            sampler=sampler_of,
             sample_defaults=sample_defaults,
             models=models,
         ),
