@@ -110,10 +110,10 @@ def distilled_levels(tokens: int, steps: int, shift: float) -> Float64[Tensor, "
     Source: the page of LTX-Video in diffusers' documentation. A `shift` other than 0 moves them
     towards noise.
     """
-    place = torch.linspace(0, len(_DISTILLED) - 1, steps + 1, dtype=torch.float64)
-    before = place.long().clamp(max=len(_DISTILLED) - 2)
-    known = torch.tensor(_DISTILLED, dtype=torch.float64)
-    levels = torch.lerp(known[before], known[before + 1], place - before)
+    index = torch.linspace(0, len(_DISTILLED) - 1, steps + 1, dtype=torch.float64)
+    before = index.long().clamp(max=len(_DISTILLED) - 2)
+    authors = torch.tensor(_DISTILLED, dtype=torch.float64)
+    levels = torch.lerp(authors[before], authors[before + 1], index - before)
     shift = shift or 1.0
     return shift * levels / (1 + (shift - 1) * levels)
 
