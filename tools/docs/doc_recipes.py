@@ -74,7 +74,11 @@ def _order(one: Shipped) -> tuple[int, int]:
 
 ALL = tuple(
     sorted(
-        (one for spec in (FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, WAN, ZIMAGE) for one in shipped(spec)),
+        (
+            one
+            for spec in (FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, WAN, ZIMAGE)
+            for one in shipped(spec)
+        ),
         key=_order,
     )
 )
