@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, locked
+from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_ui import runs
 from ditkit_ui.families import family_of, installed_families
-from ditkit_ui.runs import leave_to_queue, run_state, start_run
+from ditkit_ui.runs import leave_to_queue, run_state, start_run, start_sheet
 
 
 def write_metrics(folder: Path, step: int) -> None:
@@ -77,6 +79,71 @@ def test_a_run_starts_once_in_a_session_of_its_own_and_its_last_lines_say_why_it
     assert run_state(folder).kind == "failed"
     leave_to_queue(folder)
     assert run_state(folder).kind == "complete" and runs.last_output(folder) == []
+
+
+def test_a_run_that_waits_in_the_queue_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    queue, folder = RunQueue.of_machine(), RunFolder(tmp_path / "b")
+    for name in "ab":
+        path = str(tmp_path / name)
+        queue.add(QueuedRun(run=path, command=("x",), cwd="/", steps=9, log=f"{path}.log"))
+    assert run_state(folder).text == "Waits in the queue, at position 2"
+    queue.move(str(folder.path), 1)
+    assert run_state(folder).position == 1
+    with locked(folder.path):
+        assert run_state(folder).kind == "running"
+    queue.remove(str(folder.path))
+    assert run_state(folder).kind == "new"
+
+
+def test_a_button_that_is_pressed_twice_starts_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!{sys.executable}\nfrom pathlib import Path\nPath('begun').open('a').write('x')\n"
+        "while not Path('end').exists(): pass\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "program", lambda family, name: str(program))
+    folder = RunFolder(tmp_path / "run")
+
+    def press(kind: str) -> str:
+        try:
+            if kind == "sheet":
+                start_sheet("wan", folder, [])
+            else:
+                start_run("wan", tmp_path / "a.toml", folder)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    for kind, about in (("sheet", "is made already"), ("run", "runs already")):
+        with ThreadPoolExecutor() as pool:
+            said = sorted(pool.map(press, [kind] * 4))
+        assert said[0] == "" and all(about in text for text in said[1:]), said
+    (tmp_path / "end").touch()
+    for started in runs._STARTED.values():
+        started.wait()
+    assert (tmp_path / "begun").read_text() == "xx"
+    assert press("sheet") == "", "another one after it"
+    runs._STARTED[(folder.path / runs.SHEET_OUTPUT).resolve()].wait()
+
+
+def test_a_command_that_prints_nothing_still_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 7\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(runs, "program", lambda family, name: str(program))
+    assert runs.run_program("wan", "train", []) == (
+        7,
+        ["the command ended with status 7, and printed nothing"],
+    )
 
 
 def test_every_installed_family_is_found_and_guessed_by_its_models(tmp_path: Path) -> None:

@@ -39,6 +39,19 @@ def test_it_answers_says_mistakes_and_is_started_again_after_its_end() -> None:
         worker.end()
 
 
+def test_half_an_answer_of_a_process_that_is_killed_is_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "half"
+    program.write_text(f"#!{sys.executable}\ninput()\nprint('{{\"value', end='', flush=True)\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    worker = Worker()
+    with pytest.raises(UserError, match="ended while it did machine"):
+        asyncio.run(worker.ask("machine"))
+    worker.end()
+
+
 def test_it_ends_when_the_page_is_gone() -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "ditkit_ui.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -202,6 +202,25 @@ def test_many_takers_at_once_get_every_run_once(machine: Machine) -> None:
     assert set(machine.states().values()) == {"complete"}
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a script without an extension")
+@pytest.mark.parametrize("how", [(), ("--detach",)])
+def test_a_worker_is_of_a_gpu_that_the_machine_has(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...]
+) -> None:
+    tool = machine.folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g'\necho 'GPU 1: B'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    for worker in ("2", "0,3"):
+        refused = machine.call("--queue", "start", "--worker", worker, *how)
+        assert refused.returncode == 1
+        assert one_line(refused.stderr) == (
+            f"error: --worker {worker}: this machine has 2 GPUs; their indices are 0 to 1"
+        )
+    assert machine.worker("--worker", "0,1", "--until-empty").wait(SECONDS) == 0
+
+
 def test_a_gpu_has_one_worker(machine: Machine) -> None:
     machine.worker("--worker", "0,1")
     refused = machine.call("--queue", "start", "--worker", "1")

@@ -8,6 +8,7 @@ import torch
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine import devices
+from ditkit_core.io import nvidia
 from ditkit_core.engine.devices import choose_device, choose_devices, make_current
 from ditkit_core.errors import UserError
 from ditkit_core.training.config import TrainConfig
@@ -125,9 +126,9 @@ def test_a_gpu_is_seen_by_its_node_or_by_the_drivers_tool(
         "glob",
         lambda self, pattern: (Path(node) for node in nodes if Path(node).match(pattern)),
     )
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None if listed is None else name)
+    monkeypatch.setattr(nvidia.shutil, "which", lambda name: None if listed is None else name)
     answer = SimpleNamespace(stdout=listed, returncode=status)
-    monkeypatch.setattr(devices.subprocess, "run", lambda *args, **options: answer)
+    monkeypatch.setattr(nvidia.subprocess, "run", lambda *args, **options: answer)
     assert devices._has_gpu() is expected
 
 

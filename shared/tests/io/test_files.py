@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import parse_json_object, read_json_object, write_text
+from ditkit_core.io.files import parse_json_object, read_json_object, read_text, write_text
 from ditkit_core.testing.denied import denied
 
 
@@ -85,3 +85,13 @@ def test_a_file_whose_name_has_as_many_bytes_as_a_name_may_have_is_written(tmp_p
     for name in ("n" * 255, "é" * 127):
         write_text(tmp_path / name, "x")
     assert sorted(os.listdir(tmp_path)) == ["n" * 255, "é" * 127]
+
+
+def test_a_byte_order_mark_stays_where_a_text_is_written_again(tmp_path):
+    table = tmp_path / "metadata.csv"
+    table.write_bytes(b"\xef\xbb\xbfimage,text\n")
+    assert read_text(table) == "image,text\n"
+    write_text(table, "image,text\na.png,c\u00e4t\n")
+    assert table.read_bytes() == b"\xef\xbb\xbfimage,text\na.png,c\xc3\xa4t\n"
+    write_text(tmp_path / "new.csv", "a")
+    assert (tmp_path / "new.csv").read_bytes() == b"a"

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sysconfig
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.server import last_lines
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import ListedSample, RunFolder, is_locked, listed_samples
+from ditkit_core.io.run_queue import RunQueue
 from ditkit_ui import texts
 
 OUTPUT = ".started.log"
@@ -24,6 +26,8 @@ SHEET_OUTPUT = ".sheet.log"
 """The same of the command that makes a sheet."""
 _STARTED: dict[Path, "subprocess.Popen[bytes]"] = {}
 """The commands that this page started: training by the run's folder, sheets by their output."""
+_STARTING = threading.Lock()
+"""A button that is pressed twice starts one command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,13 @@ class RunState:
     kind: str
     """A key of `texts.STATES`."""
     step: int = 0
+    position: int = 0
+    """In the queue, among those that wait, from 1; 0 if it does not wait."""
 
     @property
     def text(self) -> str:
         """A line about it."""
-        return texts.STATES[self.kind].format(step=self.step)
+        return texts.STATES[self.kind].format(step=self.step, position=self.position)
 
     @property
     def is_alive(self) -> bool:
@@ -54,6 +60,8 @@ def run_state(folder: RunFolder) -> RunState:
     if started and status is None:
         return RunState(kind="starting")
     step = last_step(folder)
+    if position := RunQueue.of_machine().position_of(str(folder.path.absolute())):
+        return RunState(kind="waiting", step=step, position=position)
     if (completed := folder.completed_step()) is not None and not status:
         return RunState(kind="complete", step=completed)
     if folder.owner() or (status is not None and status < 0):
@@ -101,10 +109,11 @@ def start_run(family: str, file: Path, folder: RunFolder) -> None:
     Raises:
         UserError: If it runs already, or cannot be started.
     """
-    if run_state(folder).is_alive:
-        raise UserError(f"{folder.path} runs already")
-    arguments = [program(family, "train"), str(file)]
-    _STARTED[folder.path.resolve()] = _start(arguments, folder.path / OUTPUT)
+    with _STARTING:
+        if run_state(folder).is_alive:
+            raise UserError(f"{folder.path} runs already")
+        arguments = [program(family, "train"), str(file)]
+        _STARTED[folder.path.resolve()] = _start(arguments, folder.path / OUTPUT)
 
 
 def _start(arguments: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
@@ -134,9 +143,16 @@ def leave_to_queue(folder: RunFolder) -> None:
 
 
 def start_sheet(family: str, folder: RunFolder, arguments: Sequence[str]) -> None:
-    """Start the command that makes a sheet of a run's saves, or goes on with it."""
+    """Start the command that makes a sheet of a run's saves, or goes on with it.
+
+    Raises:
+        UserError: If one makes a sheet of this run already, or it cannot be started.
+    """
     output = (folder.path / SHEET_OUTPUT).resolve()
-    _STARTED[output] = _start([program(family, "sample"), *arguments], output)
+    with _STARTING:
+        if sheet_status(folder) == "running":
+            raise UserError(f"a sheet of {folder.path} is made already")
+        _STARTED[output] = _start([program(family, "sample"), *arguments], output)
 
 
 def sheet_status(folder: RunFolder) -> str:
@@ -189,7 +205,7 @@ def best_step(folder: RunFolder) -> int | None:
 
 
 def run_program(family: str, command: str, arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Call a command and wait for it; its exit status and its lines."""
+    """Call a command and wait for it; its exit status, and at least one line: what it printed."""
     done = subprocess.run(
         [program(family, command), *arguments],
         check=False,
@@ -199,4 +215,5 @@ def run_program(family: str, command: str, arguments: Sequence[str]) -> tuple[in
         encoding="utf-8",
         errors="replace",
     )
-    return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return done.returncode, lines or [texts.ENDED.format(status=done.returncode)]

@@ -174,6 +174,7 @@ CLOSE = "Close"
 STATES = {
     "new": "Not started",
     "starting": "Starting",
+    "waiting": "Waits in the queue, at position {position}",
     "running": "Training",
     "complete": "Complete at step {step}",
     "stopped": "Stopped at step {step}; it can be continued",
@@ -207,6 +208,7 @@ QUEUE_ABOUT = (
 )
 QUEUE_WORKERS = "A worker trains on GPU {gpus}"
 QUEUE_NO_WORKER = "No worker: the runs wait"
+ENDED = "the command ended with status {status}, and printed nothing"
 QUEUE_EMPTY = "The queue is empty."
 QUEUE_STEPS = "step {steps}"
 QUEUE_LEFT = "{left} left"

@@ -53,7 +53,7 @@ class Worker:
                 line = self._child.stdout.readline()
             except OSError:
                 line = ""
-        if not line:
+        if not line.endswith("\n"):  # also where it was killed in the middle of its answer
             raise UserError(f"the process that works for the page ended while it did {name}")
         answer = json.loads(line)
         if "error" in answer:

@@ -20,6 +20,7 @@ from ditkit_core.documents.tables import Table
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import json_hash
+from ditkit_core.io.nvidia import num_gpus
 from ditkit_core.io.run_dir import RunFolder, is_locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_core.io.run_requests import ask
@@ -77,8 +78,10 @@ def work_on_queue(options: TrainOptions) -> int:
         how = "saves its run and ends" if request == "stop" else "ends after its present run"
         say(f"queue:    the worker of GPU {', '.join(workers)} {how}")
     elif options.detach:
+        _check_gpus(options.worker)
         _detach(queue, options.worker or "0")
     else:
+        _check_gpus(options.worker)
         return _work(queue, options.worker or "0", until_empty=options.until_empty)
     return 0
 
@@ -153,6 +156,19 @@ def _without_queue(typed: Sequence[str]) -> list[str]:
         else:
             words.append(word)
     return words
+
+
+def _check_gpus(worker: str) -> None:
+    """Refuse a worker of a GPU that this machine has not: its runs would train on the CPU, or fail
+    one after the other. Without a driver of NVIDIA the number is not known, and a worker's index is
+    a name."""
+    present, chosen = num_gpus(), [int(gpu) for gpu in worker.split(",") if gpu.isdecimal()]
+    if present and max(chosen, default=0) >= present:
+        indices = "0" if present == 1 else f"0 to {present - 1}"
+        raise UserError(
+            f"--worker {worker}: this machine has {present} GPU{'s' * (present > 1)}; their "
+            f"indices are {indices}"
+        )
 
 
 def _detach(queue: RunQueue, worker: str) -> None:

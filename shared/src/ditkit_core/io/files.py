@@ -1,5 +1,6 @@
 """Atomic writes, reading text and JSON, and checks on paths in datasets."""
 
+import codecs
 import hashlib
 import json
 import os
@@ -136,9 +137,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically."""
+    """Write UTF-8 text atomically. A byte order mark of the file that it replaces stays: without it
+    spreadsheets read a table in another encoding."""
+    has_mark = path.is_file() and head_of(path).startswith(codecs.BOM_UTF8)
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        encoding = "utf-8-sig" if has_mark else "utf-8"
+        temporary.write_text(text, encoding=encoding, newline="\n")
 
 
 def read_text(path: Path) -> str:

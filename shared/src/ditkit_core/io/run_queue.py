@@ -172,6 +172,11 @@ class RunQueue:
         )
         return "waiting" if run.state == "running" and not is_trained else run.state
 
+    def position_of(self, run: str) -> int:
+        """The position of a run among those that wait, from 1; 0 if it does not wait."""
+        waiting = [entry.run for entry in self.runs() if self.state_of(entry) == "waiting"]
+        return waiting.index(run) + 1 if run in waiting else 0
+
     def worker_folder(self, gpu: str) -> Path:
         """The folder of the worker of a GPU, which it locks."""
         return self.folder / f"worker-{gpu}"
