@@ -7,7 +7,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ditkit_ui.guard import Guard
+from ditkit_ui.guard import Guard, signature
 
 TOKEN = "secret"
 HERE = "127.0.0.1:8401"
@@ -23,7 +23,11 @@ def client(host: str = "127.0.0.1") -> TestClient:
         return PlainTextResponse("hello")
 
     methods = ["GET", "POST"]
-    routes = [Route("/", answer, methods=methods), WebSocketRoute("/socket", socket)]
+    routes = [
+        Route("/", answer, methods=methods),
+        Route("/sheet/{rest:path}", answer),
+        WebSocketRoute("/socket", socket),
+    ]
     guarded = Guard(Starlette(routes=routes), token=TOKEN, host=host, port=8401)
     return TestClient(guarded, base_url=f"http://{HERE}")  # type: ignore[arg-type]
 
@@ -90,3 +94,20 @@ def test_an_address_for_others_takes_any_name_and_still_needs_the_token() -> Non
     assert public.get("/", headers=headers).text == "hello"
     headers |= {"origin": "http://evil.example"}
     assert public.get("/", headers=headers).status_code == 403
+
+
+def test_a_signed_address_opens_its_sheet_without_a_cookie_and_nothing_else() -> None:
+    signed = signature(TOKEN, "abc")
+    assert client().get(f"/sheet/abc/{signed}/a.mp4").text == "hello"
+    for path in (
+        f"/sheet/abd/{signed}/a.mp4",
+        f"/sheet/abc/{signature('another', 'abc')}/a.mp4",
+        "/sheet/abc//a.mp4",
+        "/sheet/abc/ä/a.mp4",
+        f"/?sheet/abc/{signed}/",
+    ):
+        assert client().get(path).status_code == 403, path
+    path = f"/sheet/abc/{signed}/a.mp4"
+    assert client().get(path, headers={"origin": "null"}).text == "hello", "its frame"
+    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+        assert client().get(path, headers=headers).status_code == 403

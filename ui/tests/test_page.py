@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
+import torch
 from made_runs import write_run
 from PIL import Image
 from playwright.sync_api import Page, expect
@@ -18,6 +19,9 @@ from served_page import HOSTILE, needs_browser, opened, overflows, served, write
 from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.config.toml import to_toml
+from ditkit_core.data.media.clip import write_video
+from ditkit_core.diagnostics.embedded import VIDEO_BYTES
+from ditkit_core.diagnostics.sheet import Sheet
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_ui.run_file import checked
@@ -118,8 +122,8 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
                        f"{here}/photos/../../elsewhere/p1.png", "/etc/passwd", "\0")),
         *(f"/media?path={quote(str(here / name))}" for name in ("photos/p1.txt", "other.toml")),
         "/report/Li4/", "/report/L2V0Yw==/passwd", "/report/ä/",
-        f"/sheet/{folder_key(tmp_path / 'elsewhere')}/", f"/sheet/{folder_key(here)}/",
-        f"/sheet/{folder_key(run.path)}/other.txt", f"/sheet/{folder_key(run.path)}/%2e%2e/a.txt",
+        f"/sheet/{folder_key(tmp_path / 'elsewhere')}/-/", f"/sheet/{folder_key(here)}/-/",
+        f"/sheet/{folder_key(run.path)}/-/other.txt", f"/sheet/{folder_key(run.path)}/-/%2e%2e/%2e%2e/a.txt",
     ]  # fmt: skip
     with served(here) as page_of, opened(page_of) as page:
         origin = page_of.url.partition("/?")[0]
@@ -134,7 +138,7 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         assert sound.status == 200 and sound.headers["content-type"].startswith("audio/")
         unreadable = page.request.get(f"{origin}/thumbnail?path={quote(str(here / 'other.toml'))}")
         assert (unreadable.status, unreadable.body()) == (204, b"")
-        page.goto(f"{origin}/sheet/{folder_key(run.path)}/")
+        page.goto(f"{origin}/sheet/{folder_key(run.path)}/-/")
         assert page.evaluate("self.origin") == "null", "a page of a folder is of no site"
         assert not page.context.cookies(origin)[1:] and page.title() != "owned"
         page.goto(page_of.url)
@@ -147,6 +151,29 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         page.goto(f"{origin}/data?file=other.toml&family=zimage")
         expect(page.get_by_role("button", name="Open ")).to_be_visible()
         assert page.locator("textarea").count() == 0
+
+
+def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_file(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "runs" / "clips")
+    samples = RunFolder(run).samples / "sheet"
+    samples.mkdir(parents=True)
+    write_video(samples / "a.mp4", torch.rand(3, 9, 720, 720), 9.0)
+    assert (samples / "a.mp4").stat().st_size > VIDEO_BYTES
+    sheet = Sheet(samples, "Sheet", [("a prompt", 1)], ["step 1"])
+    sheet.put(0, 0, samples / "a.mp4")
+    page_file = sheet.write_page()
+    text = '[run]\nfolder = "runs/clips"\n[model]\npreset = "t2v-1.3b"\n'
+    (tmp_path / "clips.toml").write_text(text)
+    is_loaded = "video => new Promise(done => { const look = () => video.readyState > 1 || video.error ? done(video.videoWidth) : setTimeout(look, 100); look() })"
+    with served(tmp_path) as page_of, opened(page_of) as page:
+        page.goto(f"{page_of.url.partition('?')[0]}compare?file=clips.toml&family=wan")
+        video = page.frame_locator("iframe[title=Sheet]").locator("video")
+        assert video.evaluate(is_loaded) == 720
+        page.goto(page_file.as_uri())
+        assert page.locator("video").evaluate(is_loaded) == 720
+    assert [line for line in page_of.said if not line.startswith("file:")] == []
 
 
 def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:

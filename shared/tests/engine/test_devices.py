@@ -8,9 +8,9 @@ import torch
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine import devices
-from ditkit_core.io import nvidia
 from ditkit_core.engine.devices import choose_device, choose_devices, make_current
 from ditkit_core.errors import UserError
+from ditkit_core.io import nvidia
 from ditkit_core.training.config import TrainConfig
 
 

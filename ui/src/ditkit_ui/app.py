@@ -41,9 +41,9 @@ _ALONE = "sandbox allow-scripts; default-src 'none'; img-src data: 'self'; media
 elsewhere."""
 
 
-def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
+def add_pages(bench: Workbench, *, host: str, port: int) -> None:
     """Add the pages, the files that they show, and the guard in front of everything."""
-    app.add_middleware(Guard, token=token, host=host, port=port)
+    app.add_middleware(Guard, token=bench.token, host=host, port=port)
     app.on_shutdown(bench.worker.end)
     app.on_shutdown(bench.captioner.stop)
     app.on_shutdown(bench.fetcher.stop)
@@ -84,8 +84,8 @@ def add_pages(bench: Workbench, *, token: str, host: str, port: int) -> None:
             raise HTTPException(404, str(error)) from error
         return HTMLResponse(page)
 
-    @app.get("/sheet/{key}/{rest:path}")
-    def sheet(key: str, rest: str) -> Response:
+    @app.get("/sheet/{key}/{signed}/{rest:path}")
+    def sheet(key: str, signed: str, rest: str) -> Response:
         page = RunFolder(_folder_of(bench, key)).sheet_page
         if rest:
             return _media(_opened(bench, str(page.parent / rest)))

@@ -95,13 +95,14 @@ def _serve(opened: OpenedFolders, host: str, port: int, logs: Path, *, browser: 
     token = secrets.token_urlsafe(24)
     bench = Workbench(
         opened=opened,
+        token=token,
         worker=Worker(),
         planner=Worker(),
         captions=CaptionEdits(opened),
         captioner=Job(logs / "captions"),
         fetcher=Job(logs / "fetched"),
     )
-    add_pages(bench, token=token, host=host, port=port)
+    add_pages(bench, host=host, port=port)
     name = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         name = socket.gethostname()

@@ -1,6 +1,7 @@
 """Answers only the page itself: other sites, other names for this machine and strangers are
 refused, and a browser loads nothing from elsewhere."""
 
+import hmac
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -19,6 +20,12 @@ _POLICY = (
     "frame-ancestors 'self'; base-uri 'self'; form-action 'self'; object-src 'none'"
 )
 """Vue compiles templates in the browser, hence unsafe-eval; nothing is loaded from another site."""
+
+
+def signature(token: str, key: str) -> str:
+    """What an address has instead of the cookie, below `/sheet/KEY/`: a page of no site, in a frame
+    without rights, gets no cookie and shows the files next to it. It opens that folder alone."""
+    return hmac.new(token.encode(), key.encode(), "sha256").hexdigest()
 
 
 class Guard:
@@ -44,7 +51,7 @@ class Guard:
         headers = Headers(scope=scope)
         query = parse_qs(scope["query_string"].decode("latin-1"))
         given = query.pop("token", [""])[0]
-        if reason := self._refusal(headers, given):
+        if reason := self._refusal(headers, given, scope["path"]):
             is_socket = scope["type"] == "websocket"
             answer = WebSocketClose(1008) if is_socket else PlainTextResponse(reason, 403)
             await answer(scope, receive, send)
@@ -66,17 +73,25 @@ class Guard:
 
         await self.app(scope, receive, send_with_policy)
 
-    def _refusal(self, headers: Headers, given: str) -> str:
+    def _refusal(self, headers: Headers, given: str, path: str) -> str:
         """Why a request is refused; empty if it is not."""
         host, origin = headers.get("host", ""), headers.get("origin")
+        route, key, signed = (*path.split("/", 4)[1:4], "", "", "")[:3]
+        is_signed = route == "sheet" and secrets.compare_digest(
+            signed.encode(), signature(self._token, key).encode()
+        )
         try:
             # Another site could give its name this machine's address, and so read the page.
             if is_loopback(self._host) and not is_loopback(urlsplit(f"//{host}").hostname or ""):
                 return texts.REFUSED_HOST
-            if origin is not None and urlsplit(origin).netloc != host:
+            # A frame without rights is of the origin `null`, and asks for clips with that.
+            is_frame = is_signed and origin == "null"
+            if origin is not None and not is_frame and urlsplit(origin).netloc != host:
                 return texts.REFUSED_ORIGIN
         except ValueError:  # brackets that are no address
             return texts.REFUSED_HOST
+        if is_signed:
+            return ""
         try:
             morsel = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:

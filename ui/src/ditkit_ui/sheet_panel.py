@@ -10,6 +10,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_ui import texts
 from ditkit_ui.families import family_of
+from ditkit_ui.guard import signature
 from ditkit_ui.runs import SHEET_OUTPUT, runs_below, saved_steps, sheet_status, start_sheet
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, folder_key
 
@@ -22,7 +23,8 @@ class SheetPanel:
 
     def __init__(self, bench: Workbench, subject: Subject, page: ui.element):
         config = subject.file.config
-        self._subject, self._folder, self._page = subject, config.run_folder, page
+        self._bench, self._subject, self._page = bench, subject, page
+        self._folder = config.run_folder
         self._shown = 0.0
         steps = saved_steps(self._folder)
         ui.label(texts.SHEET).classes("title")
@@ -64,7 +66,8 @@ class SheetPanel:
         ]
 
     def _source(self) -> str:
-        return f"/sheet/{folder_key(self._folder.path)}/"
+        key = folder_key(self._folder.path)
+        return f"/sheet/{key}/{signature(self._bench.token, key)}/"
 
     def _look(self) -> None:
         """Show what the command says, and the sheet where it was written again."""

@@ -29,6 +29,8 @@ class Workbench:
     """The values that the pages of one process share."""
 
     opened: OpenedFolders
+    token: str
+    """The secret of the page's address."""
     worker: Worker
     """Reads data."""
     planner: Worker

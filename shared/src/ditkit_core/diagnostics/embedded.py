@@ -35,6 +35,8 @@ class PageMedia(dict[Path, Medium]):
         embeds: Whether the page contains the files; if not, it loads them from where it links.
         thumbnails: Whether images are embedded small, and of videos and folders of images the first
             image alone.
+        links_videos: Whether a video that is too large to be embedded is loaded from where it
+            links, and played; if not, its first frame is embedded, and links to it.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class PageMedia(dict[Path, Medium]):
         at_most: int = MEDIA_BYTES,
         embeds: bool = True,
         thumbnails: bool = False,
+        links_videos: bool = False,
     ):
         super().__init__()
         self._folder, self._room = folder, at_most
-        self._embeds, self._thumbnails = embeds, thumbnails
+        self._embeds, self._thumbnails, self._links_videos = embeds, thumbnails, links_videos
 
     def add(self, file: Path) -> None:
         """Show a file on the page, if it is not there yet."""
@@ -81,6 +84,8 @@ class PageMedia(dict[Path, Medium]):
         is_small = is_video or self._thumbnails
         if is_video and not self._thumbnails and size <= min(VIDEO_BYTES, self._room):
             kind, content = "video/mp4", file.read_bytes()
+        elif is_video and self._links_videos:
+            return Medium(source=link, link=link, is_video=True, preload="metadata")
         else:
             limits = (_STILL_SIZE, _STILL_BYTES) if is_small else (_IMAGE_SIZE, _IMAGE_BYTES)
             image = (

@@ -41,7 +41,7 @@ class Sheet:
     ):
         self._folder, self._title, self._rows, self._columns = folder, title, rows, columns
         self._files: list[list[Path | None]] = [[None for _ in columns] for _ in rows]
-        self._media = PageMedia(folder)
+        self._media = PageMedia(folder, links_videos=True)  # the page is next to its videos
 
     def put(self, row: int, column: int, file: Path) -> None:
         """Put a sample into its cell."""
@@ -66,6 +66,7 @@ class Sheet:
         text = html_page(
             "diagnostics/sheet.html",
             title=self._title,
+            is_served=True,
             script=page_text("documents/strips.js", "diagnostics/sheet.js"),
             style=page_text("diagnostics/sheet.css"),
             strips=strips,

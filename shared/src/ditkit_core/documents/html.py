@@ -67,7 +67,8 @@ def html_page(
         template: A template that extends `page.html`.
         script: JavaScript that runs after the body is loaded.
         style: A style sheet after the one of all pages.
-        is_served: Whether images and videos may be loaded from the server that the page is from.
+        is_served: Whether images and videos may be loaded from where the page is from: its server,
+            or its folder.
     """
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.
     style = page_text("documents/page.css") + style
