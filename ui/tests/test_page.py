@@ -317,9 +317,15 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         broken = page.locator(".row-of-media", has_text="0broken.png")
         looked_at(page, "remedies")
         broken.get_by_role("button", name='Leave out: data.on_bad = "skip"').click()
-        expect(broken.get_by_role("button")).to_have_count(1)
+        expect(broken.locator(".badge button")).to_have_count(0)
         assert 'on_bad = "skip"' in world.read_text()
-        for _ in range(2):
+        page.get_by_label("Leave out: p00.png").click()
+        expect(page.get_by_text("left out by data.exclude")).to_be_visible()
+        assert 'exclude = ["p00.png"]' in world.read_text()
+        page.get_by_label("Use: p00.png").click()
+        expect(page.get_by_text("left out by data.exclude")).to_have_count(0)
+        assert "exclude" not in world.read_text()
+        for _ in range(4):
             page.get_by_role("button", name="Undo").click()
             expect(page.get_by_text("Undone.").last).to_be_visible()
         expect(wide.get_by_text("D32")).to_be_visible()

@@ -2,6 +2,7 @@
 all other files of its sample."""
 
 import json
+import os
 import wave
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,32 @@ def test_rows_of_a_list_say_which_they_are_and_other_lists_are_only_read(tmp_pat
     assert (rows["a.png"]["caption"], rows["a.png"]["text"]) == ("", "of a")
     (note,) = rows[""]["notes"]
     assert "images.txt has the captions of this folder: edit them there" in note
+
+
+def test_names_and_texts_that_no_browser_can_show_are_left_out_and_said(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    pictures(folder, "a.png", "b.png")
+    name = os.fsdecode(b"caf\xe9.png")
+    try:
+        pictures(folder, name)
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has no such names")
+    (folder / "a.txt").write_text("of a")
+    rows = rows_of(tmp_path, "zimage", 'on_bad = "skip"\n')
+    assert set(rows) == {"a.png", "b.png", ""}
+    (note,) = rows[""]["notes"]
+    assert note.encode() and "caf\\udce9.png is not shown" in note and "rename" in note
+
+
+def test_an_excluded_file_is_a_row_with_its_caption(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    pictures(folder, "a.png", "b.png")
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(f"of {name}")
+    rows = rows_of(tmp_path, "zimage", 'exclude = ["b.png"]\n')
+    assert (rows["b.png"]["text"], rows["b.png"]["reason"]) == ("of b", "left out by data.exclude")
+    assert rows["b.png"]["excluded"] and rows["b.png"]["id"] == "b.png"
+    assert not rows["a.png"]["excluded"] and rows["a.png"]["trained"]
 
 
 def test_masks_and_references_are_with_their_picture_and_no_samples(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from media_files import numbered_video, picture
 from PIL import Image
 
+from ditkit_core.data.caption_files import caption_folders
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, scan
 from ditkit_core.errors import UserError
@@ -290,6 +293,48 @@ def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None
         UserError, match="data.frames = 5: this model takes still images only; set 1"
     ):
         stills(frames=5)
+
+
+def test_excluded_files_are_not_trained_and_their_names_are_checked(folder: Path) -> None:
+    picture(folder / "b.png")  # of the same name as b.mp4, which is an error
+    (folder / "a-mask.png").write_bytes((folder / "a.png").read_bytes())
+    dataset = look(folder, exclude=("b.png", "a.png"))
+    assert [sample.id for sample in dataset.samples] == ["b", "sub/A"]
+    assert dataset.excluded == [], "nobody has to be told what they asked for"
+    for name, said in (("sub/A.MKw", "did you mean sub/A.MKV?"), ("nothing", "correct the name")):
+        with pytest.raises(UserError, match=rf"data\.exclude has '{name}', .*{re.escape(said)}"):
+            look(folder, exclude=("b.png", name))
+    with pytest.raises(UserError, match="all are in data.exclude"):
+        look(folder, exclude=("a.png", "b.png", "b.mp4", "sub/A.MKV"))
+    with pytest.raises(UserError, match="has a name twice"):
+        look(folder, exclude=("a.png", "a.png"))
+    rows = [{"file_name": name, "text": name} for name in ("a.png", "b.mp4")]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [sample.id for sample in look(folder, exclude=("a.png",)).samples] == ["b"]
+
+
+def test_of_several_folders_the_folder_comes_before_the_name(folder: Path, tmp_path: Path) -> None:
+    for name in "ac":
+        picture(tmp_path / "more" / f"{name}.png")
+        (tmp_path / "more" / f"{name}.txt").write_text("another")
+    folders = (str(folder), str(tmp_path / "more"))
+
+    def ids(name: str) -> list[str]:
+        config = DataConfig(folders=folders, exclude=(name,), frames=9, height=32, width=48)
+        found = scan(config, frame_step=4, size_step=16, fps=16.0)
+        return [sample.id for sample in found.samples]
+
+    assert ids("more/a.png") == ["more/c", "set/a", "set/b", "set/sub/A"]
+    with pytest.raises(UserError, match=r"did you mean (set|more)/a\.png\?"):
+        ids("a.png")
+
+
+def test_captions_are_written_for_no_excluded_file(folder: Path) -> None:
+    config = DataConfig(folder=str(folder), exclude=("a.png",))
+    (files,) = caption_folders(config, (), edits=False)
+    assert [item.name for item in files.items] == ["b.mp4", "sub/A.MKV"]
+    with pytest.raises(UserError, match="did you mean a.png"):
+        caption_folders(replace(config, exclude=("a.pgn",)), (), edits=False)
 
 
 def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:

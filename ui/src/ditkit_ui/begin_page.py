@@ -215,8 +215,9 @@ def _run_files(folder: Path) -> list[Path]:
     files = []
     for file in sorted(folder.glob("*.toml"))[:_MOST_FILES]:
         try:
+            file.name.encode()
             tables = read_toml(file)
-        except UserError:
+        except (UserError, UnicodeEncodeError):  # a name that no browser can ask for
             continue
         if tables and tables.keys() <= config_sections(RunConfig).keys():
             files.append(file)

@@ -33,7 +33,8 @@ _ROW = """
     </button>
   </q-td>
   <q-td class="cell-of-text">
-    <div><b>{{ props.row.name }}</b> <span class="note">{{ props.row.size }}</span></div>
+    <div><b>{{ props.row.name }}</b> <span class="note">{{ props.row.size }}</span>
+      <button class="remedy" :aria-label="props.row.use + ': ' + props.row.name" @click="$parent.$parent.$emit('use', {path: props.row.path})">{{ props.row.use }}</button></div>
     <textarea rows="3" :aria-label="props.row.label" :ref="shown => { if (shown && !shown.matches(':focus')) shown.value = props.row.text }" :readonly="props.row.fixed"
       @change="$parent.$parent.$emit('caption', {path: props.row.path, text: $event.target.value})"></textarea>
     <div v-for="badge in props.row.badges" :class="'badge ' + badge.severity">{{ badge.text }}
@@ -58,7 +59,7 @@ shown anew where nobody writes it."""
 
 _SHOWN = (
     *("path", "name", "kind", "size", "thumbnail", "frame", "larger"),
-    *("label", "text", "fixed", "badges", "extras"),
+    *("label", "text", "fixed", "badges", "extras", "use"),
 )
 """What of a row the browser gets."""
 _TOO_LONG = "D14"
@@ -96,6 +97,7 @@ class DataPage:
             self._table.add_slot("body", _ROW)
             self._table.on("caption", lambda event: self._edit(event.args))
             self._table.on("larger", lambda event: self._enlarge(**event.args))
+            self._table.on("use", lambda event: self._exclude(**event.args))
             self._table.on("remedy", lambda event: self._apply(**event.args))
         ui.timer(0, self._read, once=True)
 
@@ -186,6 +188,7 @@ class DataPage:
             "size": shown,
             "frame": frame,
             "fixed": not row["caption"] or reason != row["reason"],
+            "use": texts.USE if row["excluded"] else texts.LEAVE_OUT,
             "label": texts.CAPTION_OF.format(name=row["name"]),
             "larger": texts.PICTURE_OF.format(name=row["name"]),
             "thumbnail": f"/thumbnail?{urlencode({'path': row['path']})}",
@@ -266,7 +269,8 @@ class DataPage:
         general = dict(by_place)
         for row in self._rows.values():
             row["badges"] = []
-            for finding in (f for name in row["names"] for f in by_place.get(name, ())):
+            of_row = () if row["excluded"] else row["names"]
+            for finding in (f for name in of_row for f in by_place.get(name, ())):
                 read = finding.setdefault("caption", row["text"])
                 if finding["code"] != _TOO_LONG or read == row["text"]:
                     badge = {name: finding[name] for name in ("severity", "text")}
@@ -298,15 +302,27 @@ class DataPage:
                 )
                 await self._edit({"path": path, "text": shorter})
                 return
-            before = file.text
-            try:
-                file.set(remedy["settings"])
-            except UserError:
-                file.text = before
-                raise
-            self._bench.undos.append(partial(_undo_settings, file, file.text))
+            self._set(remedy["settings"])
             tell(self._page, texts.REMEDIED.format(settings=remedy["label"]))
         await self._read()
+
+    async def _exclude(self, path: str) -> None:
+        """Leave a file out, or use it again."""
+        names, id = [*self._subject.file.config.data.exclude], self._rows[path]["id"]
+        names = [name for name in names if name != id] if id in names else [*names, id]
+        with errors_shown(self._page):
+            self._set({"data.exclude": names or None})
+        await self._read()
+
+    def _set(self, settings: Mapping[str, Any]) -> None:
+        """Set keys of the run file, with a way to undo it; if that is refused, nothing changes."""
+        file, before = self._subject.file, self._subject.file.text
+        try:
+            file.set(settings)
+        except UserError:
+            file.text = before
+            raise
+        self._bench.undos.append(partial(_undo_settings, file, file.text))
 
     def _enlarge(self, path: str, name: str, kind: str) -> None:
         source = f"/media?{urlencode({'path': path})}"

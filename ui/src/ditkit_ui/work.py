@@ -2,6 +2,7 @@
 out."""
 
 import io
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -143,7 +144,7 @@ def dataset(family: str, file: str) -> dict[str, Any]:
 
     Returns:
         `folders`; `notes` about captions that are not written here; and `rows`, one for each file.
-        Its `names` are all by which a finding may call it. Its caption is in the file `caption`,
+        Its `names` are all by which a finding may call it, and `id` is the one in `data.exclude`. Its caption is in the file `caption`,
         or in the `row` of that list, which calls it `item`; `text` has it as it was read. If it is
         trained, `trained` is the size, `stored` its own, and `extras` are the other files of the
         sample; else `reason` says why not.
@@ -172,21 +173,38 @@ def dataset(family: str, file: str) -> dict[str, Any]:
                 continue
             of_file = trained.get(path, [])
             names = [path, row["name"], str(folder / row["name"]), prefix + row["name"]]
+            row["id"] = prefix + row["name"]
             row["names"] = [*dict.fromkeys(names), *(sample.id for sample in of_file)]
             row["kind"], row["extras"] = _kind(path), extras.get(path, [])
-            row["reason"] = "" if of_file else reasons.get(printable(prefix + row["name"]), "")
+            row["excluded"] = row["id"] in config.data.exclude
+            row["reason"] = "" if of_file else reasons.get(printable(row["id"]), "")
+            if row["excluded"]:
+                row["reason"] = texts.LEFT_OUT
             if of_file:
                 first = of_file[0]
                 row |= {"trained": [first.height, first.width], "stored": first.file_size}
                 row["text"] = row["text"] or first.captions[0]
-            rows[path] = row
+            if _is_sendable(row):
+                rows[path] = row
+            else:
+                notes.append(texts.NOT_UTF8.format(file=printable(str(folder / row["name"]))))
     return {"folders": list(map(str, folders)), "notes": notes, "rows": list(rows.values())}
+
+
+def _is_sendable(row: Mapping[str, Any]) -> bool:
+    """Whether a browser can show a row: no name and no text of it has half of a character."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stored_captions(run: RunContext, folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Where the captions of a folder are, and those of files that no list names; a reason why they
     cannot be written is added to the notes."""
-    config, named = replace(run.config.data, folder=str(folder), folders=(), repeats=()), set()
+    named = set()
+    config = replace(run.config.data, folder=str(folder), folders=(), repeats=(), exclude=())
     try:
         edits = run.spec.data.reference_size is not None
         (files,) = caption_folders(config, run.auxiliary.columns, edits=edits)

@@ -19,6 +19,7 @@ from ditkit_core.data.control_files import control_folders
 from ditkit_core.data.discovery import (
     list_file,
     list_records,
+    names_of,
     read_list,
     side_file_records,
     side_files,
@@ -74,18 +75,18 @@ class CaptionItem:
 def caption_folders(
     config: DataConfig, columns: Sequence[Column], *, edits: bool
 ) -> "list[CaptionFiles]":
-    """The captions of all folders of a dataset, one after the other; arguments and errors as for
-    `CaptionFiles`."""
-    data = config.with_home()
-    return [
-        CaptionFiles(
-            Path(folder),
-            replace(data, folder=folder, folders=(), repeats=()),
-            columns,
-            edits=edits,
-        )
-        for folder in data.folders or (data.folder,)
-    ]
+    """The captions of all folders of a dataset, one after the other, without the files in
+    `data.exclude`; arguments and errors as for `CaptionFiles`."""
+    data, names = config.with_home(), set[str]()
+    folders, datasets = data.folders or (data.folder,), list[CaptionFiles]()
+    for folder, prefix in zip(folders, names_of(folders), strict=True):
+        one = replace(data, folder=folder, folders=(), repeats=(), exclude=())
+        files = CaptionFiles(Path(folder), one, columns, edits=edits)
+        names |= {prefix + item.name for item in files.items}
+        files.items = [item for item in files.items if prefix + item.name not in data.exclude]
+        datasets.append(files)
+    data.check_excluded(names)
+    return datasets
 
 
 class CaptionFiles:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.foreign_files import is_archive
-from ditkit_core.config.nearest import path_remedy
+from ditkit_core.config.nearest import nearest_word, path_remedy
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import head_of, local_path
 
@@ -53,6 +53,9 @@ class DataConfig:
     videos.txt or images.txt that lists media, with prompts.txt next to it. Empty: metadata.jsonl,
     metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption file next to
     each media file (or a .json with its caption), or such lists if no media file has one."""
+    exclude: tuple[str, ...] = setting((), resume="refused")
+    """Files that are not trained, by their path in the folder, such as ["sub/cat.png"]; with more
+    than one folder, the folder's name comes first."""
     frames: int = setting(0, resume="refused")
     """Frames per clip: 1 + a multiple of the model's frame step. Still images always have one
     frame. 0 means the model's default."""
@@ -197,6 +200,18 @@ class DataConfig:
                     f"{has} is not a multiple of {size_step}; set {below} or {below + size_step}"
                 )
 
+    def check_excluded(self, media: Iterable[str]) -> None:
+        """Refuse a name in `exclude` that no media file has; `media` are the names of all files, as
+        `exclude` has them."""
+        names = set(media)
+        if unknown := sorted({*self.exclude} - names):
+            near = nearest_word(unknown[0], sorted(names))
+            hint = f"did you mean {near}?" if near else "correct the name, or remove it"
+            raise UserError(
+                f"{argument('data.exclude')} has {unknown[0]!r}, which the dataset does not have; "
+                f"{hint}"
+            )
+
     def with_home(self) -> "DataConfig":
         """The section with `~` replaced in its paths: no shell has done it for a run file."""
 
@@ -222,6 +237,8 @@ class DataConfig:
                 f"{argument('data.folder')} and {argument('data.folders')} are both set; put all "
                 f"folders into {argument('data.folders')}"
             )
+        if len(set(self.exclude)) < len(self.exclude):
+            raise UserError(f"{argument('data.exclude')} has a name twice; name it once")
         if "" in self.folders:
             raise UserError(
                 f"{argument('data.folders')} has an empty name; enter the folder, or remove the "

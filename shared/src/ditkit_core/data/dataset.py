@@ -150,6 +150,7 @@ def scan(
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}
+    names: set[str] = set()
     for number, (folder, prefix) in enumerate(zip(folders, names_of(folders), strict=True)):
         reader = _Reader(
             config=replace(
@@ -163,10 +164,11 @@ def scan(
             resolutions=resolutions_of(config, size_step),
             prefix=prefix,
         )
-        folder_samples, not_used = _scan_folder(reader, key)
+        folder_samples, not_used = _scan_folder(reader, key, names)
         _check_read_once(folder_samples, folder, read_from)
         samples += folder_samples
         left_out += not_used
+    config.check_excluded(names)
     return Dataset(
         samples=sorted(samples, key=lambda sample: sample.id),
         excluded=[exclusion[:2] for exclusion in left_out],
@@ -198,8 +200,11 @@ class _LeftOut(NamedTuple):
     kind: Why
 
 
-def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftOut]]:
-    """The samples of one folder, and the files that were left out."""
+def _scan_folder(
+    reader: "_Reader", key: str, names: set[str]
+) -> tuple[list[Sample], list[_LeftOut]]:
+    """The samples of one folder, and the files that were left out, but for those in `data.exclude`;
+    the names of all media files are added to `names`."""
     config, folder = reader.config, Path(reader.config.folder)
     control_paths = control_folders(config.controls, reader.columns, config.masks)
     for name, control_folder in control_paths.items():
@@ -213,7 +218,11 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     controls, also_unused = controls_by_name(control_paths, (*reader.columns, MASK), by_id, folder)
     samples: list[Sample] = []
     problems: list[tuple[str, UserError]] = []
+    names |= {reader.prefix + entry.media for entries in by_id.values() for entry in entries}
     for id, entries in sorted(by_id.items()):
+        entries = [e for e in entries if reader.prefix + e.media not in config.exclude]
+        if not entries:
+            continue
         try:
             samples += reader.samples(id, entries, references.get(id, ()), controls.get(id, {}))
         except UserError as error:
@@ -249,6 +258,8 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
         reason = (
             f"first of {len(problems)}: {problems[0][1]}"
             if problems
+            else f"all are in {argument('data.exclude')}"
+            if by_id
             else f"no media file; accepted: {accepted}"
         )
         message = f"{key} {folder} has no usable sample ({reason})"
