@@ -31,7 +31,7 @@ from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.jobs import jobs_of
-from ditkit_core.run.plans.hours import PlannedRun
+from ditkit_core.run.plans.hours import PlannedRun, launch_of
 from ditkit_core.run.plans.plan import make_report
 from ditkit_core.run.recipes import GOALS
 from ditkit_core.testing.pretend_devices import PretendDevices
@@ -101,6 +101,9 @@ def test_rows_are_in_the_order_of_goals_then_of_memory():
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.file)
 def test_the_page_says_no_more_hours_than_a_recipe_promises(recipe):
+    if recipe.recipe.processes > 1:
+        assert 0 < float(ROWS[recipe.file][-1]) <= recipe.recipe.hours
+        return
     cells = dict(zip(COLUMNS, ROWS[recipe.file][-len(COLUMNS) :], strict=True))
     fitting = {column: cell for column in COLUMNS if (cell := cells[column]) != "–"}
     assert list(fitting) == [column for column in COLUMNS if recipe.gpus_of(column) is not None]
@@ -129,6 +132,11 @@ def test_a_recipe_is_accepted(recipe):
     check_export(recipe.spec, config.export, config.adapter)
     check_settings(run)
     check_training(run, here=False)  # the recipe's devices are not this machine's
+    promise = recipe.recipe
+    assert promise.processes in (1, len(parse_gpus(promise.gpus)))
+    assert (promise.processes > 1) == bool(promise.link)
+    assert (promise.processes > 1) == (max(config.ranks.shard, config.ranks.context) > 1)
+    assert config.train.accumulation >= promise.processes
     assert config.run.folder == f"runs/{recipe.file.replace('_', '-')}"
     assert config.held_out.clips >= 4 and config.save.every_steps % config.held_out.every_steps == 0
     check_schema_of(recipe.recipe.path)
@@ -139,7 +147,9 @@ def test_a_recipe_is_accepted(recipe):
 def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
     with recipe.run() as run:
         promise = recipe.recipe
-        report, planned = make_report(run, promise.gpus, promise.host), PlannedRun.of(jobs_of(run))
+        launch = launch_of(promise)
+        report = make_report(run, promise.gpus, promise.host, launch)
+        planned = PlannedRun.of(jobs_of(run), launch)
     assert report.fits, [describe_shortfall(row, report.previews) for row in report.lacking]
     gpus = parse_gpus(promise.gpus)
     assert planned.hours(gpus) <= promise.hours
@@ -148,7 +158,7 @@ def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
     assert [device.peak for device in planned.devices(gpus)] == [
         device.peak for device in report.devices
     ]
-    assert planned.seconds(gpus) == pytest.approx(report.step.seconds)
+    assert planned.seconds(gpus) * report.num_steps / 3600 == pytest.approx(report.hours)
     if (
         f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE
     ):  # others hold other amounts
@@ -288,6 +298,7 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
         few |= {"sample.frames": 5, "sample.height": 0, "sample.width": 0}
     if config.sample.every_steps:
         few["sample.every_steps"] = 1
+    few["ranks.shard"] = 1
     if config.train.devices:
         few |= {"train.devices": ["cpu", "cpu:1"], "train.split_points": [1]}
     return values | few

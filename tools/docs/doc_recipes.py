@@ -14,7 +14,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.jobs import jobs_of
-from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
+from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, launch_of, run_of_recipe
 from ditkit_core.run.recipes import GOALS, Recipe, read_recipes
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
@@ -86,10 +86,14 @@ ALL = tuple(
 
 
 def recipes() -> Iterator[str]:
-    """The table, line by line."""
+    """The tables, line by line: of one process, and of several."""
     yield f"| I want | of | I have | run file | GPU, GiB | host, GiB | {' | '.join(COLUMNS)} |"
     yield "|---|---|---|---|" + "---:|" * (2 + len(COLUMNS))
-    yield from map(row, ALL)
+    yield from (row(one) for one in ALL if one.recipe.processes == 1)
+    yield ""
+    yield "| I want | of | I have | run file | each GPU, GiB | hours |"
+    yield "|---|---|---|---|---:|---:|"
+    yield from (row(one) for one in ALL if one.recipe.processes > 1)
 
 
 def row(one: Shipped) -> str:
@@ -97,19 +101,23 @@ def row(one: Shipped) -> str:
     recipe = one.recipe
     doing(f"planning {recipe.name}")
     with one.run() as run:
-        planned = PlannedRun.of(jobs_of(run))
+        planned = PlannedRun.of(jobs_of(run), launch_of(recipe))
     devices = planned.devices(parse_gpus(recipe.gpus))
     host = planned.host + sum(device.host for device in devices)
     path = recipe.path.relative_to(RECIPES.parents[1]).as_posix()
+    peaks = " + ".join(f"{device.peak / GIB:.1f}" for device in devices)
     cells = [
         f"[{GOALS[recipe.goal]}](#{anchor(recipe.section)})",
         recipe.model,
         recipe.machine,
         f"[`{recipe.name}`](../../{path})",
-        " + ".join(f"{device.peak / GIB:.1f}" for device in devices),
-        f"{host / GIB:.1f}" if host else "",
-        *(_hours(planned, one.gpus_of(column)) for column in COLUMNS),
+        peaks,
     ]
+    if recipe.processes > 1:
+        cells.append(hours_in_words(planned.hours(parse_gpus(recipe.gpus))))
+    else:
+        cells.append(f"{host / GIB:.1f}" if host else "")
+        cells += (_hours(planned, one.gpus_of(column)) for column in COLUMNS)
     return f"| {' | '.join(cells)} |"
 
 

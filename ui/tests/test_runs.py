@@ -3,17 +3,26 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_ui import runs
 from ditkit_ui.families import family_of, installed_families
-from ditkit_ui.runs import leave_to_queue, run_state, start_run, start_sheet
+from ditkit_ui.runs import (
+    leave_to_queue,
+    processes_of,
+    run_state,
+    shell_command,
+    start_run,
+    start_sheet,
+)
 
 
 def write_metrics(folder: Path, step: int) -> None:
@@ -131,6 +140,30 @@ def test_a_button_that_is_pressed_twice_starts_one_command(
     assert (tmp_path / "begun").read_text() == "xx"
     assert press("sheet") == "", "another one after it"
     runs._STARTED[(folder.path / runs.SHEET_OUTPUT).resolve()].wait()
+
+
+def test_a_run_that_processes_divide_is_started_by_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "program", lambda family, name: "/bin/toy-train")
+    monkeypatch.chdir(tmp_path)
+    for present, shard, context, expected in (
+        (0, 1, 1, 1),
+        (8, 1, 1, 1),
+        (8, 4, 1, 8),
+        (0, 2, 4, 4),
+    ):
+        monkeypatch.setattr(runs, "num_gpus", lambda present=present: present)
+        assert processes_of(RanksConfig(shard=shard, context=context)) == expected
+    started = list[Sequence[str]]()
+    monkeypatch.setattr(runs, "_start", lambda words, output: started.append(words))
+    start_run("toy", tmp_path / "a.toml", RunFolder(tmp_path / "run"), 2)
+    (words,) = started
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[-3:] == ["--no-python", "/bin/toy-train", str(tmp_path / "a.toml")]
+    assert shell_command("toy", tmp_path / "a.toml", 2).endswith(
+        "torchrun --nproc-per-node 2 -m ditkit_toy.train a.toml"
+    )
 
 
 def test_a_command_that_prints_nothing_still_says_how_it_ended(

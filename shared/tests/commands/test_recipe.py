@@ -1,5 +1,9 @@
 """`train --recipe`: which recipe is chosen, the run file that it writes, and what it refuses."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +43,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
             f'[run]\nfolder = "runs/{name}"\n[model]\npreset = "tiny"\n[adapter]\nrank = {rank}\n'
         )
         (folder / f"{name}.toml").write_text(f"{text}{swap}[save]\nevery_steps = 10\n")
+    index.append(
+        '[ranks]\ngoal = "full"\nmodel = "Toy"\ngpus = "2x8GiB"\nprocesses = 2\nlink = "pcie"\n'
+        'hours = 1\nsection = "x"\n'
+    )
+    (folder / "ranks.toml").write_text(
+        '[run]\nfolder = "runs/ranks"\n[model]\npreset = "tiny"\n[adapter]\nrank = 2\n'
+        "[ranks]\nshard = 2\n[train]\nsteps = 2\naccumulation = 2\n[save]\nevery_steps = 10\n"
+    )
     (folder / "index.toml").write_text("\n".join(index))
     return world
 
@@ -56,6 +68,10 @@ def train(world: World, *argv: str) -> int:
 
 def begin(world: World, *argv: str) -> int:
     """With the data of the world."""
+    return train(world, "--recipe", *argv, *data_flags(world))
+
+
+def data_flags(world: World) -> list[str]:
     flags = ["--model.transformer", str(world.folder / "toy.safetensors"), "--model.dtype", "fp32"]
     flags += [
         "--data.folder",
@@ -65,8 +81,7 @@ def begin(world: World, *argv: str) -> int:
         "--data.width",
         "16",
     ]
-    flags += ["--data.frames", "1", "--log.tensorboard", "false", "--sample.steps", "2"]
-    return train(world, "--recipe", *argv, *flags)
+    return [*flags, "--data.frames", "1", "--log.tensorboard", "false", "--sample.steps", "2"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +142,50 @@ def test_it_is_trained_from_the_written_file_and_continued_by_the_same_command(w
     assert "complete" in capsys.readouterr().out
 
 
+def test_a_recipe_for_several_processes_is_planned_for_a_rank_and_started_by_torchrun(
+    world, monkeypatch, capsys
+):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    assert begin(world, "full", "--gpus", "3x8GiB") == 0
+    said = capsys.readouterr().err
+    file = next(world.folder.rglob("recipe.toml"))
+    assert "torchrun --nproc-per-node 2 -m ditkit_toy.train runs/ranks/recipe.toml" in said
+    assert " of 2, " in said, "memory of one of two ranks"
+    assert started == [], "there is no GPU here"
+    file.unlink()
+    assert begin(world, "full", "--gpus", "2x8GiB", "--train.device", "cpu") == 0
+    (words,) = started
+    assert words[0] == sys.executable and words[-1] == str(next(world.folder.rglob("recipe.toml")))
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert begin(world, "full", "--gpus", "8GiB") == 3, "for one GPU there is none"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_processes_train_a_recipe_and_continue_it(world, tmp_path):
+    program = Path(__file__).parent.parent / "support" / "queue_program.py"
+    flags = ["--recipe", "ranks", "--gpus", "2x8GiB", "--train.device", "cpu", *data_flags(world)]
+
+    def call() -> str:
+        done = subprocess.run(
+            [sys.executable, str(program), *flags],
+            cwd=tmp_path,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    call()
+    rows = (tmp_path / "runs" / "ranks" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in rows if "sent_bytes" in line]
+    assert [row["step"] for row in steps] == [1, 2] and steps[1]["sent_bytes"] > 0
+    assert "complete" in call()
+
+
 def test_nothing_is_overwritten(world, capsys):
     assert begin(world, "small", "--gpus", "8GiB") == 0
     file = next(world.folder.rglob("recipe.toml"))
@@ -176,7 +235,7 @@ def test_a_list_has_a_line_for_each(world, capsys):
     assert train(world, "--recipe", "list", "--gpus", "rtx3060") == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[0].endswith("on rtx3060") and rows[0].split()[0] == "recipe"
-    assert [row.split()[0] for row in rows[1:-1]] == list(RECIPES)
+    assert [row.split()[0] for row in rows[1:-1]] == [*RECIPES, "ranks"]
     small, large = rows[1].split(), rows[2].split()
     assert (
         float(small[-3]) > 0
@@ -184,14 +243,16 @@ def test_a_list_has_a_line_for_each(world, capsys):
         and large[-5:] == ["–", "–", "for", "24", "GB"]
     )
     assert train(world, "--recipe", "list", "--gpus", "24GiB,16GiB") == 0
-    assert " + " in capsys.readouterr().out.splitlines()[-2]
+    assert " + " in capsys.readouterr().out.splitlines()[-3]
+    assert train(world, "--recipe", "list", "--gpus", "2x8GiB") == 0
+    assert " 2 × 0." in capsys.readouterr().out.splitlines()[-2]
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["charcter"], "--recipe charcter is unknown; did you mean character?"),
-        (["x"], "--recipe x is unknown; give a goal (character, long) or a name."),
+        (["x"], "--recipe x is unknown; give a goal (character, long, full) or a name."),
         (["small", "run.toml"], "leave one of them out"),
         (["small", "--run", "runs/x"], "leave one of them out"),
         (["small", "--demo"], "a recipe begins a run"),

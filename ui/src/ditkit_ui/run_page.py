@@ -6,7 +6,14 @@ from nicegui import ui
 
 from ditkit_core.io.run_requests import ask
 from ditkit_ui import texts
-from ditkit_ui.runs import RunState, last_output, run_state, shell_command, start_run
+from ditkit_ui.runs import (
+    RunState,
+    last_output,
+    processes_of,
+    run_state,
+    shell_command,
+    start_run,
+)
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, folder_key, page_frame, tell
 
 _SECONDS = 1.0
@@ -29,7 +36,8 @@ class RunPage:
                     )
                     for name, title in texts.REQUESTS.items()
                 }
-            command = shell_command(subject.family, subject.file.path)
+            self._processes = processes_of(subject.file.config.ranks)
+            command = shell_command(subject.family, subject.file.path, self._processes)
             ui.label(f"{texts.COMMAND}: {command}").classes("note")
             with ui.element("div").classes("titled") as self._longer:
                 steps = subject.file.config.train.steps
@@ -83,8 +91,10 @@ class RunPage:
 
     async def _begin(self) -> None:
         with errors_shown(self._page):
-            file = self._subject.file.path
-            await asyncio.to_thread(start_run, self._subject.family, file, self._folder)
+            subject = self._subject
+            await asyncio.to_thread(
+                start_run, subject.family, subject.file.path, self._folder, self._processes
+            )
             tell(self._page, texts.STARTED_RUN, type="positive")
         await self._look()
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from ditkit_core.commands.options import command_line
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.server import last_lines
+from ditkit_core.distributed.launch import torchrun
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
+from ditkit_core.io.nvidia import num_gpus
 from ditkit_core.io.run_dir import ListedSample, RunFolder, is_locked, listed_samples
 from ditkit_core.io.run_queue import RunQueue
 from ditkit_ui import texts
@@ -103,8 +106,16 @@ def program(family: str, name: str) -> str:
     return path
 
 
-def start_run(family: str, file: Path, folder: RunFolder) -> None:
-    """Start or continue the run of a run file, as the command in a shell would.
+def processes_of(ranks: RanksConfig) -> int:
+    """The processes that train a run here: where it divides weights or tokens among several, one
+    for each GPU of this machine, and at least as many as divide them."""
+    divided = max(ranks.shard, ranks.context)
+    return max(divided, num_gpus()) if divided > 1 else 1
+
+
+def start_run(family: str, file: Path, folder: RunFolder, processes: int = 1) -> None:
+    """Start or continue the run of a run file, as the command in a shell would, in so many
+    processes.
 
     Raises:
         UserError: If it runs already, or cannot be started.
@@ -113,6 +124,7 @@ def start_run(family: str, file: Path, folder: RunFolder) -> None:
         if run_state(folder).is_alive:
             raise UserError(f"{folder.path} runs already")
         arguments = [program(family, "train"), str(file)]
+        arguments = torchrun(processes, arguments) if processes > 1 else arguments
         _STARTED[folder.path.resolve()] = _start(arguments, folder.path / OUTPUT)
 
 
@@ -165,9 +177,12 @@ def sheet_status(folder: RunFolder) -> str:
     return "failed" if status else "done"
 
 
-def shell_command(family: str, file: Path) -> str:
+def shell_command(family: str, file: Path, processes: int = 1) -> str:
     """The same for a shell."""
     path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    if processes > 1:
+        module = f"ditkit_{family}.train"
+        return command_line("torchrun", "--nproc-per-node", str(processes), "-m", module, str(path))
     return command_line(f"{family}-train", str(path))
 
 

@@ -33,7 +33,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.fit import gpus_to_fit
-from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
+from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, launch_of, run_of_recipe
 from ditkit_core.run.recipes import read_recipes
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
@@ -117,7 +117,7 @@ def recipe(family: str, name: str, gpus: str) -> dict[str, Any]:
         return {}
     used = here[: len(promised)]
     with run_of_recipe(spec, chosen) as run:
-        planned = PlannedRun.of(jobs_of(run))
+        planned = PlannedRun.of(jobs_of(run), launch_of(chosen))
     devices = planned.devices(used)
     host = planned.host + sum(device.host for device in devices)
     return {

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -589,6 +590,13 @@ def command_line(program: str, *arguments: str) -> str:
     command begins with that."""
     prefix = ("uv", "run") if "UV_RUN_RECURSION_DEPTH" in os.environ else ()
     return shlex.join([*prefix, program, *arguments])
+
+
+def program_words() -> list[str]:
+    """The words that start the program that runs now."""
+    program = os.path.abspath(sys.argv[0])
+    is_script = program.endswith(".py") or not os.access(program, os.X_OK)
+    return [sys.executable, program] if is_script else [program]
 
 
 def verb_of(command: str, options: Any) -> str:

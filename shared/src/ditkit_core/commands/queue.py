@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ditkit_core.commands.options import TYPED, TrainOptions, command_line
+from ditkit_core.commands.options import TYPED, TrainOptions, command_line, program_words
 from ditkit_core.diagnostics.report.words import format_duration
 from ditkit_core.documents.tables import Table
 from ditkit_core.errors import UserError
@@ -49,7 +49,7 @@ def change_queue(config: RunConfig, options: TrainOptions) -> None:
         log = queue.folder / "logs" / f"{folder.name}-{json_hash(run)[:8]}.log"
         entry = QueuedRun(
             run=run,
-            command=(*_program(), *_without_queue(TYPED.get())),
+            command=(*program_words(), *_without_queue(TYPED.get())),
             cwd=os.getcwd(),
             steps=config.train.steps,
             log=str(log),
@@ -138,13 +138,6 @@ def _last_rows(metrics: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _program() -> list[str]:
-    """The words that start the program that runs now."""
-    program = os.path.abspath(sys.argv[0])
-    is_script = program.endswith(".py") or not os.access(program, os.X_OK)
-    return [sys.executable, program] if is_script else [program]
-
-
 def _without_queue(typed: Sequence[str]) -> list[str]:
     """The arguments of a command, without its options of the queue."""
     words, rest = [], iter(typed)
@@ -181,7 +174,7 @@ def _detach(queue: RunQueue, worker: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            [*_program(), "--queue", "start", "--worker", worker],
+            [*program_words(), "--queue", "start", "--worker", worker],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

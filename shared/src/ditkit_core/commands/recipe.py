@@ -1,19 +1,21 @@
 """`train --recipe`: choose the recipe that fits the GPU, write it as a run file and continue with
 that; or list them with hours."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from ditkit_core.commands.comfyui import with_comfyui
-from ditkit_core.commands.options import command_line, verb_of
+from ditkit_core.commands.options import command_line, program_words, verb_of
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.cli_args import Flags
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import changes_to_toml, read_config_file
+from ditkit_core.distributed.launch import torchrun
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import local_path, read_text, write_text
@@ -25,7 +27,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.fit import gpus_to_fit
-from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, run_of_recipe
+from ditkit_core.run.plans.hours import PlannedRun, hours_in_words, launch_of, run_of_recipe
 from ditkit_core.run.plans.plan import make_report
 from ditkit_core.run.recipes import GOALS, LIST, Recipe
 
@@ -97,9 +99,8 @@ def _begin(
     for chosen in candidates:
         config = resolve(RunConfig, file=chosen.path, flags=flags.values)
         doing(f"planning {chosen.name}")
-        report = make_report(
-            create_run(spec, config), _of(chosen, gpus) if options.gpus else "", options.host
-        )
+        names = _of(chosen, gpus) if options.gpus else ""
+        report = make_report(create_run(spec, config), names, options.host, launch_of(chosen))
         if report.fits:
             break
         warn(f"{chosen.name} does not fit: {'; '.join(_lacking(report))}")
@@ -129,6 +130,10 @@ def _begin(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     command = command_line(f"{spec.name}-train", str(out))
+    if chosen.processes > 1:
+        module = f"ditkit_{spec.name}.train"
+        launcher = ("torchrun", "--nproc-per-node", str(chosen.processes), "-m", module)
+        command = command_line(*launcher, str(out))
     devices = config.train.devices or (config.train.device,)
     if not torch.cuda.is_available() and "cpu" not in devices:
         warn(
@@ -136,6 +141,9 @@ def _begin(
         )
         return 0
     warn(f"written to {out}, from which this run is started and continued: {command}")
+    if chosen.processes > 1:
+        words = torchrun(chosen.processes, [*program_words(), str(out)])
+        os.execv(words[0], words)  # its signals and its exit status are those of this command
     rest = replace(options, recipe="", gpus="", host="", write="")
     return replace(flags, common=replace(flags.common, config=str(out)), options=rest)
 
@@ -201,9 +209,8 @@ def _cost(report: PlanReport) -> str:
     ]
     if report.step.streamed:
         parts.append(f"{report.step.streamed / GIB:.1f} GiB on the host")
-    if report.step.seconds:
-        hours = report.step.seconds * report.num_steps / 3600
-        parts.append(f"{hours_in_words(hours)} hours of training steps")
+    if report.hours:
+        parts.append(f"{hours_in_words(report.hours)} hours of training steps")
     return f"{', '.join(parts)} by plan"
 
 
@@ -227,9 +234,10 @@ def _print_table(
         used = tuple(gpus[: len(parse_gpus(recipe.gpus))])
         doing(f"planning {recipe.name}")
         with run_of_recipe(spec, recipe, flags.values) as run:
-            planned = PlannedRun.of(jobs_of(run))
+            planned = PlannedRun.of(jobs_of(run), launch_of(recipe))
         devices = planned.devices(used)
-        peaks = " + ".join(f"{device.peak / GIB:.1f}" for device in devices)
+        ranks = f"{recipe.processes} × " if recipe.processes > 1 else ""
+        peaks = ranks + " + ".join(f"{device.peak / GIB:.1f}" for device in devices)
         host = planned.host + sum(device.host for device in devices)
         fits = all(device.fits for device in devices)
         hours = hours_in_words(planned.hours(used)) if fits else "–"

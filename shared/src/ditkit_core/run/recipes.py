@@ -40,6 +40,10 @@ class Recipe:
     """The model in a person's words."""
     gpus: str
     """The GPUs that it promises to fit, as `--gpus` takes them."""
+    processes: int = 1
+    """Processes that train it, with a GPU each; a single one has all of its GPUs."""
+    link: str = ""
+    """How the GPUs of several processes are connected, as `--link` takes it."""
     host: str = ""
     """Memory of the host that it promises to fit, as `--host` takes it; empty where hardly any is
     used."""
@@ -52,6 +56,9 @@ class Recipe:
     def machine(self) -> str:
         """The machine that it is for, in a few words."""
         gpus = self.gpus.replace("GiB", " GB").replace(",", " + ")
+        if self.processes > 1:
+            number, _, name = gpus.partition("x")
+            gpus = f"{number} × {name.upper()}"
         return f"{gpus}, {self.host.replace('GiB', ' GB')} host" if self.host else gpus
 
 

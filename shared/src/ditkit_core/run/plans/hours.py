@@ -15,16 +15,24 @@ from PIL import Image
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.files import local_path
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.gpus import GPU, weakest
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host
 from ditkit_core.planner.partition import partition_of
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.rank_layout import (
+    PlannedLaunch,
+    RankLayout,
+    layout_of,
+    parse_links,
+)
+from ditkit_core.planner.rank_step import RankStep, profile_of_rank, work_of_rank
 from ditkit_core.planner.step_time import span_time, step_seconds
 from ditkit_core.planner.targets import budgets_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.jobs import Jobs
+from ditkit_core.run.plans.plan import ALONE
 from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_core.run.recipes import Recipe
 
@@ -51,6 +59,11 @@ def run_of_recipe(
         yield create_run(spec, replace(config, data=pairs))
 
 
+def launch_of(recipe: Recipe) -> PlannedLaunch:
+    """The processes of a recipe, as a plan takes them."""
+    return PlannedLaunch(nproc=recipe.processes * (recipe.processes > 1), link=recipe.link)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """A run's step and forwards, measured on fake tensors: what memory and hours on any GPU follow
@@ -64,11 +77,15 @@ class PlannedRun:
     """Of a step with one sample of the largest training size, whose forward validation takes."""
     sample: Profile
     """Of a step with one sample of the size that is generated."""
+    layout: RankLayout | None = None
+    """The processes that train it; None for one. Costs and memory are then those of a rank."""
+    link: str = ""
+    """Between them, as `--link` takes it."""
 
     @classmethod
-    def of(cls, jobs: Jobs) -> "PlannedRun":
+    def of(cls, jobs: Jobs, launch: PlannedLaunch = ALONE) -> "PlannedRun":
         """Profile a run. It has one policy for all blocks, and names the split points if it has
-        several devices."""
+        several devices; or several processes train it, with one GPU each and one kind of link."""
         step, spec = PlannedStep.of(jobs.largest), jobs.run.spec
         costs = profile(step.job)
         size = step.bucket.size
@@ -81,6 +98,9 @@ class PlannedRun:
                 configured.width or size[2],
             )
         generated = alone if sample == size else _profile_of_one(step, sample)
+        layout = layout_of(step.run.config.ranks, 1, launch) if launch.nproc else None
+        if layout is not None:
+            costs = profile_of_rank(costs, layout, step.job.precision.reduction)
         return cls(
             jobs=jobs,
             step=step,
@@ -88,11 +108,17 @@ class PlannedRun:
             division=_division(step.run.config, costs),
             one=alone,
             sample=generated,
+            layout=layout,
+            link=launch.link,
         )
 
     def devices(self, gpus: tuple[GPU, ...]) -> tuple[DevicePlan, ...]:
-        """Memory of the training step on these GPUs."""
-        return compose(self.profile, self.division, budgets_of(gpus), self.step.job.work)
+        """Memory of the training step on these GPUs; of several processes, of one of them."""
+        work = self.step.job.work
+        if self.layout is not None:
+            gpus = (weakest(gpus),)
+            work = work_of_rank(work, self.layout, adapts=not self.profile.trains_all)
+        return compose(self.profile, self.division, budgets_of(gpus), work)
 
     @property
     def host(self) -> int:
@@ -100,7 +126,17 @@ class PlannedRun:
         return on_host(self.profile, self.division.streamed)
 
     def seconds(self, gpus: tuple[GPU, ...]) -> float:
-        """Of a training step."""
+        """Of a training step, with the exchanges of several processes."""
+        if self.layout is not None:
+            step = RankStep(
+                layout=self.layout,
+                profile=self.profile,
+                division=self.division,
+                work=self.step.job.work,
+                gpu=weakest(gpus),
+            )
+            (time, *_) = step.plan(parse_links(self.link, self.layout)).times
+            return time.step or 0.0
         return step_seconds(self.profile, self.division, gpus, self.step.job.work)
 
     def hours(self, gpus: tuple[GPU, ...]) -> float:
@@ -116,7 +152,8 @@ class PlannedRun:
             config, held_out = job.run.config, job.run.config.held_out
             steps = config.train.steps
             measured = 1 + steps // (held_out.every_steps or config.save.every_steps)
-            total += steps * step + measured * held_out.clips * len(held_out.sigmas) * validated
+            clips = self._of_a_process(held_out.clips)
+            total += steps * step + measured * clips * len(held_out.sigmas) * validated
             total += steps // every_steps * sampled if every_steps else 0.0
         return total / 3600
 
@@ -126,18 +163,23 @@ class PlannedRun:
         authors = spec.auxiliary.sample_defaults(self.step.job.arch)
         twice = authors.guided_by == "negative" and (sample.guidance or authors.guidance) > 1
         return (
-            (len(sample.prompts) or sample.captions)
-            * sample.images
+            self._of_a_process((len(sample.prompts) or sample.captions) * sample.images)
             * (sample.steps or authors.steps)
             * (1 + twice)
         )
+
+    def _of_a_process(self, count: int) -> int:
+        """Of so many clips or samples, those of the process that has most."""
+        return -(-count // (self.layout.size if self.layout else 1))
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
         """Seconds of one forward."""
         work = replace(
             self.step.job.work, cuda_graphs="off"
         )  # samples and validation are never replayed
-        spans = zip(gpus, pairwise(self.division.bounds), strict=True)
+        spans = zip(
+            (weakest(gpus),) if self.layout else gpus, pairwise(self.division.bounds), strict=True
+        )
         return sum(
             span_time(costs, gpu, start, end, self.division.streamed, work).forward / 1e9
             for gpu, (start, end) in spans
