@@ -143,7 +143,7 @@ def _begin(
     warn(f"written to {out}, from which this run is started and continued: {command}")
     if chosen.processes > 1:
         words = torchrun(chosen.processes, [*program_words(), str(out)])
-        os.execv(words[0], words)  # its signals and its exit status are those of this command
+        os.execv(words[0], words)  # with its signals and its exit status
     rest = replace(options, recipe="", gpus="", host="", write="")
     return replace(flags, common=replace(flags.common, config=str(out)), options=rest)
 

@@ -203,7 +203,7 @@ class _LeftOut(NamedTuple):
 def _scan_folder(
     reader: "_Reader", key: str, names: set[str]
 ) -> tuple[list[Sample], list[_LeftOut]]:
-    """The samples of one folder, and the files that were left out, but for those in `data.exclude`;
+    """The samples of one folder, and the files that were left out, but for the files in `data.exclude`;
     the names of all media files are added to `names`."""
     config, folder = reader.config, Path(reader.config.folder)
     control_paths = control_folders(config.controls, reader.columns, config.masks)

@@ -78,7 +78,7 @@ class PlannedRun:
     sample: Profile
     """Of a step with one sample of the size that is generated."""
     layout: RankLayout | None = None
-    """The processes that train it; None for one. Costs and memory are then those of a rank."""
+    """The processes that train it; None for one. Costs and memory are then of one rank."""
     link: str = ""
     """Between them, as `--link` takes it."""
 
@@ -169,7 +169,7 @@ class PlannedRun:
         )
 
     def _of_a_process(self, count: int) -> int:
-        """Of so many clips or samples, those of the process that has most."""
+        """The largest part that a process has of so many clips or samples."""
         return -(-count // (self.layout.size if self.layout else 1))
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
