@@ -309,6 +309,7 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         expect(page.get_by_label("Caption of 0wide.png")).to_have_value(f"wide {HOSTILE}")
         expect(page.get_by_label("Show mask: 0wide-mask.png larger").locator("img")).to_be_visible()
         page.get_by_role("button", name="Check the data").click()
+        crop_by_hand(page, world)
         wide = page.locator(".row-of-media", has_text="0wide.png")
         wide.get_by_role("button", name="Crop otherwise: data.max_aspect").click()
         expect(page.get_by_text("In the run file now: Crop otherwise")).to_be_visible()
@@ -325,7 +326,7 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         page.get_by_label("Use: p00.png").click()
         expect(page.get_by_text("left out by data.exclude")).to_have_count(0)
         assert "exclude" not in world.read_text()
-        for _ in range(4):
+        for _ in range(5):
             page.get_by_role("button", name="Undo").click()
             expect(page.get_by_text("Undone.").last).to_be_visible()
         expect(wide.get_by_text("D32")).to_be_visible()
@@ -371,6 +372,27 @@ def write_world(folder: Path) -> Path:
     write_captioner(folder / "captioner", "A red cat sits on the mat.")
     (folder / "photos.toml").write_text(WORLD)
     return folder / "photos.toml"
+
+
+def crop_by_hand(page: Page, world: Path) -> None:
+    """The frame of a wide picture is moved to its left end, with the keyboard."""
+    page.get_by_label("Show 0wide.png larger").click()
+    dialog = page.get_by_role("dialog")
+    frame = dialog.locator(".crop")
+    expect(frame).to_be_visible()
+    before = frame.bounding_box()
+    slider = dialog.get_by_label("Crop from left to right")
+    slider.focus()
+    for _ in range(5):
+        page.keyboard.down("PageDown")  # a tenth
+    page.keyboard.up("PageDown")
+    wait_for(lambda: 'crops = ["0wide.png=0,0.5"]' in world.read_text())
+    after, picture = frame.bounding_box(), dialog.locator("img").bounding_box()
+    assert before and after and picture and after["x"] < before["x"]
+    assert abs(after["x"] - picture["x"]) < 2, "at the left end"
+    looked_at(page, "crop")
+    dialog.get_by_role("button", name="Close").click()
+    expect(dialog).to_have_count(0)
 
 
 def shorten_a_caption(page: Page) -> None:

@@ -20,6 +20,7 @@ from toy_encoders import encode_with as encode
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, Sample, scan
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import PromptFiles, text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
@@ -439,6 +440,33 @@ def test_each_sample_is_encoded_mirrored_too_with_its_references_and_mask(world:
     assert torch.equal(item["loss_weights"].flip(-1), other["loss_weights"])
     assert not torch.equal(item["reference.0"], other["reference.0"])
     start(True)
+    assert not world.media.items
+
+
+def test_another_crop_is_another_entry_of_clip_and_mask_and_captions_stay(world: World) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (32, 64, 3), np.uint8)
+    for name in ("e.png", "mask.png"):
+        Image.fromarray(noise).save(world.root / name)
+    sample = Sample(
+        id="e", media=world.root / "e.png", captions=("a hat",), frames=1, height=32, width=32,
+        mask=world.root / "mask.png",
+    )  # fmt: skip
+
+    def start(crop: Crop) -> EncodedSample:
+        world.media, world.text = CountingEncoder("media"), CountingEncoder("text")
+        (found,) = encode(
+            [replace(sample, crop=crop)], cache=world.cache, media_encoder=world.media,
+            text_encoder=world.text, fps=16.0,
+        )  # fmt: skip
+        return found
+
+    centre, left = start(CENTRE), start(Crop(0.0, 0.5))
+    expected = torch.from_numpy(noise[:, :32]).permute(2, 0, 1)[:, None].float() / 127.5 - 1
+    assert torch.equal(world.media.items[0], expected) and not world.text.items
+    assert centre.media_key != left.media_key and centre.text_keys == left.text_keys
+    assert {*centre.keys} & {*left.keys} == {*centre.text_keys}
+    assert not torch.equal(centre.load()["loss_weights"], left.load()["loss_weights"])
+    start(Crop(0.0, 0.5))
     assert not world.media.items
 
 

@@ -14,12 +14,13 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from ditkit_core.data.list_text import RowEdit
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_ui import texts
 from ditkit_ui.caption_section import CaptionSection
 from ditkit_ui.run_file import RunFile
-from ditkit_ui.thumbnails import crop_frame
+from ditkit_ui.thumbnails import crop_frame, frame_style
 from ditkit_ui.workbench import Subject, Workbench, errors_shown, page_frame, tell
 
 _ROW = """
@@ -62,6 +63,8 @@ _SHOWN = (
     *("label", "text", "fixed", "badges", "extras", "use"),
 )
 """What of a row the browser gets."""
+_LEAST_CUT = 0.005
+"""Share of a side from which on its crop can be moved: less is a rounding."""
 _TOO_LONG = "D14"
 """The finding that a caption is longer than is read."""
 
@@ -164,7 +167,7 @@ class DataPage:
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A media file as the table shows it."""
-        shown, frame, stored, reason = "", "", None, row["reason"]
+        shown, frame, stored, reason, cut = "", "", None, row["reason"], (0.0, 0.0)
         if row["caption"] and row["row"] is None:
             try:
                 stored = self._bench.captions.text(row["caption"])
@@ -175,7 +178,7 @@ class DataPage:
             shown = texts.TRAINED_AS.format(width=width, height=height)
             if row["stored"]:
                 tall, wide = crop_frame(tuple(row["stored"]), (height, width))
-                frame = f"width: {100 * wide:.2f}%; height: {100 * tall:.2f}%"
+                cut, frame = (1 - wide, 1 - tall), frame_style((tall, wide), Crop(*row["crop"]))
                 if tall * wide < 0.99:
                     shown = texts.CUT_AWAY.format(
                         share=round(100 * (1 - tall * wide)), width=width, height=height
@@ -187,6 +190,7 @@ class DataPage:
             "reason": reason,
             "size": shown,
             "frame": frame,
+            "cut": cut,
             "fixed": not row["caption"] or reason != row["reason"],
             "use": texts.USE if row["excluded"] else texts.LEAVE_OUT,
             "label": texts.CAPTION_OF.format(name=row["name"]),
@@ -325,15 +329,45 @@ class DataPage:
         self._bench.undos.append(partial(_undo_settings, file, file.text))
 
     def _enlarge(self, path: str, name: str, kind: str) -> None:
-        source = f"/media?{urlencode({'path': path})}"
+        source, row = f"/media?{urlencode({'path': path})}", self._rows.get(path, {})
         with ui.dialog() as dialog, ui.card().classes("larger"):
-            if kind == "video":
-                ui.video(source, autoplay=False)
-            else:
-                ui.element("img").props["src"] = source
+            with ui.element("div").classes("picture"):
+                if kind == "video":
+                    ui.video(source, autoplay=False)
+                else:
+                    ui.element("img").props["src"] = source
+                frame = ui.element("span").classes("crop").style(row.get("frame", ""))
+                frame.set_visibility(bool(row.get("frame")))
             ui.label(name)
+            # A picture covers its size: at most one of its sides is cut.
+            for axis, words in enumerate(texts.CROPS if row.get("movable") else ()):
+                if row["cut"][axis] > _LEAST_CUT:
+                    ui.label(words)
+                    self._crop_slider(row, axis, frame).props["aria-label"] = words
             ui.button(texts.CLOSE, on_click=dialog.close)
         dialog.open()
+
+    def _crop_slider(self, row: Mapping[str, Any], axis: int, frame: ui.element) -> ui.slider:
+        """Moves the frame along an axis of a picture; where it is let go, the run file has it."""
+
+        def crop() -> Crop:
+            shares = list(row["crop"])
+            shares[axis] = round(float(slider.value), 2)
+            return Crop(*shares)
+
+        def move() -> None:
+            frame.style(replace=frame_style((1 - row["cut"][1], 1 - row["cut"][0]), crop()))
+
+        async def keep() -> None:
+            entries = (e for e in self._subject.file.config.data.crops)
+            others = [e for e in entries if e.rpartition("=")[0] != row["id"]]
+            entry = f"{row['id']}={crop().right:g},{crop().down:g}"
+            with errors_shown(self._page):
+                self._set({"data.crops": (others + [entry] * (crop() != CENTRE)) or None})
+            await self._read()
+
+        slider = ui.slider(min=0, max=1, step=0.01, value=row["crop"][axis], on_change=move)
+        return slider.on("change", keep)
 
 
 def _remedies(finding: Mapping[str, Any], row: Mapping[str, Any] | None = None) -> list[Any]:

@@ -128,6 +128,7 @@ LEFT_OUT = "left out by data.exclude"
 IN_A_LIST = "{file} has the captions of this folder: edit them there ({reason})"
 CAPTION_OF = "Caption of {name}"
 PICTURE_OF = "Show {name} larger"
+CROPS = ("Crop from left to right", "Crop from top to bottom")
 CUT_AWAY = "{share} % cut away, trained as {width}×{height}"
 TRAINED_AS = "trained as {width}×{height}"
 CHECK = "Check the data"

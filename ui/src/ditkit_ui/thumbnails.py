@@ -6,6 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from ditkit_core.data.media.crop import Crop
 from ditkit_core.data.media.image import SUFFIXES, read_image
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.video import frames_at
@@ -52,3 +53,11 @@ def crop_frame(stored: tuple[int, int], trained: tuple[int, int]) -> tuple[float
     cropped to its centre."""
     scale = max(trained[0] / stored[0], trained[1] / stored[1])
     return trained[0] / (scale * stored[0]), trained[1] / (scale * stored[1])
+
+
+def frame_style(kept: tuple[float, float], crop: Crop) -> str:
+    """The frame around what remains of a picture, its shares of height and width, as CSS."""
+    tall, wide = kept
+    top, left = (1 - tall) * crop.down, (1 - wide) * crop.right
+    sizes = {"width": wide, "height": tall, "left": left, "top": top}
+    return "; ".join(f"{name}: {100 * share:.2f}%" for name, share in sizes.items())

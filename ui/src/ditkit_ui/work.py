@@ -146,8 +146,8 @@ def dataset(family: str, file: str) -> dict[str, Any]:
         `folders`; `notes` about captions that are not written here; and `rows`, one for each file.
         Its `names` are all by which a finding may call it, and `id` is the one in `data.exclude`. Its caption is in the file `caption`,
         or in the `row` of that list, which calls it `item`; `text` has it as it was read. If it is
-        trained, `trained` is the size, `stored` its own, and `extras` are the other files of the
-        sample; else `reason` says why not.
+        trained, `trained` is the size, `stored` its own, `crop` where it is cropped, which is
+        `movable` or not, and `extras` are the other files of the sample; else `reason` says why not.
     """
     run = _run(family, file)
     config, data = run.config, run.data  # with the model's own size where the file sets none
@@ -183,6 +183,7 @@ def dataset(family: str, file: str) -> dict[str, Any]:
             if of_file:
                 first = of_file[0]
                 row |= {"trained": [first.height, first.width], "stored": first.file_size}
+                row |= {"crop": first.crop, "movable": not run.auxiliary.columns}
                 row["text"] = row["text"] or first.captions[0]
             if _is_sendable(row):
                 rows[path] = row

@@ -85,7 +85,7 @@ def caption_folders(
         names |= {prefix + item.name for item in files.items}
         files.items = [item for item in files.items if prefix + item.name not in data.exclude]
         datasets.append(files)
-    data.check_excluded(names)
+    data.check_names(names)
     return datasets
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from ditkit_core.config.field import setting
 from ditkit_core.config.foreign_files import is_archive
 from ditkit_core.config.nearest import nearest_word, path_remedy
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import head_of, local_path
 
@@ -56,6 +57,10 @@ class DataConfig:
     exclude: tuple[str, ...] = setting((), resume="refused")
     """Files that are not trained, by their path in the folder, such as ["sub/cat.png"]; with more
     than one folder, the folder's name comes first."""
+    crops: tuple[str, ...] = setting((), resume="refused")
+    """Where files are cropped, if not at their centre, as `NAME=RIGHT,DOWN`, with names as in
+    `exclude`: cat.png=0.5,0 keeps the upper end, 0 and 1 are the ends. Models with conditions take
+    none."""
     frames: int = setting(0, resume="refused")
     """Frames per clip: 1 + a multiple of the model's frame step. Still images always have one
     frame. 0 means the model's default."""
@@ -200,17 +205,37 @@ class DataConfig:
                     f"{has} is not a multiple of {size_step}; set {below} or {below + size_step}"
                 )
 
-    def check_excluded(self, media: Iterable[str]) -> None:
-        """Refuse a name in `exclude` that no media file has; `media` are the names of all files, as
-        `exclude` has them."""
+    def crop_of(self, name: str) -> Crop:
+        """Where a file is cropped; `name` as in `exclude`."""
+        crops: dict[str, Crop] = {}
+        for entry in self.crops:
+            file, _, place = entry.rpartition("=")
+            try:
+                right, down = map(float, place.split(","))
+                crop = Crop(right, down)
+            except ValueError:
+                crop = Crop(-1.0)
+            if not file or file in crops or not all(0 <= share <= 1 for share in crop):
+                raise UserError(
+                    f"{argument('data.crops')} has {entry!r}; write NAME=RIGHT,DOWN, once for each "
+                    f"file, with numbers from 0 to 1, such as cat.png=0.5,0"
+                )
+            crops[file] = crop
+        return crops.get(name, CENTRE)
+
+    def check_names(self, media: Iterable[str]) -> None:
+        """Refuse a name in `exclude` or `crops` that no media file has; `media` are the names of
+        all files, as `exclude` has them."""
         names = set(media)
-        if unknown := sorted({*self.exclude} - names):
-            near = nearest_word(unknown[0], sorted(names))
-            hint = f"did you mean {near}?" if near else "correct the name, or remove it"
-            raise UserError(
-                f"{argument('data.exclude')} has {unknown[0]!r}, which the dataset does not have; "
-                f"{hint}"
-            )
+        cropped = (entry.rpartition("=")[0] for entry in self.crops)
+        for key, wanted in (("exclude", self.exclude), ("crops", cropped)):
+            if unknown := sorted({*wanted} - names):
+                near = nearest_word(unknown[0], sorted(names))
+                hint = f"did you mean {near}?" if near else "correct the name, or remove it"
+                raise UserError(
+                    f"{argument(f'data.{key}')} has {unknown[0]!r}, which the dataset does not "
+                    f"have; {hint}"
+                )
 
     def with_home(self) -> "DataConfig":
         """The section with `~` replaced in its paths: no shell has done it for a run file."""
@@ -237,6 +262,7 @@ class DataConfig:
                 f"{argument('data.folder')} and {argument('data.folders')} are both set; put all "
                 f"folders into {argument('data.folders')}"
             )
+        self.crop_of("")
         if len(set(self.exclude)) < len(self.exclude):
             raise UserError(f"{argument('data.exclude')} has a name twice; name it once")
         if "" in self.folders:

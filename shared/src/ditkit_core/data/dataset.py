@@ -27,6 +27,7 @@ from ditkit_core.data.media.clip import (
     called_like_media,
     media_kind,
 )
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record
@@ -67,6 +68,8 @@ class Sample:
     repeats: float = 1.0
     """Average number of uses per epoch."""
     is_mirrored: bool = False
+    crop: Crop = CENTRE
+    """Where its file is cropped."""
 
 
 Why = Literal["bad", "short", "unused"]
@@ -147,6 +150,11 @@ def scan(
     for folder in folders:
         _check_folder(folder, key, config)
     config.check_steps(frame_step, size_step)
+    if config.crops and columns:
+        raise UserError(
+            f"{argument('data.crops')} is set, and this model's conditions ({columns[0].name}) are "
+            f"cropped to their centre, so that they would not align; remove it, and crop the files"
+        )
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}
@@ -168,7 +176,7 @@ def scan(
         _check_read_once(folder_samples, folder, read_from)
         samples += folder_samples
         left_out += not_used
-    config.check_excluded(names)
+    config.check_names(names)
     return Dataset(
         samples=sorted(samples, key=lambda sample: sample.id),
         excluded=[exclusion[:2] for exclusion in left_out],
@@ -405,6 +413,7 @@ class _Reader:
             if mask is None
             else checked_mask(Path(mask), media, (extent.height, extent.width)),
             repeats=(*self.config.repeats, 1.0)[0],
+            crop=self.config.crop_of(self.prefix + entry.media),
         )
         samples = []
         for window in windows:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import available, media_kind, read_clip
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.data.side_names import Names
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
@@ -41,7 +42,7 @@ def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
             f"mask {mask} is a video, but {media} is an image; convert the mask to an image"
         )
     _, height, width = available(mask, 1.0, at_most=1)
-    # Both are cropped to the centre of their own frame, so that they fit only with one aspect
+    # Both are cropped in the same way within their own frame, so that they fit only with one aspect
     # ratio, up to a pixel's rounding.
     if abs(height * size[1] - width * size[0]) > max(height, width, *size):
         raise UserError(
@@ -61,11 +62,18 @@ def read_mask(
     width: int,
     start_seconds: float,
     is_mirrored: bool = False,
+    crop: Crop = CENTRE,
 ) -> Float[Tensor, "frames height width"]:
     """The mask of a clip from 0 (black) to 1 (white), with the frames, the size and the crop of
     `read_clip`; an image is repeated."""
     read = partial(
-        read_clip, path, height=height, width=width, as_stored=True, is_mirrored=is_mirrored
+        read_clip,
+        path,
+        height=height,
+        width=width,
+        as_stored=True,
+        is_mirrored=is_mirrored,
+        crop=crop,
     )
     if media_kind(path) == "image":
         pixels = read(frames=1, fps=0.0).expand(-1, frames, -1, -1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import TRANSFORM_VERSION, media_kind, read_clip
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
@@ -39,6 +40,11 @@ _MIRRORED: Mapping[bool, Mapping[str, Any]] = {False: {}, True: {"mirrored": Tru
 """Part of the keys of what is read mirrored; the keys of the rest are as in earlier versions."""
 _LONG_HASH_BYTES = 2**28
 """Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
+
+
+def _cropped(crop: Crop) -> dict[str, Any]:
+    """Part of the keys of what is cropped elsewhere than at its centre, likewise."""
+    return {} if crop == CENTRE else {"crop": list(crop)}
 
 
 def text_key(caption: str, encoder: Encoder, pictures: Sequence[str] = ()) -> str:
@@ -378,6 +384,7 @@ class Conditioning:
             "width": controls.width,
             "start": controls.start_seconds,
             **_MIRRORED[controls.is_mirrored],
+            **_cropped(Crop(*controls.crop)),
         }
         contents = []
         for column in sorted(used):
@@ -414,6 +421,7 @@ def clip_inputs_of(sample: Sample, fps: float) -> ClipInputs:
         width=sample.width,
         fps=fps if media_kind(sample.media) == "video" else 0.0,
         is_mirrored=sample.is_mirrored,
+        crop=sample.crop,
     )
 
 
@@ -428,6 +436,7 @@ class _Clip(NamedTuple):
     width: int
     start_seconds: float = 0.0
     is_mirrored: bool = False
+    crop: Crop = CENTRE
 
     def read(self) -> Tensor:
         return read_clip(**self._asdict())
@@ -444,7 +453,7 @@ class _Clip(NamedTuple):
         }
         if self.start_seconds:  # left out at 0, again for the key of earlier versions
             transform["start"] = self.start_seconds
-        transform |= _MIRRORED[self.is_mirrored]
+        transform |= {**_MIRRORED[self.is_mirrored], **_cropped(self.crop)}
         return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
 
 
@@ -459,6 +468,7 @@ def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) 
         sample.width,
         sample.start_seconds,
         sample.is_mirrored,
+        sample.crop,
     )
     if not sample.references:
         return [own_clip]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditkit_core.data.masks import MASK, at_latent_size, read_mask
+from ditkit_core.data.media.crop import Crop
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 
 LOSS_WEIGHTS = "loss_weights"
@@ -49,6 +50,7 @@ def _read(controls: ClipInputs) -> Tensor:
         width=controls.width,
         start_seconds=controls.start_seconds,
         is_mirrored=controls.is_mirrored,
+        crop=Crop(*controls.crop),
     )
 
 

@@ -58,7 +58,14 @@ def _write(
     folder: Path, name: str, path: Path, sample: Sample, fps: float, *, as_stored: bool = False
 ) -> Path:
     """Write the sample's window of a file: of its own clip, of a control video, or of its mask."""
-    read = partial(read_clip, path, height=sample.height, width=sample.width, as_stored=as_stored)
+    read = partial(
+        read_clip,
+        path,
+        height=sample.height,
+        width=sample.width,
+        as_stored=as_stored,
+        crop=sample.crop,
+    )
     if media_kind(path) == "image":
         pixels = read(frames=1, fps=0.0)
         write_image(target := folder / f"{name}.png", (pixels[:, 0] + 1) / 2)

@@ -78,6 +78,8 @@ class ClipInputs:
     is_mirrored: bool = False
     """Whether the clip is read mirrored left to right; images and videos of its conditions are then
     mirrored as well."""
+    crop: tuple[float, float] = (0.5, 0.5)
+    """Where the clip and its mask are cropped: `data.media.crop.Crop`."""
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from torch.nn import functional
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.data.media.files import is_folder, is_regular
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.image_sequence import open_folder
@@ -157,9 +158,10 @@ def read_clip(
     start_seconds: float = 0.0,
     as_stored: bool = False,
     is_mirrored: bool = False,
+    crop: Crop = CENTRE,
 ) -> Float[Tensor, "3 frames height width"]:
     """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the
-    size and centre cropped.
+    size and cropped, by default to the centre.
 
     Args:
         frames: Number of frames; 1 for an image.
@@ -168,6 +170,7 @@ def read_clip(
         as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in
             a mask.
         is_mirrored: Exchange left and right in the end.
+        crop: Where the part is.
 
     Returns:
         float32 pixels in [-1, 1].
@@ -180,7 +183,7 @@ def read_clip(
         path, frames=frames, fps=fps, start_seconds=start_seconds, as_stored=as_stored
     )
     for i, image in enumerate(images):
-        clip[:, i] = _fit(image, height, width)
+        clip[:, i] = _fit(image, height, width, crop)
     return clip.flip(-1) if is_mirrored else clip
 
 
@@ -281,10 +284,10 @@ def _checked(path: Path) -> Kind:
     return kind
 
 
-def _fit(image: RgbImage, height: int, width: int) -> Float[Tensor, "3 height width"]:
-    """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
+def _fit(image: RgbImage, height: int, width: int, crop: Crop) -> Float[Tensor, "3 height width"]:
+    """Scale to cover the size (antialiased), crop, map 0…255 to [-1, 1]."""
     pixels = (
-        torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width)))
+        torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width, crop)))
         .permute(2, 0, 1)
         .float()
     )
@@ -298,12 +301,13 @@ def _fit(image: RgbImage, height: int, width: int) -> Float[Tensor, "3 height wi
             pixels[None], covering, mode="bicubic", antialias=True, align_corners=False
         )
         pixels = resized[0].clamp(0, 255)  # bicubic overshoots at edges
-    top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
+    top = int((covering[0] - height) * crop.down)
+    left = int((covering[1] - width) * crop.right)
     return pixels[:, top : top + height, left : left + width] / 127.5 - 1
 
 
-def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
-    """The middle of a very long image, from which resizing and cropping give the same part; any
+def _without_far_ends(image: RgbImage, height: int, width: int, crop: Crop) -> RgbImage:
+    """The part around the crop of a very long image, from which resizing and cropping give the same part; any
     other image as it is.
 
     Resized as a whole, 1000 x 1 pixels at 480 x 832 would take 5 GB.
@@ -314,10 +318,11 @@ def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
     axis, excess = (0, excess) if excess > 1 else (1, 1 / excess)
     if excess <= _LONG:
         return image
-    cut = (
-        int(image.shape[axis] * (1 - _KEPT_OF_LONG / excess)) // 2
-    )  # the same at both ends, so that the centre stays
-    return image[cut:-cut] if axis == 0 else image[:, cut:-cut]
+    # An even number, so that as much is cut at both ends of the centre.
+    cut = int(image.shape[axis] * (1 - _KEPT_OF_LONG / excess)) // 2 * 2
+    first = round(cut * (crop.down, crop.right)[axis])
+    kept = slice(first, image.shape[axis] - cut + first)
+    return image[kept] if axis == 0 else image[:, kept]
 
 
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:

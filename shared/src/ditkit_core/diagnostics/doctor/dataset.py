@@ -313,7 +313,12 @@ class _Examination:
         if sample.mask is None:
             return None
         read = partial(
-            read_mask, sample.mask, height=sample.height, width=sample.width, frames=sample.frames
+            read_mask,
+            sample.mask,
+            height=sample.height,
+            width=sample.width,
+            frames=sample.frames,
+            crop=sample.crop,
         )
         return float(read(fps=fps, start_seconds=sample.start_seconds).mean())
 
