@@ -14,6 +14,7 @@ from PIL import Image
 from stand_in_hub import stand_in_hub
 
 from ditkit_core.data.media.clip import write_video
+from ditkit_core.errors import UserError
 from ditkit_ui import work
 
 
@@ -180,15 +181,37 @@ def test_missing_model_files_are_named_with_sizes_and_fetched(
             "vae/model.safetensors": 2 * 10**8,
             "transformer/model.safetensors": 12 * 10**9,
         }
-        lines = work.missing("zimage", "zimage_character_8gb")
+        lines = work.missing("zimage", name="zimage_character_8gb")
         assert [line.partition(", from")[0] for line in lines[:2]] == [
             "transformer, 12.00 GB",
             "vae, 0.20 GB",
         ]
-        assert work.fetch("zimage", "zimage_character_8gb", str(log)) == 1, "no transformer came"
+        assert work.fetch("zimage", str(log), name="zimage_character_8gb") == 1, (
+            "no transformer came"
+        )
         assert "fetching transformer, 12.00 GB, from Tongyi-MAI/Z-Image" in log.read_text()
         assert "error: " in log.read_text() and len(asked) == 1
         for part in ("transformer", "text_encoder", "tokenizer"):
             (tmp_path / part).mkdir()
-        assert work.fetch("zimage", "zimage_character_8gb", str(log)) == 0
+        assert work.fetch("zimage", str(log), name="zimage_character_8gb") == 0
         assert "error: " not in log.read_text() and len(asked) == 5
+
+
+def test_what_comfyui_has_is_not_missing_for_a_recipe_and_for_a_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "run.toml").write_text('[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n')
+    ways = ({"name": "zimage_character_8gb"}, {"file": str(tmp_path / "run.toml")})
+    monkeypatch.setattr(work, "find_files", lambda spec, model, root: {"vae": root / "ae.sft"})
+    with stand_in_hub(monkeypatch) as hub:
+        hub.models["Tongyi-MAI/Z-Image"] = {"vae/a.safetensors": 9, "transformer/a.safetensors": 9}
+        for way in ways:
+            both = [line.partition(",")[0] for line in work.missing("zimage", **way)]
+            left = work.missing("zimage", comfyui="there", **way)
+            assert both[:2] == ["transformer", "vae"]
+            assert [line.partition(",")[0] for line in left] == [both[0], *both[2:]]
+            assert work.in_comfyui("zimage", "there", **way) == {"model.vae": "there/ae.sft"}
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="nowhere"):
+        work.missing("zimage", comfyui=str(tmp_path / "nowhere"), **ways[1])

@@ -127,7 +127,9 @@ class BeginPage:
                 )
                 ui.button(
                     texts.FILES,
-                    on_click=lambda: FetchDialog(self._bench, self._page, family, recipe.name),
+                    on_click=lambda: FetchDialog(
+                        self._bench, self._page, family, {"name": recipe.name}
+                    ),
                 ).props(f'flat aria-label="{texts.FILES} {recipe.name}"')
         return cost
 
@@ -163,6 +165,8 @@ class BeginPage:
         run = f"runs/{name}"
         if not is_demo and self._gpu.value.strip():
             arguments = [*arguments, f"--gpus={self._gpu.value.strip()}"]
+        if self._bench.comfyui and not is_demo:
+            arguments = [*arguments, f"--comfyui={self._bench.comfyui}"]
         process = self._bench.worker if is_demo else self._bench.planner  # the demo is not planned
         printed = await process.ask(
             "command",

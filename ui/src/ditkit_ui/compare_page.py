@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from ditkit_core.diagnostics.verification.exported import current_results
+from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import ListedSample
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_ui import texts
@@ -71,6 +72,11 @@ class ComparePage:
             self._form = ui.select(forms, value="", label=texts.EXPORT_FORM)
             self._button = ui.button(texts.EXPORT, on_click=self._export)
             self._button.set_enabled(bool(saves))
+        with ui.element("div").classes("fields"):
+            self._push = ui.input(texts.PUSH_TO).props(f'hint="{texts.PUSH_HELP}"')
+            self._private = ui.switch(texts.PUSH_PRIVATE, value=True)
+            self._upload = ui.button(texts.PUSH, on_click=lambda: self._export(uploads=True))
+            self._upload.set_enabled(bool(saves))
         self._lines = ui.label().classes("lines log").props("role=status")
         self._lines.set_visibility(False)
         self._verified = ui.element("ul").classes("files")
@@ -85,15 +91,24 @@ class ComparePage:
                     ui.label(f"{name}: {kind[1]}").classes(kind[0])
                     ui.label(result.line).classes("note")
 
-    async def _export(self) -> None:
+    async def _export(self, *, uploads: bool = False) -> None:
+        """Export a save, and upload it to the hub if wanted; the command logs in there by itself,
+        and its token is not read here."""
         arguments = [f"--run={self._folder.path}"]
         arguments += [f"--step={self._step.value}"] if self._step.value else []
         arguments += [f"--to={self._form.value}"] if self._form.value else []
-        self._button.disable()
+        buttons = (self._button, self._upload)
+        for button in buttons:
+            button.disable()
         self._lines.set_visibility(True)
         self._lines.text = texts.EXPORTING
         try:
             with errors_shown(self._page):
+                if uploads:
+                    if not self._push.value.strip():
+                        raise UserError(texts.PUSH_WHERE)
+                    arguments.append(f"--push={self._push.value.strip()}")
+                    arguments += ["--private"] * self._private.value
                 status, lines = await asyncio.to_thread(
                     run_program, self._subject.family, "export", arguments
                 )
@@ -102,7 +117,8 @@ class ComparePage:
                     self._lines.classes(replace=f"lines log {'bad' if status else ''}")
                     self._show_verified()
         finally:
-            self._button.enable()
+            for button in buttons:
+                button.enable()
 
 
 def _show_sample(sample: ListedSample) -> None:

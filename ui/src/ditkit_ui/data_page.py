@@ -350,20 +350,22 @@ class DataPage:
     def _crop_slider(self, row: Mapping[str, Any], axis: int, frame: ui.element) -> ui.slider:
         """Moves the frame along an axis of a picture; where it is let go, the run file has it."""
 
-        def crop() -> Crop:
+        def crop_at(share: float) -> Crop:
             shares = list(row["crop"])
-            shares[axis] = round(float(slider.value), 2)
+            shares[axis] = round(share, 2)
             return Crop(*shares)
 
-        def move() -> None:
-            frame.style(replace=frame_style((1 - row["cut"][1], 1 - row["cut"][0]), crop()))
+        def move(event: Any) -> None:
+            kept = (1 - row["cut"][1], 1 - row["cut"][0])
+            frame.style(replace=frame_style(kept, crop_at(event.value)))
 
-        async def keep() -> None:
+        async def keep(event: Any) -> None:  # has the last value, which may come after it else
+            crop = crop_at(event.args)
             entries = (e for e in self._subject.file.config.data.crops)
             others = [e for e in entries if e.rpartition("=")[0] != row["id"]]
-            entry = f"{row['id']}={crop().right:g},{crop().down:g}"
+            entry = f"{row['id']}={crop.right:g},{crop.down:g}"
             with errors_shown(self._page):
-                self._set({"data.crops": (others + [entry] * (crop() != CENTRE)) or None})
+                self._set({"data.crops": (others + [entry] * (crop != CENTRE)) or None})
             await self._read()
 
         slider = ui.slider(min=0, max=1, step=0.01, value=row["crop"][axis], on_change=move)

@@ -15,6 +15,7 @@ from ditkit_core.io.files import read_text
 from ditkit_core.run.config import KEYS_THAT_MATTER
 from ditkit_ui import texts
 from ditkit_ui.families import installed_families
+from ditkit_ui.fetch_dialog import FetchDialog
 from ditkit_ui.run_file import changed_values, checked, schema, text_of, value_of
 from ditkit_ui.workbench import Subject, Workbench, address, errors_shown, page_frame, tell
 
@@ -38,6 +39,7 @@ class SettingsPage:
                 names = {name: f"{name}-train" for name in installed_families()}
                 family = ui.select(names, value=subject.family, label=texts.FAMILY_OF)
                 family.on_value_change(lambda event: self._read_by(event.value))
+                ui.button(texts.FILES, on_click=self._model_files).props("flat")
                 search = ui.input(texts.SEARCH_KEYS.format(count=len(self._schema)))
                 search.props("clearable debounce=250 type=search")
                 search.on_value_change(lambda event: self._show_form(event.value or ""))
@@ -51,6 +53,16 @@ class SettingsPage:
     def _read_by(self, family: str) -> None:
         """Have the file read by the commands of another family."""
         ui.navigate.to(address("settings", {"file": str(self._file.path), "family": family}))
+
+    def _model_files(self) -> None:
+        """What of the model is missing here, and what ComfyUI has of it."""
+
+        async def use(files: Mapping[str, str]) -> None:
+            await self._changed(lambda: self._file.set(files))
+            self._refresh_fields()
+
+        of = {"file": str(self._file.path)}
+        FetchDialog(self._bench, self._page, self._subject.family, of, use)
 
     def _show_form(self, words: str) -> None:
         """The keys that matter, or those that have the words."""

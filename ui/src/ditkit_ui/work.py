@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ditkit_core.commands.cli import start
+from ditkit_core.commands.comfyui import find_files
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.data.caption_files import caption_folders
@@ -53,15 +54,24 @@ def caption(family: str, arguments: list[str], log: str) -> int:
         return start(installed_families()[family], "caption", arguments)
 
 
-def missing(family: str, name: str) -> list[str]:
-    """The model files that a recipe needs and this machine lacks: a line about each part."""
-    paths, parts = _model_files(family, name)
+def missing(family: str, comfyui: str = "", **run: str) -> list[str]:
+    """The model files that a recipe (`name`) or run file (`file`) needs and neither this machine
+    nor a folder of ComfyUI has: a line about each part."""
+    paths, parts = _model_files(family, comfyui, **run)
     return list(filter(None, map(paths.to_fetch, parts)))
 
 
-def fetch(family: str, name: str, log: str) -> int:
-    """Fetch the model files of a recipe that this machine lacks; the exit status."""
-    paths, parts = _model_files(family, name)
+def in_comfyui(family: str, comfyui: str, **run: str) -> dict[str, str]:
+    """The files in a folder of ComfyUI that do for a recipe or run file, by key."""
+    spec = installed_families()[family].spec()
+    with _run_of(family, **run) as context:
+        files = find_files(spec, context.config.model, local_path(comfyui))
+    return {f"model.{key}": str(path) for key, path in files.items()}
+
+
+def fetch(family: str, log: str, comfyui: str = "", **run: str) -> int:
+    """Fetch the model files that `missing` names; the exit status."""
+    paths, parts = _model_files(family, comfyui, **run)
     with _printed_into(log):
         try:
             for part in filter(paths.is_to_be_fetched, parts):
@@ -72,16 +82,26 @@ def fetch(family: str, name: str, log: str) -> int:
     return 0
 
 
-def _model_files(family: str, name: str) -> tuple[ModelPaths, list[str]]:
-    """The paths of a recipe's model, and the parts that its run reads."""
+@contextmanager
+def _run_of(family: str, name: str = "", file: str = "") -> Iterator[RunContext]:
+    """A recipe, or a run file, as a run."""
+    if file:
+        yield _run(family, file)
+        return
     known = installed_families()[family]
-    spec = known.spec()
     (chosen,) = (recipe for recipe in read_recipes(known.recipes) if recipe.name == name)
-    with run_of_recipe(spec, chosen) as run:
+    with run_of_recipe(known.spec(), chosen) as run:
+        yield run
+
+
+def _model_files(family: str, comfyui: str, **of: str) -> tuple[ModelPaths, list[str]]:
+    """The paths of a run's model, and the parts that it reads, but for those in ComfyUI."""
+    there = in_comfyui(family, comfyui, **of) if comfyui else {}
+    with _run_of(family, **of) as run:
         parts = [expert.part for expert in run.experts] or [run.component]
         parts += ["vae", "text_encoder", "tokenizer"]
         parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
-        return run.config.model, list(dict.fromkeys(parts))
+        return run.config.model, [p for p in dict.fromkeys(parts) if f"model.{p}" not in there]
 
 
 @contextmanager

@@ -43,6 +43,8 @@ class Workbench:
     undos: list[Callable[[], bool]] = field(default_factory=list)
     """How to undo each edit of the page Data, the last one last; False where it is undone or lost
     already."""
+    comfyui: str = ""
+    """The folder of ComfyUI that was last looked into; empty for none."""
     gpus: str = ""
     """What was last planned for, as `--gpus` takes it; empty for this machine."""
 

@@ -1,0 +1,87 @@
+"""How much the page in the browser slows down a run: CPU seconds of the training process for the
+same steps of a demo, alone and with the page Run open in a browser, which asks every second.
+
+    uv run --group dev tools/bench/bench_page.py --pairs 3 --steps 400
+
+Both are done in turn, each in a new process, because a machine is not equally fast at all times.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from urllib.parse import urlencode
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "ui" / "tests" / "support"))
+
+from served_page import opened, served
+
+PROGRAM = Path(sys.executable).with_name("zimage-train")
+
+
+def flags(steps: int) -> list[str]:
+    """A demo with nothing but steps, on one thread."""
+    return [
+        "--demo",
+        "--run.folder=run",
+        f"--train.steps={steps}",
+        "--train.threads=1",
+        "--held_out.clips=0",
+        "--held_out.every_steps=0",
+        "--sample.prompts=[]",
+        "--sample.captions=0",
+        "--sample.every_steps=0",
+        f"--save.every_steps={steps}",
+    ]
+
+
+@contextmanager
+def page_of(folder: Path) -> Iterator[None]:
+    """The page Run of the run, open in a browser."""
+    with served(folder) as page, opened(page) as browser:
+        query = urlencode({"file": str(folder / "run.toml"), "family": "zimage"})
+        browser.goto(f"{page.url.partition('?')[0]}run?{query}")
+        browser.get_by_role("button", name="Start").wait_for()
+        yield
+
+
+def cpu_seconds(steps: int, *, with_page: bool) -> float:
+    """Of a run's process, from its start to its end."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        words = [str(PROGRAM), *flags(steps)]
+        text = subprocess.run([*words, "--changed"], cwd=folder, check=True, capture_output=True)
+        (folder / "run.toml").write_bytes(text.stdout)
+        with page_of(folder) if with_page else nullcontext():
+            # Not `wait` of subprocess: the usage is of this process alone.
+            process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0, f"the run ended with {process.returncode}"
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    """Print a row for each pair, and the median of what the page costs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    ratios = []
+    print("| pair | alone, CPU s | with the page, CPU s | more |\n|---|---:|---:|---:|")
+    for pair in range(options.pairs):
+        alone = cpu_seconds(options.steps, with_page=False)
+        watched = cpu_seconds(options.steps, with_page=True)
+        ratios.append(watched / alone - 1)
+        print(f"| {pair + 1} | {alone:.1f} | {watched:.1f} | {ratios[-1]:+.1%} |", flush=True)
+    print(f"\nmedian {median(ratios):+.1%}, {options.steps} steps of the demo of Z-Image")
+
+
+if __name__ == "__main__":
+    main()
