@@ -153,7 +153,7 @@ def test_a_run_that_processes_divide_is_started_by_torchrun(
         (8, 4, 1, 8),
         (0, 2, 4, 4),
     ):
-        monkeypatch.setattr(runs, "num_gpus", lambda present=present: present)
+        monkeypatch.setattr(runs, "num_listed_gpus", lambda present=present: present)
         assert processes_of(RanksConfig(shard=shard, context=context)) == expected
     started = list[Sequence[str]]()
     monkeypatch.setattr(runs, "_start", lambda words, output: started.append(words))

@@ -599,6 +599,12 @@ def program_words() -> list[str]:
     return [sys.executable, program] if is_script else [program]
 
 
+def torchrun_words(processes: int, program: Sequence[str]) -> list[str]:
+    """The words that start a program in several processes of this machine, at a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(processes), "--no-python", *program]
+
+
 def verb_of(command: str, options: Any) -> str:
     """The given option that selects another function than the command's own (`plan`, `fit`, …);
     empty if there is none."""

@@ -20,7 +20,7 @@ from ditkit_core.documents.tables import Table
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import json_hash
-from ditkit_core.io.nvidia import num_gpus
+from ditkit_core.io.nvidia import num_listed_gpus
 from ditkit_core.io.run_dir import RunFolder, is_locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
 from ditkit_core.io.run_requests import ask
@@ -155,7 +155,7 @@ def _check_gpus(worker: str) -> None:
     """Refuse a worker of a GPU that this machine has not: its runs would train on the CPU, or fail
     one after the other. Without a driver of NVIDIA the number is not known, and a worker's index is
     a name."""
-    present, chosen = num_gpus(), [int(gpu) for gpu in worker.split(",") if gpu.isdecimal()]
+    present, chosen = num_listed_gpus(), [int(gpu) for gpu in worker.split(",") if gpu.isdecimal()]
     if present and max(chosen, default=0) >= present:
         indices = "0" if present == 1 else f"0 to {present - 1}"
         raise UserError(

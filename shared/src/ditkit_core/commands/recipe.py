@@ -8,14 +8,13 @@ from dataclasses import replace
 import torch
 
 from ditkit_core.commands.comfyui import with_comfyui
-from ditkit_core.commands.options import command_line, program_words, verb_of
+from ditkit_core.commands.options import command_line, program_words, torchrun_words, verb_of
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.cli_args import Flags
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import changes_to_toml, read_config_file
-from ditkit_core.distributed.launch import torchrun
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import local_path, read_text, write_text
@@ -142,7 +141,7 @@ def _begin(
         return 0
     warn(f"written to {out}, from which this run is started and continued: {command}")
     if chosen.processes > 1:
-        words = torchrun(chosen.processes, [*program_words(), str(out)])
+        words = torchrun_words(chosen.processes, [*program_words(), str(out)])
         os.execv(words[0], words)  # with its signals and its exit status
     rest = replace(options, recipe="", gpus="", host="", write="")
     return replace(flags, common=replace(flags.common, config=str(out)), options=rest)

@@ -209,9 +209,9 @@ class DataConfig:
         """Where a file is cropped; `name` as in `exclude`."""
         crops: dict[str, Crop] = {}
         for entry in self.crops:
-            file, _, place = entry.rpartition("=")
+            file, _, shares = entry.rpartition("=")
             try:
-                right, down = map(float, place.split(","))
+                right, down = map(float, shares.split(","))
                 crop = Crop(right, down)
             except ValueError:
                 crop = Crop(-1.0)

@@ -1,9 +1,6 @@
-"""The place of this process among those that torchrun starts, from the environment that it sets; and
-the words that have torchrun start them."""
+"""The place of this process among those that torchrun starts, from the environment that it sets."""
 
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ditkit_core.errors import UserError
@@ -27,12 +24,6 @@ def launched() -> Launch | None:
     if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
         return None
     return Launch(*map(int, values))
-
-
-def torchrun(processes: int, program: Sequence[str]) -> list[str]:
-    """The words that start a program in several processes of this machine, at a free port."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(processes), "--no-python", *program]
 
 
 def check_launch() -> None:

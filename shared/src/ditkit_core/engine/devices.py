@@ -8,7 +8,7 @@ import torch
 
 from ditkit_core.distributed.launch import local_rank
 from ditkit_core.errors import UserError, argument
-from ditkit_core.io.nvidia import num_gpus
+from ditkit_core.io.nvidia import num_listed_gpus
 
 ALL = "all"
 """Stands for all GPUs of the machine."""
@@ -131,4 +131,4 @@ def why_unusable() -> str:
 def _has_gpu() -> bool:
     if next(Path("/dev").glob("nvidia[0-9]*"), None) is not None:
         return True
-    return num_gpus() > 0  # Windows, and Linux inside of Windows
+    return num_listed_gpus() > 0  # Windows, and Linux inside of Windows

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 
-def num_gpus() -> int:
+def num_listed_gpus() -> int:
     """How many GPUs `nvidia-smi` lists; 0 where there is no such program, or it fails."""
     if (command := shutil.which("nvidia-smi")) is None:
         return 0

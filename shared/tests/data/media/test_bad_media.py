@@ -344,7 +344,7 @@ def test_a_long_image_is_cropped_before_it_is_resized(
 @pytest.mark.parametrize("size", [(48, 64), (640, 360), (31, 900), (1000, 33)])
 def test_an_ordinary_image_is_resized_as_a_whole(size: tuple[int, int]) -> None:
     image = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    assert clip._without_far_ends(image, 48, 48) is image
+    assert clip._without_far_ends(image, 48, 48, clip.CENTRE) is image
 
 
 @pytest.mark.parametrize("suffix", [".avif", ".heic"])
