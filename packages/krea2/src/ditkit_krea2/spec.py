@@ -1,11 +1,12 @@
 """Krea 2 as plain values and functions: everything the core needs to train it."""
 
 import math
+from functools import partial
 
 from jaxtyping import Float64
 from torch import Tensor
 
-from ditkit_core.families.euler import shifted_levels
+from ditkit_core.families.euler import linear_shift, shifted_levels
 from ditkit_core.families.spec import family_spec
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -45,15 +46,7 @@ _LAYERS = (*_ATTENTION, *(f"ff.{part}" for part in ("gate", "up", "down")))
 _FEW, _MANY = (256, 0.5), (6400, 1.15)
 """(tokens, mu) of the two ends of the line that the base is sampled along; the distilled model
 takes the second mu for any size."""
-
-
-def _shift(tokens: int) -> float:
-    """Shift of the noise levels for an image of some tokens: e to the power of mu.
-
-    Source: `calculate_shift` and `Krea2Pipeline` of diffusers.
-    """
-    (few, low), (many, high) = _FEW, _MANY
-    return math.exp(low + (high - low) / (many - few) * (tokens - few))
+_shift = partial(linear_shift, few=_FEW, many=_MANY)
 
 
 def _levels(pixels: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:

@@ -1,6 +1,5 @@
 """LTX-Video as plain values and functions: everything the core needs to train it."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ditkit_core.families.euler import shifted_levels
+from ditkit_core.families.euler import linear_shift, shifted_levels
 from ditkit_core.families.first_frame import INPUT_IMAGE, FirstFrame, Outlined, first_frame_mask
 from ditkit_core.families.spec import family_spec
 from ditkit_core.families.t5 import T5Encoding
@@ -59,6 +58,7 @@ _ATTENTION = tuple(
 _FEW, _MANY = (1024, 0.95), (4096, 2.05)
 """(tokens, mu) of the two ends of the line that noise levels are shifted along. Source: the
 published `scheduler_config.json`, and LTX-Video's own scheduler."""
+_shift = partial(linear_shift, few=_FEW, many=_MANY)
 _TERMINAL = 0.1
 """The last noise level above 0 when sampling with the models up to 0.9.1."""
 _THRESHOLD = 0.025
@@ -69,12 +69,6 @@ _DISTILLED = (1.0, 0.993, 0.987, 0.981, 0.975, 0.909, 0.725, 3e-5, 0.0)
 _FIRST_FRAME_NOISE = 0.15
 """Noise of a first frame at noise level 1, when sampling with later models: `image_cond_noise_scale`
 of diffusers' `LTXConditionPipeline`."""
-
-
-def _shift(tokens: int) -> float:
-    """Shift of the noise levels for a clip of some tokens: e to the power of mu."""
-    (few, low), (many, high) = _FEW, _MANY
-    return math.exp(low + (high - low) / (many - few) * (tokens - few))
 
 
 def terminal_levels(tokens: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:

@@ -1,12 +1,12 @@
 """Qwen-Image 2.1 as plain values and functions: everything the core needs to train it."""
 
-import math
 from dataclasses import replace
+from functools import partial
 
 from jaxtyping import Float64
 from torch import Tensor
 
-from ditkit_core.families.euler import shifted_levels
+from ditkit_core.families.euler import linear_shift, shifted_levels
 from ditkit_core.families.spec import family_spec
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -39,21 +39,16 @@ _REFERENCE = dict.fromkeys(("timestep", "modulation", "residual", "time_mlp", "h
 _ATTENTION = tuple(f"attn.to_{part}" for part in ("q", "k", "v", "out.0"))
 _LAYERS = (*_ATTENTION, *(f"img_mlp.{part}" for part in ("gate_layer", "proj", "out")))
 
-_FEW, _MANY = (256, 0.5), (4096, 1.15)
+_FEW, _MANY = (256, 0.5), (8192, 0.9)
 """(tokens, mu) of the two ends of the line that noise levels are shifted along."""
-
-
-def _shift(tokens: int) -> float:
-    """Shift of the noise levels for an image of some tokens: e to the power of mu.
-
-    Source: `calculate_shift` and `QwenImage21Pipeline` of diffusers.
-    """
-    (few, low), (many, high) = _FEW, _MANY
-    return math.exp(low + (high - low) / (many - few) * (tokens - few))
+_TERMINAL = 0.02
+"""The last noise level above 0 in sampling. Source of these: the published
+`scheduler_config.json`, as several programs quote it."""
+_shift = partial(linear_shift, few=_FEW, many=_MANY)
 
 
 def _levels(pixels: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:
-    return shifted_levels(steps, shift or _shift(pixels))
+    return shifted_levels(steps, shift or _shift(pixels), _TERMINAL)
 
 
 def _sample_defaults(arch: QwenArch) -> SampleDefaults:

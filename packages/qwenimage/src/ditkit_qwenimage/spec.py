@@ -1,14 +1,14 @@
 """Qwen-Image as plain values and functions: everything the core needs to train it."""
 
-import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from einops import rearrange
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ditkit_core.families.euler import classifier_free, shifted_levels
+from ditkit_core.families.euler import classifier_free, linear_shift, shifted_levels
 from ditkit_core.families.language_models import TextEncoding
 from ditkit_core.families.spec import family_spec
 from ditkit_core.models.spec import (
@@ -61,18 +61,10 @@ _MLP = tuple(f"{stream}_mlp.net.{part}" for stream in ("img", "txt") for part in
 
 _FEW, _MANY = (256, 0.5), (8192, 0.9)
 """(tokens, mu) of the two ends of the line that noise levels are shifted along."""
+_shift = partial(linear_shift, few=_FEW, many=_MANY)
 _TERMINAL = 0.02
 """The last noise level above 0 in sampling. Source of these: the published
 `scheduler_config.json`."""
-
-
-def _shift(tokens: int) -> float:
-    """Shift of the noise levels for an image of some tokens: e to the power of mu.
-
-    Source: `calculate_shift` and `QwenImagePipeline` of diffusers.
-    """
-    (few, low), (many, high) = _FEW, _MANY
-    return math.exp(low + (high - low) / (many - few) * (tokens - few))
 
 
 def _levels(pixels: int, steps: int, shift: float) -> Float64[Tensor, " levels"]:

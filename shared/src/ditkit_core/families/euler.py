@@ -1,6 +1,7 @@
 """Generates samples by Euler steps along the model's velocity, with classifier-free guidance, an
 embedded guidance or none."""
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -29,6 +30,15 @@ def shifted_levels(steps: int, shift: float, terminal: float = 0.0) -> Float64[T
         above = 1 - levels[:-1]
         levels = torch.cat([1 - above / above[-1] * (1 - terminal), levels[-1:]])
     return levels
+
+
+def linear_shift(tokens: int, few: tuple[int, float], many: tuple[int, float]) -> float:
+    """Shift of the noise levels for a sample of some tokens: e to the power of mu, which lies on
+    the line through two (tokens, mu), extended beyond them.
+
+    Source: `calculate_shift` of diffusers' pipelines.
+    """
+    return math.exp(few[1] + (many[1] - few[1]) / (many[0] - few[0]) * (tokens - few[0]))
 
 
 def classifier_free(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:

@@ -60,7 +60,9 @@ def write_checkpoint(folder: Path) -> None:
     write_vae(folder, VAE, sizes)
     transformer = random_model("transformer", QwenImage21Transformer2DModel, **config_of(ARCH))
     transformer.save_pretrained(folder / "transformer")
-    FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
+    FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+    ).save_pretrained(folder / "scheduler")
     index = {
         "sample_sigmas": None,
         "processor": ["transformers", "Qwen3VLProcessor"],
