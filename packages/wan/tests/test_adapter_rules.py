@@ -270,7 +270,7 @@ def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
         {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)},
         tmp_path / "x.safetensors",
     )
-    told = r"is a LoRA of another model \(its names look like those of FLUX\.2, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*\): .* or use the flux2 commands for FLUX.2$"
+    told = r"is a LoRA of another model \(its names look like those of FLUX\.2 or Qwen-Image, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*\): .* or use the flux2 commands for FLUX.2 and the qwenimage commands for Qwen-Image$"
     with pytest.raises(UserError, match=told):
         find_adapter(tmp_path / "x.safetensors", WAN)
     layers = layers_of(WAN.architecture.build, PRESETS["t2v-1.3b"])

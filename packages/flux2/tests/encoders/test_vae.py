@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae
 
 from ditkit_core.errors import UserError
-from ditkit_core.families.vae import DiffusersVae, diffusers_name, patchify, unpatchify
+from ditkit_core.families.vae import (
+    DiffusersVae,
+    diffusers_name,
+    patchify,
+    unpatchify,
+    vae_models,
+)
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders import VAE
@@ -244,6 +250,9 @@ def test_a_configuration_that_makes_no_vae_is_one_line(
     with pytest.raises(UserError, match="no model can be built") as caught:
         loaded(tmp_path)
     assert "\n" not in str(caught.value)
+    if "latent_channels" in wrong:  # what plans look at before they build it
+        with pytest.raises(UserError, match="no model can be built"):
+            vae_models(VAE, ModelPaths(vae=str(tmp_path)), channels=128)
 
 
 def test_a_single_file_of_widths_that_it_cannot_have_is_refused(

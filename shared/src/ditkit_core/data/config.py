@@ -54,10 +54,10 @@ class DataConfig:
     videos.txt or images.txt that lists media, with prompts.txt next to it. Empty: metadata.jsonl,
     metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption file next to
     each media file (or a .json with its caption), or such lists if no media file has one."""
-    exclude: tuple[str, ...] = setting((), resume="refused")
+    exclude: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Files that are not trained, by their path in the folder, such as ["sub/cat.png"]; with more
     than one folder, the folder's name comes first."""
-    crops: tuple[str, ...] = setting((), resume="refused")
+    crops: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Where files are cropped, if not at their centre, as `NAME=RIGHT,DOWN`, with names as in
     `exclude`: cat.png=0.5,0 keeps the upper end, 0 and 1 are the ends. Models with conditions take
     none."""

@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.rng import generator
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, VaeMode
@@ -289,9 +289,14 @@ class DiffusersVae(FrozenVae):
             decode_clip=family.decode_clip,
         )
         self.family = family
-        if channels not in (None, self.channels):
+        if channels is None:
+            return
+        failure = f"{source.path}: no model can be built from its configuration"
+        with given_to_library(failure, "fetch its config.json again"):
+            latent_channels = self.channels
+        if channels != latent_channels:
             raise UserError(
-                f"{source.path} makes {self.channels} latent channels and the model takes "
+                f"{source.path} makes {latent_channels} latent channels and the model takes "
                 f"{channels}; set model.vae to the model's own: {remedy}"
             )
 
