@@ -21,6 +21,8 @@ from ditkit_ui.job import Job
 from ditkit_ui.run_file import RunFile
 from ditkit_ui.worker import Worker
 
+_CLOSING = [{"label": texts.CLOSE, "color": "white"}]
+"""The button of a message that stays: white on red, where the page's own colour is not readable."""
 _STYLE = Path(__file__).with_name("page.css")
 
 
@@ -113,7 +115,7 @@ def errors_shown(page: ui.element) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        tell(page, str(error), type="negative", timeout=0, close_button=texts.CLOSE)
+        tell(page, str(error), type="negative", timeout=0, actions=_CLOSING)
 
 
 def tell(page: ui.element, message: str, **options: Any) -> None:
