@@ -166,6 +166,8 @@ def test_a_recipe_for_several_processes_is_planned_for_a_rank_and_started_by_tor
     assert Path(words[-1]).samefile(next(world.folder.rglob("recipe.toml")))
     assert words[words.index("--nproc-per-node") + 1] == "2"
     assert begin(world, "full", "--gpus", "8GiB") == 3, "for one GPU there is none"
+    assert begin(world, "full", "--gpus", "2x2GiB") == 3
+    assert "is for 2 × 2GiB; the smallest" in capsys.readouterr().err
 
 
 @pytest.mark.slow

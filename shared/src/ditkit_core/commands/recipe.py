@@ -2,6 +2,7 @@
 that; or list them with hours."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -185,7 +186,8 @@ def _of(recipe: Recipe, gpus: Sequence[GPU]) -> str:
 
 
 def _names(gpus: Sequence[GPU]) -> str:
-    return ", ".join(gpu.name for gpu in gpus)
+    numbers = Counter(gpu.name for gpu in gpus)
+    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in numbers.items())
 
 
 def _lacking(report: PlanReport) -> list[str]:
