@@ -1,5 +1,6 @@
 """The `[data]` section of a configuration, and the checks that its settings agree."""
 
+import functools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -207,21 +208,7 @@ class DataConfig:
 
     def crop_of(self, name: str) -> Crop:
         """Where a file is cropped; `name` as in `exclude`."""
-        crops: dict[str, Crop] = {}
-        for entry in self.crops:
-            file, _, shares = entry.rpartition("=")
-            try:
-                right, down = map(float, shares.split(","))
-                crop = Crop(right, down)
-            except ValueError:
-                crop = Crop(-1.0)
-            if not file or file in crops or not all(0 <= share <= 1 for share in crop):
-                raise UserError(
-                    f"{argument('data.crops')} has {entry!r}; write NAME=RIGHT,DOWN, once for each "
-                    f"file, with numbers from 0 to 1, such as cat.png=0.5,0"
-                )
-            crops[file] = crop
-        return crops.get(name, CENTRE)
+        return _crops_by_name(self.crops).get(name, CENTRE)
 
     def check_names(self, media: Iterable[str]) -> None:
         """Refuse a name in `exclude` or `crops` that no media file has; `media` are the names of
@@ -357,3 +344,22 @@ class DataConfig:
                     f"{argument(f'data.{name}')} = {value} has no effect without "
                     f"{argument('data.shuffle_tags')} = true; set it as well"
                 )
+
+
+@functools.cache  # asked for each file of a dataset
+def _crops_by_name(entries: tuple[str, ...]) -> dict[str, Crop]:
+    crops: dict[str, Crop] = {}
+    for entry in entries:
+        file, _, shares = entry.rpartition("=")
+        try:
+            right, down = map(float, shares.split(","))
+            crop = Crop(right, down)
+        except ValueError:
+            crop = Crop(-1.0)
+        if not file or file in crops or not all(0 <= share <= 1 for share in crop):
+            raise UserError(
+                f"{argument('data.crops')} has {entry!r}; write NAME=RIGHT,DOWN, once for each "
+                f"file, with numbers from 0 to 1, such as cat.png=0.5,0"
+            )
+        crops[file] = crop
+    return crops

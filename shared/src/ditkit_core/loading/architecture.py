@@ -43,8 +43,8 @@ def choose_arch(
         check_preset(preset, spec.architecture.presets)
         return preset, spec.architecture.presets[preset]
     path = config_json_of(source.path)
-    beside = replace(components, transformer="").here("transformer")
-    if path is not None and (arch := _described(spec, path, beside)) is not None:
+    base_transformer = replace(components, transformer="").here("transformer")
+    if path is not None and (arch := _described(spec, path, base_transformer)) is not None:
         return next(
             (
                 name
@@ -55,8 +55,8 @@ def choose_arch(
         ), arch
     fitting = list(presets_of(source, spec)) if source.tensors else []
     if len(fitting) != 1:
-        path = None if beside is None else config_json_of(beside)
-        arch = None if path is None else _described(spec, path, beside)
+        path = None if base_transformer is None else config_json_of(base_transformer)
+        arch = None if path is None else _described(spec, path, base_transformer)
         if arch is not None and fits_shapes(
             source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
         ):
@@ -99,16 +99,18 @@ def _refuse_adapter_as_base(base: str) -> None:
             _refuse_adapter(source)
 
 
-def _described(spec: ModelSpec, path: Path, beside: Path | None) -> Any:
+def _described(spec: ModelSpec, path: Path, base_transformer: Path | None) -> Any:
     """The architecture that a config.json of unknown origin describes; None if it is not in
     diffusers' format. Where its folder is no part of a pipeline, as an exported one, the pipeline of
-    the base's transformer (`beside`) counts."""
+    the base's transformer (`base_transformer`) counts."""
     if spec.architecture.infer_arch is None:
         return None
     remedy = f"set {argument('model.preset')} to one of {', '.join(spec.architecture.presets)}"
     config = read_json_object(path, remedy, "does not describe this model because it")
     try:
-        index = _pipeline_index(path.parent) or (_pipeline_index(beside) if beside else {})
+        index = _pipeline_index(path.parent) or (
+            _pipeline_index(base_transformer) if base_transformer else {}
+        )
         arch = spec.architecture.infer_arch(config, index)
         if arch is not None:  # values of a wrong type only fail when a model is built with them
             with at_most_parameters(_MAX_PARAMETERS):
