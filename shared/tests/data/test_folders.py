@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,31 @@ def test_a_missing_relative_folder_is_named_with_the_place_that_it_starts_from(
         look(Path("gone"))
 
 
-def test_class_images_have_neither_folders_nor_the_trigger_word() -> None:
-    data = prior_data_config(
-        DataConfig(folders=("x", "y"), repeats=(1.0, 2.0), trigger="ohwx"), "z"
+def test_class_images_have_neither_files_of_the_instance_nor_the_trigger_word() -> None:
+    """What names files or folders of the instance is not looked for among class images."""
+    paths = {
+        field.name: ("a.png=0,0",) if str(field.type).startswith("tuple") else "a"
+        for field in fields(DataConfig)
+        if field.metadata["holds"] == "path" and field.name != "folder"
+    }
+    assert {"folders", "metadata", "exclude", "crops", "references", "masks"} <= paths.keys()
+    instance = DataConfig(
+        **{
+            **paths,
+            "folders": ("x", "y"),
+            "repeats": (1.0, 2.0),
+            "trigger": "ohwx",
+            "references": "",
+            "controls": (),
+            "masks": "",
+        }
     )
-    assert (data.folder, data.folders, data.repeats, data.trigger) == ("z", (), (), "")
+    for single in (
+        {},
+        {"folders": ("x",), "repeats": (), "references": "a", "masks": "a", "controls": ("v=a",)},
+    ):
+        data = prior_data_config(replace(instance, **single), "z")
+        assert data == DataConfig(folder="z"), single
 
 
 IDS = [f"clip{i}" for i in range(6)]
