@@ -15,7 +15,7 @@ from ditkit_core.commands import cli
 from ditkit_core.data.media.image import read_image
 from ditkit_core.previews import sheet as previews
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import ToySampler
+from ditkit_core.testing.toy import ToySampler, ToyTextEncoder
 
 
 @pytest.fixture
@@ -297,10 +297,18 @@ def test_a_sheet_continues_and_keeps_what_is_there(
         ("--seed", "7"),
         ("--prompt", "a cat!"),
         ("--model.dtype", "bf16"),
+        ("--data.fps", "3"),
     ):
         assert world.run(*asked, *changed) == 0
         kept = "3 kept" if changed[0] == "--prompt" else "0 kept"
         assert f"3 samples generated, {kept}" in capsys.readouterr().out, changed
+
+    class OtherText(ToyTextEncoder):
+        identity = "toy-text in another dtype"
+
+    world.spec = altered(plain, text_encoder=lambda *_: OtherText())
+    assert world.run(*asked) == 0
+    assert "3 samples generated, 0 kept" in capsys.readouterr().out, "of another text encoder"
 
 
 def test_the_page_and_the_image_show_every_cell(world: World) -> None:

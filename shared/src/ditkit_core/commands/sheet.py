@@ -208,8 +208,12 @@ def _shared_identity(jobs: Jobs) -> Mapping[str, Any]:
     }
     base = replace(config, adapter=replace(config.adapter, init=""))
     parts = [expert.part for expert in run.experts] or ["transformer"]
+    conditioning = run.auxiliary.conditioning
+    conditioners = conditioning.conditioners if conditioning is not None else ()
     return values | {
         "versions": [ditkit_core.__version__, torch.__version__],
+        "fps": run.data.fps,
+        "encoders": [encoder.identity for encoder in (*run.auxiliary.encoders, *conditioners)],
         "weights": [
             fingerprints_of(base, part, open_weights(config.model.locate(part))) for part in parts
         ],
