@@ -313,6 +313,34 @@ def test_excluded_files_are_not_trained_and_their_names_are_checked(folder: Path
     assert [sample.id for sample in look(folder, exclude=("a.png",)).samples] == ["b"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "metadata.jsonl",
+            '{"file_name": "a.png", "text": " "}\n{"file_name": "b.mp4", "text": "x"}',
+        ),
+        ("metadata.json", '[{"file_name": "a.png"}, {"file_name": "b.mp4", "text": "x"}]'),
+        ("metadata.csv", "video,prompt\na.png,\nb.mp4,x"),
+        ("videos.txt", "a.png\nb.mp4"),
+    ],
+)
+def test_a_file_whose_line_has_a_mistake_can_be_left_out(
+    folder: Path, name: str, text: str
+) -> None:
+    for path in folder.rglob("*.txt"):
+        path.unlink()
+    (folder / name).write_text(text)
+    if name == "videos.txt":
+        (folder / "prompts.txt").write_text("\nx")
+    with pytest.raises(UserError, match="empty|no caption"):
+        look(folder)
+    assert look(folder, on_bad="skip").excluded[0][0] == "a.png", "called by its name"
+    assert [sample.id for sample in look(folder, exclude=("a.png",)).samples] == ["b"]
+    with pytest.raises(UserError, match="did you mean a.png"):
+        look(folder, exclude=("a.pgn",), on_bad="skip")
+
+
 def test_of_several_folders_the_folder_comes_before_the_name(folder: Path, tmp_path: Path) -> None:
     for name in "ac":
         picture(tmp_path / "more" / f"{name}.png")

@@ -322,9 +322,9 @@ def shortened_clips(samples: Sequence[Sample], config: DataConfig) -> list[Sampl
 
 
 def _identifier(folder: Path, entry: Record) -> str:
-    """The sample id of a record; for a broken line of metadata, its file and line number."""
+    """The sample id of a record; of a broken one a text that no sample has."""
     if entry.problem is not None:
-        return entry.media
+        return f"{entry.media}\n"
     path = Path(os.path.normpath(folder / entry.media))
     # Metadata may name a file by its absolute path, with the folder as configured or with its links
     # resolved.

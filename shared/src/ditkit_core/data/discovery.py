@@ -496,7 +496,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
             reader.check_media(where, [media])
             yield Record(media=media, captions=split)
         except UserError as error:
-            yield Record(media=where, problem=error)
+            yield reader.broken(where, [media], error)
 
 
 def _caption_list(reader: Reader, media: Path) -> Path:

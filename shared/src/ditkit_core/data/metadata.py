@@ -5,6 +5,7 @@ import csv
 import functools
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ class Record:
     """One line of a dataset: a media file and its captions, or the error in the line."""
 
     media: str
-    """Path as written, relative to the dataset folder or absolute; file and line number if the line
-    names no file."""
+    """Path as written, relative to the dataset folder or absolute; file and line number of a line
+    with a mistake that names no file which is here."""
     captions: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
     """Paths of the reference images, as written, in order."""
@@ -86,6 +87,14 @@ class Reader:
     def stored(self, path: str) -> str:
         """A path of the dataset as it is stored, where a text has it in another Unicode form."""
         return stored_path(self.folder, path)
+
+    def broken(self, where: str, media: Sequence[object], problem: UserError) -> "Record":
+        """The record of a line with a mistake and the `media` that it names: called by its file, if
+        that is here, so that the file can be left out; else by the line."""
+        match media:
+            case [str(path)] if path.strip() and os.path.exists(self.folder / path.strip()):
+                where = self.stored(path.strip())
+        return Record(media=where, problem=problem)
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
         """Refuse a path that is not a media file by its name. The check is made here so that the
@@ -211,15 +220,18 @@ Paths = Callable[[str, object], tuple[str, ...]]
 
 def _record(reader: Reader, where: str, row_of: Callable[[], object], paths: Paths) -> Record:
     """The record of one row of metadata, or its error."""
+    fields: Mapping[str, object] = {}
     try:
         row = row_of()
         if not isinstance(row, Mapping):
             raise UserError(
                 f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}'
             )
+        fields = row
         return _row(reader, where, row, paths)
     except UserError as error:
-        return Record(media=where, problem=error)
+        media = [fields[name] for name in media_columns(fields) if name in fields]
+        return reader.broken(where, media, error)
 
 
 def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) -> Record:
