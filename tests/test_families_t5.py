@@ -176,6 +176,24 @@ def test_a_single_file_in_its_original_names_gives_what_the_folder_gives(
         loaded(encoding(kind), **paths)
 
 
+def test_a_file_with_the_names_and_impossible_sizes_is_one_line(tmp_path: Path) -> None:
+    """In a plan, too, and where a folder of ComfyUI's is searched."""
+    bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    shapes = {
+        "shared.weight": (4, 2),
+        "encoder.block.0.layer.0.SelfAttention.q.weight": (2, 2),
+        bias: (32, 1),
+        "encoder.block.0.layer.1.DenseReluDense.wi_0.weight": (2, 2),
+    }
+    query = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    for wrong in ({bias: (32, 0)}, {bias: (600, 1)}, {query: ()}, {"shared.weight": (4,)}):
+        tensors = {name: torch.zeros(shape) for name, shape in (shapes | wrong).items()}
+        save_file(tensors, tmp_path / "t5.safetensors")
+        paths = ModelPaths(text_encoder=str(tmp_path / "t5.safetensors"))
+        with pytest.raises(UserError, match=r"t5.safetensors( is not a T5 encoder|: no model can)"):
+            t5_model(encoding("T5"), paths).build(torch.bfloat16)
+
+
 @pytest.mark.parametrize("streaming", ["never", "always"])
 def test_what_the_encoder_holds_is_what_was_planned(
     world: tuple[str, Path, Any, Any], streaming: Streaming

@@ -438,12 +438,14 @@ def read_layers(
 
 def t5_model(encoding: T5Encoding, components: ModelPaths) -> AuxiliaryModel:
     """The text encoder as plans count it, in the sizes of the local files or the published ones."""
-    here = components.here("text_encoder")
-    config = encoding.find(components)[1] if here else encoding.model.published
+    local = encoding.find(components) if components.here("text_encoder") else None
 
     def build(dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
-            model = encoding.build(config)
+        if local is not None:
+            model = build_frozen(encoding.build, local[1], local[0])
+        else:
+            with torch.device("meta"):
+                model = encoding.build(encoding.model.published)
         for name, other in _TIED.items():
             model.get_submodule(name).weight = model.get_submodule(other).weight
         del model.shared  # the encoder has it too, and a state dict would count it twice
@@ -484,7 +486,8 @@ def _config_of_file(encoding: T5Encoding, source: SafetensorsSource) -> dict[str
         buckets, heads = shapes[f"{block}.0.SelfAttention.relative_attention_bias.weight"]
         gated = f"{block}.1.DenseReluDense.wi_0.weight"
         ffn_dim = shapes[gated if gated in shapes else gated.replace("wi_0", "wi")][0]
-    except (KeyError, ValueError) as error:
+        head_dim = attention_dim // heads
+    except (LookupError, ValueError, ZeroDivisionError) as error:
         raise UserError(
             f"{source.path} is not a {family.name} encoder; {encoding.remedy}"
         ) from error
@@ -492,7 +495,7 @@ def _config_of_file(encoding: T5Encoding, source: SafetensorsSource) -> dict[str
         **family.published,
         "vocab_size": vocabulary,
         "d_model": dim,
-        "d_kv": attention_dim // heads,
+        "d_kv": head_dim,
         "d_ff": ffn_dim,
         "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in shapes),
         "num_heads": heads,
