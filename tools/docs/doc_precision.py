@@ -26,14 +26,21 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.testing.world import make_model
 from ditkit_flux2.presets import Flux2Arch
-from ditkit_flux2.spec import FLUX2
-from ditkit_flux3.spec import FLUX3
 from ditkit_wan.presets import WanArch
-from ditkit_wan.spec import WAN
+from doc_models import SPECS as EVERY_SPEC
 from doc_planned import planned
 
-SPECS: Mapping[str, ModelSpec] = {"wan": WAN, "flux2": FLUX2, "flux3": FLUX3}
-NAMES = {"wan": "Wan", "flux2": "FLUX.2", "flux3": "FLUX.3"}
+SPECS = {spec.name: spec for spec in EVERY_SPEC}
+NAMES = {
+    "wan": "Wan",
+    "flux2": "FLUX.2",
+    "flux3": "FLUX.3",
+    "krea2": "Krea 2",
+    "ltx": "LTX-Video",
+    "qwen": "Qwen-Image 2.1",
+    "qwenimage": "Qwen-Image",
+    "zimage": "Z-Image",
+}
 SMALL: Mapping[str, Any] = {
     "wan": WanArch(dim=256, ffn_dim=512, heads=2, layers=30, text_dim=64, text_tokens=32),
     "flux2": Flux2Arch(
@@ -83,15 +90,15 @@ def precision_of(family: str, **fields: Any) -> Precision:
 
 
 def places() -> Iterator[str]:
-    """Every place, and the dtype that the presets give it where matmuls are bf16."""
-    kinds = [
-        precision_of("wan"),
-        precision_of("wan", preset="fast"),
-        *(precision_of(family, preset="reference") for family in SPECS),
-    ]
+    """Every place, and the dtype that the presets give it where matmuls are bf16; families with one
+    `reference` share a column."""
+    columns: dict[Precision, list[str]] = {}
+    for family in SPECS:
+        columns.setdefault(precision_of(family, preset="reference"), []).append(NAMES[family])
+    kinds = [precision_of("wan"), precision_of("wan", preset="fast"), *columns]
     yield (
         "| place | what runs in it | `default` | `fast` | "
-        + " | ".join(f"`reference`, {name}" for name in NAMES.values())
+        + " | ".join(f"`reference`, {' and '.join(names)}" for names in columns.values())
         + " |"
     )
     yield "|---|---|" + "---|" * len(kinds)
