@@ -9,7 +9,7 @@ from ditkit_core.data.columns import (
     REFERENCE_COLUMNS,
 )
 from ditkit_core.data.masks import MASK
-from ditkit_wan.spec import WAN
+from doc_models import SPECS
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -39,8 +39,9 @@ def control_columns() -> Iterator[str]:
     """The columns of conditions; which presets take them is on the page of their package."""
     columns = {
         column.name: column
-        for arch in WAN.architecture.presets.values()
-        for column in WAN.data.columns(arch)
+        for spec in SPECS
+        for arch in spec.architecture.presets.values()
+        for column in spec.for_arch(arch).data.columns(arch)
     }
     yield "| column | also called | kind | |"
     yield "|---|---|---|---|"
