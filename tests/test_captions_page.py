@@ -11,8 +11,15 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import scan
 from ditkit_core.diagnostics.doctor.findings import CODES
 from ditkit_core.training.config import TrainConfig
-from ditkit_flux2.encoders import TEXT
-from ditkit_wan.encoders import text
+from ditkit_flux2.encoders import TEXT as FLUX2_TEXT
+from ditkit_flux3.spec import TEXT as FLUX3_TEXT
+from ditkit_krea2 import encoders as krea2
+from ditkit_ltx import encoders as ltx
+from ditkit_qwen.encoders import TEXT as QWEN_TEXT
+from ditkit_qwenimage import encoders as qwenimage
+from ditkit_wan.encoders import text as wan
+from ditkit_zimage.spec import TEXT as ZIMAGE_TEXT
+from doc_models import SPECS
 from workspace import ROOT
 
 PAGE = (ROOT / "docs/captions.md").read_text(encoding="utf-8")
@@ -69,11 +76,35 @@ def test_every_program_of_the_page_is_tried():
     assert len(ROWS) == len(WRITTEN)
 
 
-def test_the_page_says_how_much_the_encoders_read_and_what_is_default():
-    assert (
-        f"| it reads | {text.TEXT_TOKENS} tokens, one of them for the end | {TEXT.num_tokens} "
-        f"tokens" in PAGE
-    )
+NUM_TOKENS = {
+    "Wan": (wan.TEXT_TOKENS,),
+    "FLUX.2": (FLUX2_TEXT.num_tokens,),
+    "FLUX.3": (FLUX3_TEXT.num_tokens,),
+    "Krea 2": (krea2.TEXT_TOKENS,),
+    "LTX-Video": (ltx.TEXT.num_tokens, ltx.CAUSAL_TEXT.num_tokens),
+    "Qwen-Image 2.1": (QWEN_TEXT.num_tokens,),
+    "Qwen-Image": (qwenimage.TEXT_TOKENS,),
+    "Z-Image": (ZIMAGE_TEXT.num_tokens,),
+}
+"""By family: how many tokens of a caption its text encoders read."""
+
+
+@pytest.mark.parametrize("family", NUM_TOKENS)
+def test_the_page_says_how_much_each_text_encoder_reads(family):
+    (row,) = re.findall(rf"^\| {re.escape(family)} \|[^|]+\|([^|]+)\|", PAGE, re.MULTILINE)
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"(?<!\.)\b\d[\d,]+\b", row)]
+    assert numbers == list(NUM_TOKENS[family])
+
+
+def test_the_page_says_how_many_words_a_model_is_asked_for():
+    words = {spec.name: "{} to {} words".format(*spec.data.caption_words) for spec in SPECS}
+    of_wan, of_others = words.pop("wan"), " ".join(set(words.values()))
+    sentence = f"asks for {of_wan} for Wan, and for {of_others} for the others."
+    assert sentence in " ".join(PAGE.split())
+    assert len(NUM_TOKENS) == len(SPECS)
+
+
+def test_the_page_says_what_is_default():
     assert TrainConfig().caption_dropout == 0 and "The default is 0." in PAGE
 
 
