@@ -11,7 +11,11 @@ import pytest
 from ditkit_core.config.schema import config_fields
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
+from doc_models import SPECS
+from doc_precision import NAMES
 from pages import FENCE, PAGES
 from test_docs_commands import FAMILIES
 from workspace import ROOT, text_files
@@ -89,6 +93,72 @@ def test_a_wrong_count_of_families_is_found():
         )
         == []
     )
+
+
+def edits(spec: ModelSpec) -> bool:
+    """Whether one of the family's models takes references."""
+    presets = spec.architecture.presets.values()
+    return any(spec.for_arch(arch).data.reference_size for arch in presets)
+
+
+def makes_clips(spec: ModelSpec) -> bool:
+    return spec.data.size[0] > 1
+
+
+def has_random_demo(spec: ModelSpec) -> bool:
+    return not spec.demo.trained_base
+
+
+def families_in(text: str) -> set[str]:
+    """The families that a text names by the names of their models."""
+    found = set[str]()
+    for family, name in sorted(NAMES.items(), key=lambda item: -len(item[1])):
+        if name in text:
+            found.add(family)
+            text = text.replace(name, "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "holds"),
+    [
+        ("README.md", r"bases of (.*?) are random", has_random_demo),
+        ("README.md", r"\(images, but for (.*?)\)", makes_clips),
+        ("docs/configuration.md", r"All but (.*?) take a folder of images", makes_clips),
+        ("docs/tasks.md", r"For (.*?), photographs are clips", makes_clips),
+        ("docs/tasks.md", r"## Motion (.*?) learn a motion", makes_clips),
+        ("docs/tasks.md", r"## Edit pairs (.*?) learn an edit", edits),
+        ("docs/captions.md", r"\| a motion \((.*?)\)", makes_clips),
+        ("docs/captions.md", r"\| an edit \((.*?)\)", edits),
+    ],
+)
+def test_a_sentence_about_some_families_names_those_of_which_it_is_true(page, pattern, holds):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    (models,) = re.findall(pattern, text)
+    assert families_in(models) == {spec.name for spec in SPECS if holds(spec)}
+
+
+def test_families_are_read_from_a_sentence():
+    assert families_in("Qwen-Image 2.1 and LTX-Video") == {"qwen", "ltx"}
+    assert families_in("Wan, Qwen-Image-Edit") == {"wan", "qwenimage"}
+    assert NAMES.keys() == FAMILIES.keys()
+
+
+# The files of a run
+
+
+def test_the_page_of_run_files_names_all_that_a_run_has():
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## What a run writes")[2].partition("\n## ")[0]
+    folder = RunFolder(Path("run"))
+    paths = [path for name in vars(RunFolder) if isinstance(path := getattr(folder, name), Path)]
+    names = [path.relative_to("run").as_posix() for path in paths]
+    missing = [
+        name
+        for name in names
+        if f"`{name}" not in table and f"`{name.rpartition('/')[0]}/`" not in table
+    ]
+    assert len(names) > 15 and missing == []
 
 
 # What is missing, and what was removed
