@@ -54,13 +54,14 @@ class SampleConfig:
     steps: int = setting(0, resume="free")
     """Steps of the scheduler; 0 means the model's default."""
     shift: float = setting(0.0, resume="free")
-    """Noise-level shift of the scheduler; 0 means the checkpoint's default."""
+    """Noise-level shift of the scheduler; 0 means the default of the model or its checkpoint."""
     frames: int = setting(0, resume="free")
     """Frames per sample; 0 means as many as in training, 1 writes a PNG. Condition videos must have
     as many frames."""
     height: int = setting(0, resume="free")
     """Height in pixels; 0 means the height in training. If height and width are 0, a sample with
-    references gets the shape of the first one."""
+    references gets the shape of the first one, or of the last one where the model's own pipeline
+    does so."""
     width: int = setting(0, resume="free")
     """Width in pixels; 0 works as for the height."""
     seed: int = setting(0, resume="free")
