@@ -114,6 +114,16 @@ def test_every_marker_of_a_page_is_a_table():
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
 
 
+def test_the_page_for_maintainers_names_every_page_that_has_a_table():
+    page = (ROOT / "docs" / "maintaining.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if "doc_tables.py --write`" in line]
+    names = {
+        table.page.parent.name if table.page.stem == "README" else table.page.stem
+        for table in TABLES
+    }
+    assert [name for name in names if name not in row.split("|")[1]] == []
+
+
 def test_each_run_has_a_row_for_each_number_of_ranks():
     rows = [line.strip("| ").split(" | ") for line in written(BY_NAME["ranks"])[1:]]
     assert [(row[0], row[1]) for row in rows] == [
