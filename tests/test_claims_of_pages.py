@@ -144,6 +144,23 @@ def test_families_are_read_from_a_sentence():
     assert NAMES.keys() == FAMILIES.keys()
 
 
+def test_the_page_of_experts_has_the_boundary_and_guidance_of_each_preset():
+    page = (ROOT / "docs/experts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w.*?`) \| (0\.\d+) \| (.*?) \|$", page, re.MULTILINE)
+    written = {
+        name: (float(boundary), guidance)
+        for names, boundary, guidance in rows
+        for name in re.findall("`(.*?)`", names)
+    }
+    architecture = next(spec for spec in SPECS if spec.name == "wan").architecture
+    of_presets = {name: architecture.experts(arch) for name, arch in architecture.presets.items()}
+    assert written == {
+        name: (experts[0].min_sigma, ", ".join(f"{expert.guidance:g}" for expert in experts))
+        for name, experts in of_presets.items()
+        if experts
+    }
+
+
 # The files of a run
 
 
