@@ -183,8 +183,13 @@ def test_every_installed_family_is_found_and_guessed_by_its_models(tmp_path: Pat
     families = installed_families()
     assert {"wan", "flux2", "zimage"} <= families.keys()
     folder = RunFolder(tmp_path)
-    assert family_of(folder, {"model": {"base": "Tongyi-MAI/Z-Image"}}) == "zimage"
-    assert family_of(folder, {"model": {"base": "black-forest-labs/FLUX.2-dev"}}) == "flux2"
+    guesses = {
+        hub_id: (family_of(folder, {"model": {"base": hub_id}}), name)
+        for name, family in families.items()
+        for hub_id in family.spec().architecture.hub_presets
+    }
+    assert {hub_id: pair for hub_id, pair in guesses.items() if len(set(pair)) > 1} == {}
+    assert family_of(folder, {"model": {"base": "models/z_image"}}) == "zimage"
     assert family_of(folder, {"model": {"preset": families["wan"].presets[0]}}) == "wan"
     both = {"base": "Tongyi-MAI/Z-Image", "preset": "base"}
     assert "base" in families["krea2"].presets, "of a family that comes before"

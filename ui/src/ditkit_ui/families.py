@@ -1,5 +1,6 @@
 """The model families that are installed, found by their train commands."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -38,5 +39,16 @@ def family_of(folder: RunFolder, tables: Mapping[str, object]) -> str:
     values = flatten(tables)
     preset = values.get("model.preset")
     names = [name for name, family in families.items() if preset in family.presets] or [*families]
-    base = str(values.get("model.base", "")).lower().replace("-", "").replace(".", "")
-    return next((name for name in names if name in base), names[0])
+    base = _letters(str(values.get("model.base", "")))
+
+    def likeness(name: str) -> tuple[int, int]:
+        """How much of the base's name is the family's: `Qwen/Qwen-Image-2.1` begins as
+        `Qwen/Qwen-Image` does, and has the preset 2.1 of another family."""
+        parts = [_letters(part) for part in families[name].presets]
+        return max((len(part) for part in parts if part in base), default=0), len(name)
+
+    return max([name for name in names if name in base], key=likeness, default=names[0])
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-._]", "", name.lower())
