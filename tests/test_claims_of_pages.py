@@ -4,9 +4,11 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from ditkit_core.config.schema import config_fields
 from ditkit_core.engine.ac_schedule import parse_schedule
@@ -159,6 +161,21 @@ def test_the_page_of_experts_has_the_boundary_and_guidance_of_each_preset():
         for name, experts in of_presets.items()
         if experts
     }
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_page_says_how_large_the_base_of_its_demo_is(spec):
+    folder = ROOT / "packages" / spec.name
+    page = " ".join((folder / "README.md").read_text(encoding="utf-8").split())
+    base = folder / "src" / f"ditkit_{spec.name}" / "demo" / "base"
+    written = re.findall(r"base of ([\d.]+) million parameters \(([\d.]+) MB with its VAE", page)
+    if not spec.demo.trained_base:
+        assert written == [] and "base has random weights" in page
+        return
+    with safe_open(base / "transformer.safetensors", "pt") as file:
+        shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+    size = sum(file.stat().st_size for file in base.iterdir())
+    assert written == [(f"{sum(map(prod, shapes)) / 1e6:.1f}", f"{size / 1e6:.1f}")]
 
 
 # The files of a run
