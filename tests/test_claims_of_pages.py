@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from ditkit_core.commands.options import OPTIONS
 from ditkit_core.config.schema import config_fields
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
@@ -176,6 +177,11 @@ def test_a_page_says_how_large_the_base_of_its_demo_is(spec):
         shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
     size = sum(file.stat().st_size for file in base.iterdir())
     assert written == [(f"{sum(map(prod, shapes)) / 1e6:.1f}", f"{size / 1e6:.1f}")]
+
+
+def test_the_readme_lists_every_command_of_a_family():
+    table = README.read_text(encoding="utf-8").partition("## Commands")[2].partition("\n## ")[0]
+    assert [name for name in OPTIONS if f"`uv run wan-{name} " not in table] == []
 
 
 # The files of a run
