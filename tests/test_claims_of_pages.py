@@ -112,6 +112,13 @@ def has_random_demo(spec: ModelSpec) -> bool:
     return not spec.demo.trained_base
 
 
+def is_guided(spec: ModelSpec) -> bool:
+    """Whether samples of one of its models take a second prediction by default."""
+    presets = spec.architecture.presets.values()
+    defaults = [spec.for_arch(arch).auxiliary.sample_defaults(arch) for arch in presets]
+    return any(default.guided_by == "negative" and default.guidance > 1 for default in defaults)
+
+
 def families_in(text: str) -> set[str]:
     """The families that a text names by the names of their models."""
     found = set[str]()
@@ -133,6 +140,7 @@ def families_in(text: str) -> set[str]:
         ("docs/tasks.md", r"## Edit pairs (.*?) learn an edit", edits),
         ("docs/captions.md", r"\| a motion \((.*?)\)", makes_clips),
         ("docs/captions.md", r"\| an edit \((.*?)\)", edits),
+        ("docs/captions.md", r"\| model \| why \| \|---\|---\| (.*?) they sample", is_guided),
     ],
 )
 def test_a_sentence_about_some_families_names_those_of_which_it_is_true(page, pattern, holds):
