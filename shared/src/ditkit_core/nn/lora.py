@@ -176,10 +176,12 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
     if low is None:
         return d_low, None
     # By columns: each row of d_up is then a complete sum over tokens, as in the product of the
-    # complete matrices.
+    # complete matrices. BLAS transposes: a copy that does takes a CPU several times as long.
     d_up = torch.empty_like(up)
-    for span, wide in _spans(len(up), up.new_empty(_at_once(gradient, 1), len(gradient))):
-        torch.mm(wide.copy_(gradient[:, span].T), low, out=d_up[span])
+    step, buffer = _at_once(gradient, 1), up.new_empty(len(gradient) * _at_once(gradient, 1))
+    for columns, target in zip(gradient.split(step, 1), d_up.split(step), strict=True):
+        wide = buffer[: columns.numel()].view_as(columns).copy_(columns)
+        torch.mm(wide.T, low, out=target)
     return d_low, d_up
 
 
