@@ -124,6 +124,31 @@ def test_each_size_is_shown_before_the_next_is_measured_and_lacks_memory_alone(
     assert "autocast" not in terminal.shown.splitlines()[-1]
 
 
+def test_a_busy_machine_is_timed_in_pairs_of_processor_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each pair has its own ratio, whatever slows one pair down, and neither is always first."""
+    import bench_step
+
+    clock, order = [0.0], list[str]()
+    taken = {"ours": iter([9, 1, 9, 80, 6]), "theirs": iter([9, 2, 10, 100, 10])}
+
+    def predict(name: str) -> Tensor:
+        order.append(name)
+        clock[0] += next(taken[name])
+        return torch.ones((), requires_grad=True)
+
+    monkeypatch.setattr(bench_step.time, "process_time", lambda: clock[0])
+    args = bench_step.configured(["--tiny", "--clock", "processor", "--checkpointing", "none"])
+    steps = bench_step.steps_of(args, small_pair(predict, torch.zeros(())), torch.float32)
+    text = bench_step.in_pairs(steps, 4)
+    assert order == ["ours", "theirs"] * 2 + ["theirs", "ours", "ours", "theirs", "theirs", "ours"]
+    # The first pair, which allocates, is left out: 0.5, 0.9, 0.8 and 0.6.
+    assert text == (
+        "ours 7500 ms, diffusers 10000 ms of processor time; ratio in pairs 0.700 (0.575 to 0.825)"
+    )
+
+
 def test_each_policy_is_shown_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_checkpointing
 
@@ -234,9 +259,10 @@ def test_a_published_model_is_compared_with_diffusers_in_its_own_dtype(
     [
         (["--preset", "dev"], "none of --model wan: t2v-1.3b, t2v-14b, t2v-a14b"),
         (["--preset", "t2v-14b", "--blocks", "4"], "leave out --width and --blocks"),
+        (["--checkpointing", "ful"], "did you mean full?"),
     ],
 )
-def test_a_preset_of_another_model_or_with_another_size_is_refused(
+def test_a_preset_or_policy_that_does_not_fit_is_refused(
     given: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import bench_step

@@ -12,6 +12,8 @@ checkpointing, one process, interleaved.
     uv run tools/bench/bench_step.py --device cuda --model flux2
     # all blocks of a published model, twice in memory
     uv run tools/bench/bench_step.py --device cuda --model flux2 --preset klein-base-4b
+    # next to other work: pairs of steps by processor time
+    uv run tools/bench/bench_step.py --tokens 1024 --clock processor --repeats 15
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and
 both layers of a single block; other families: every linear layer of the blocks); no optimizer,
@@ -47,7 +49,9 @@ from device_clock import (
     started_on,
     unless_out_of_memory,
 )
+from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.weights.quantize import compute_in_8_bits, linears_of_blocks, replace_layer
 
@@ -442,6 +446,25 @@ def measured(
     }
 
 
+def in_pairs(steps: Steps, repeats: int) -> str:
+    """Medians of both steps' processor time, and the median and quartiles of their ratio in pairs
+    that follow each other. Which one is first alternates."""
+    taken: dict[str, list[float]] = {"ours": [], "diffusers": []}
+    order = [("ours", steps.ours), ("diffusers", steps.theirs)]
+    for _, step in order:
+        step()
+    for _ in range(repeats):
+        for name, step in order:
+            began = time.process_time()
+            step()
+            taken[name].append(time.process_time() - began)
+        order.reverse()
+    ratios = torch.tensor(taken["ours"]) / torch.tensor(taken["diffusers"])
+    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    times = ", ".join(f"{name} {milliseconds(statistics.median(x))}" for name, x in taken.items())
+    return f"{times} of processor time; ratio in pairs {middle:.3f} ({low:.3f} to {high:.3f})"
+
+
 def ratio(row: Row, of: Row) -> str:
     """The ratio of two times; a dash where one is missing."""
     return "-" if row.seconds is None or of.seconds is None else f"{row.seconds / of.seconds:.3f}"
@@ -457,6 +480,9 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
         print(f"{shape}: out of memory", flush=True)
         return
     steps = steps_of(args, pair, dtype)
+    if args.clock == "processor":
+        print(f"{shape}: {in_pairs(steps, args.repeats)}", flush=True)
+        return
     wanted = {"ours": steps.ours, "diffusers": steps.theirs}
     if dtype != torch.float32:
         wanted["diffusers in autocast"] = steps.autocast
@@ -534,8 +560,18 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="a published model in place of width and blocks, such as klein-base-4b or t2v-1.3b",
     )
     parser.add_argument("--rank", type=int, help="default: 16; on a GPU 32")
-    parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
+    parser.add_argument(
+        "--checkpointing",
+        default="full",
+        help="ours, as `train.checkpointing` has it; diffusers' is on unless this is none",
+    )
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=("wall", "processor"),
+        help="processor: of a CPU, in pairs, without autocast, peaks and floor; for a busy machine",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--tiny",
@@ -560,6 +596,12 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "blocks": 4,
             "rank": 32,
         }
+    try:
+        parse_schedule(args.checkpointing)
+    except UserError as error:
+        parser.error(str(error))
+    if args.clock == "processor" and args.device.type != "cpu":
+        parser.error("--clock processor is for --device cpu: a GPU works on its own time")
     if args.preset:
         check_preset(parser, args)
     for name, value in usual.items():
