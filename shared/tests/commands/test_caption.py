@@ -108,7 +108,7 @@ def test_training_reads_what_was_written(model: str, tmp_path: Path) -> None:
 
 
 def test_only_what_this_command_wrote_and_nobody_changed_is_written_again(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_photos(tmp_path / "photos", ["a.png", "b.png", "c.png"])
     (folder / "c.txt").write_text("a person's")
@@ -120,6 +120,10 @@ def test_only_what_this_command_wrote_and_nobody_changed_is_written_again(
     assert texts(folder) == {
         "a.txt": f"ohwx, {ANSWER}\n", "b.txt": "corrected by a person", "c.txt": "a person's",
     }  # fmt: skip
+    capsys.readouterr()
+    assert run(folder, model, "--trigger", "ohwx", "--replace", "all", "--plan") == 0
+    said = capsys.readouterr().out
+    assert "2 to be written, replacing 2 that are there (2 not by this command)" in said
     assert run(folder, model, "--trigger", "ohwx", "--replace", "all") == 0
     assert set(texts(folder).values()) == {f"ohwx, {ANSWER}\n"}
 

@@ -148,10 +148,14 @@ def _wanted(files: CaptionFiles, task: _Task, outcome: _Outcome) -> list[Caption
             wanted.append(item)
     captioned = sum(bool(item.text) for item in files.items)
     by_us = sum(map(files.is_ours, files.items))
-    say(
+    line = (
         f"{files.folder}: {plural(len(files.items), 'file')}, {captioned} with a caption "
         f"({by_us} by this command); {len(wanted)} to be written"
     )
+    if present := [item for item in wanted if item.text]:
+        others = sum(not files.is_ours(item) for item in present)
+        line += f", replacing {len(present)} that are there ({others} not by this command)"
+    say(line)
     return wanted
 
 
