@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,18 @@ from ditkit_ui.captions import CaptionEdits
 from ditkit_ui.folders import OpenedFolders
 
 
+class Edits(CaptionEdits):
+    """With the edits that can be undone, as the page keeps them."""
+
+    def __init__(self, folder: Path):
+        self.undos = list[Callable[[], bool]]()
+        super().__init__(OpenedFolders([folder]), self.undos)
+
+    def undo(self) -> bool:
+        """Undo the last edit; False if there is none."""
+        return bool(self.undos) and self.undos.pop()()
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {file.name: file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())}
 
@@ -25,7 +38,7 @@ def test_edits_are_undone_one_after_the_other_also_of_files_that_were_not_there(
     (tmp_path / "a.txt").write_text("a cät", encoding="utf-8")
     (tmp_path / "b.txt").write_text("a dog\n", encoding="utf-8")
     a, b, new = (str(tmp_path / f"{name}.txt") for name in "abn")
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     before = contents(tmp_path)
     assert edits.write({a: ("a cät", "a cat"), b: ("a dog\n", "a dog\n")}) == 1
     between = contents(tmp_path)
@@ -44,7 +57,7 @@ def test_what_another_program_wrote_meanwhile_is_not_overwritten_and_no_half_is_
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text("one")
     b.write_text("two")
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     b.write_text("by another program")
     with pytest.raises(UserError, match=r"b\.txt was changed by another program"):
         edits.write({str(a): ("one", "1"), str(b): ("two", "2")})
@@ -57,13 +70,52 @@ def test_what_another_program_wrote_meanwhile_is_not_overwritten_and_no_half_is_
     assert not edits.undo(), "an edit that cannot be undone hides no earlier one"
 
 
+def test_what_a_command_writes_is_undone_and_no_edit_of_a_person_is_taken_for_it(
+    tmp_path: Path,
+) -> None:
+    a, b, new, other = (tmp_path / f"{name}.txt" for name in "abno")
+    listed = tmp_path / "metadata.jsonl"
+    for file in (a, b, other):
+        file.write_text(f"a person's {file.name}")
+    listed.write_text(LISTS["metadata.jsonl"])
+    before = contents(tmp_path)
+    edits = Edits(tmp_path)
+    edits.watch(map(str, (a, b, new, listed)))
+    a.write_text("by a model")
+    listed.write_text(LISTS["metadata.jsonl"].replace("one", "by a model"))
+    between = contents(tmp_path)
+    assert edits.write({str(b): ("a person's b.txt", "better")}) == 1
+    new.write_text("by a model, too")
+    edits.watch(())  # the command has ended
+    other.write_text("not watched")
+    a.write_text("later, by another program")
+    edits.note_changes()
+    assert len(edits.undos) == 3
+    assert edits.undo() and not new.exists() and b.read_text() == "better"
+    assert edits.undo() and b.read_text() == "a person's b.txt"
+    with pytest.raises(UserError, match=r"a\.txt was changed by another program"):
+        edits.undo()
+    assert a.read_text() == "later, by another program", "and the list stays with it"
+    assert listed.read_text() == between["metadata.jsonl"]
+    for file in (a, listed):
+        file.write_text(before[file.name])
+    edits.watch([str(a), str(listed)])
+    a.write_text(between[a.name])
+    listed.write_text(between[listed.name])
+    edits.note_changes()
+    assert edits.undo() and not edits.undo()
+    edits.note_changes()
+    assert not edits.undos, "an undo is no change of the command"
+    assert contents(tmp_path) == before | {"o.txt": "not watched"}
+
+
 def test_what_cannot_be_written_puts_back_what_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, new, full = (tmp_path / name for name in ("a.txt", "new.txt", "full.txt"))
     a.write_text("one")
     full.write_text("two")
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     before = contents(tmp_path)
 
     def write(path: Path, text: str) -> None:
@@ -85,7 +137,7 @@ def test_edits_at_the_same_moment_are_one_after_the_other(
     file.write_text(
         '{"file_name": "a.png", "text": "one"}\n{"file_name": "b.png", "text": "two"}\n'
     )
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     both = threading.Barrier(2)
 
     def written(path: Path, text: str) -> None:
@@ -103,7 +155,7 @@ def test_edits_at_the_same_moment_are_one_after_the_other(
 def test_columns_of_the_same_name_are_refused_before_one_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "metadata.csv"
     file.write_text("image,note,prompt,note\na.png,1,one,2\n")
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     with pytest.raises(UserError, match="several columns of the same name"):
         edits.write({}, {str(file): [RowEdit(0, "a.png", "one", "two")]})
 
@@ -123,7 +175,7 @@ def test_rows_of_a_list_are_edited_in_place_and_undone_to_the_byte(
     path.write_text(before)
     text = tmp_path / "c.txt"
     text.write_text("beside")
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     rows = [RowEdit(0, "a.png", "one", 'a "<b>"\ncät, in two'), RowEdit(1, "b.png", "", "")]
     assert edits.write({str(text): ("beside", "1")}, {str(path): rows}) == 2
     after = path.read_text("utf-8")
@@ -150,7 +202,7 @@ def test_of_edits_of_which_one_is_stale_none_is_written(
     path, text = tmp_path / name, tmp_path / "c.txt"
     path.write_text(LISTS[name])
     text.write_text("beside")
-    before, edits = contents(tmp_path), CaptionEdits(OpenedFolders([tmp_path]))
+    before, edits = contents(tmp_path), Edits(tmp_path)
     fine = RowEdit(0, "a.png", "one", "two")
     with pytest.raises(UserError, match="has another caption of b.png by now"):
         edits.write({str(text): ("beside", "1")}, {str(path): [fine, stale]})
@@ -160,7 +212,7 @@ def test_of_edits_of_which_one_is_stale_none_is_written(
 def test_several_captions_of_a_row_stay_several(tmp_path: Path) -> None:
     path = tmp_path / "metadata.jsonl"
     path.write_text('{"file_name": "a.png", "text": ["one", " two "]}\n')
-    edits = CaptionEdits(OpenedFolders([tmp_path]))
+    edits = Edits(tmp_path)
     edit = RowEdit(0, "a.png", "one\ntwo", "one\n\n 2 \nthree")
     assert edits.write({}, {str(path): [edit]}) == 1
     assert json.loads(path.read_text())["text"] == ["one", "2", "three"]

@@ -37,11 +37,12 @@ def test_a_path_elsewhere_is_neither_read_nor_written(
     folders: OpenedFolders, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    captions = CaptionEdits(folders)
+    captions = CaptionEdits(folders, [])
     for act in (
         lambda: folders.checked(path),
         lambda: captions.text(path),
         lambda: captions.write({path: (None, "owned")}),
+        lambda: captions.watch([path]),
     ):
         with pytest.raises(UserError, match="in no folder that was opened"):
             act()

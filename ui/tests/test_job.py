@@ -13,7 +13,8 @@ from ditkit_ui.job import Job
 def test_a_job_is_stopped_and_begun_again(tmp_path: Path) -> None:
     folder = write_photos(tmp_path / "photos", ["a.png", "b.png"])
     model = write_captioner(tmp_path / "model", "A red cat sits on the mat.")
-    job = Job(tmp_path / "log")
+    ends: list[str] = []
+    job = Job(tmp_path / "log", on_end=lambda: ends.append(job.state))
 
     async def work() -> None:
         arguments = [str(folder), f"--model={model}"]
@@ -31,5 +32,6 @@ def test_a_job_is_stopped_and_begun_again(tmp_path: Path) -> None:
         assert len(list(folder.glob("*.txt"))) == 2
         await job.run("caption", family="zimage", arguments=["/no/such/folder"])
         assert job.state == "failed" and "/no/such/folder" in "\n".join(job.lines)
+        assert ends == 3 * ["running"], "before others may start one"
 
     asyncio.run(work())

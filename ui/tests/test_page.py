@@ -15,7 +15,7 @@ import torch
 from made_runs import write_run
 from PIL import Image
 from playwright.sync_api import Page, expect
-from served_page import HOSTILE, needs_browser, opened, overflows, served, write_pictures
+from served_page import HOSTILE, clicks, needs_browser, opened, overflows, served, write_pictures
 from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.config.toml import to_toml
@@ -72,7 +72,7 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
         expect(page.get_by_label("data.trigger")).to_have_count(0)
         go(page, "Data")
         expect(page.get_by_label("Caption of p0.png")).to_have_value(f"a card {HOSTILE}")
-        expect(page.get_by_text("5 files, 4 trained, 1 left out")).to_be_visible()
+        expect(page.get_by_text("5 files, 4 usable, 1 not usable")).to_be_visible()
         expect(page.get_by_text("p3.png has no caption")).to_be_visible()
         page.get_by_label("Show p0.png larger").click()
         expect(page.get_by_role("dialog").locator("img")).to_be_visible()
@@ -97,6 +97,7 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
         expect(page.locator("figure").last).to_contain_text("step 40")
         page.get_by_label("Left: Step").press("ArrowRight")
         looked_at(page, "compare")
+        expect(page.get_by_text("the model is loaded")).to_be_hidden()
         assert "owned" not in page.title() and "49" not in page.title()
         assert not page.evaluate("document.querySelectorAll('img[src=x]').length")
     assert page_of.said == []
@@ -203,6 +204,11 @@ def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
         page.get_by_label("Down: c").click()
         wait_for(lambda: order().replace("b", "") == "ac")
         looked_at(page, "queue")
+        page.get_by_label("GPU").focus()
+        page.keyboard.press("Tab")
+        start = page.get_by_role("button", name="Start a worker")
+        expect(start).to_be_focused()
+        expect(start).to_have_css("box-shadow", re.compile("0px 0px 0px 5px"))  # a ring
         page.get_by_label("Remove: b").click()
         expect(failed).to_have_count(0)
         queue.remove("/runs/a")  # by a command, which the page shows
@@ -226,17 +232,17 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
     leaves the run alive, and the page says so when the run is killed."""
     write_pictures(tmp_path / "photos", 8, without_caption=3)
     folder = RunFolder(tmp_path / "runs" / "photos-demo")
-    clicks = 0
     with served(tmp_path) as page_of, opened(page_of) as page:
         page.get_by_label("Folder of your pictures").fill("photos")
         page.get_by_role("button", name="Try").click()
         page.wait_for_url("**/data?**")
-        clicks += 2
         caption = page.get_by_label("Caption of p3.png")
         caption.fill("a card with words")
         caption.press("Tab")
         expect(page.get_by_text("Caption saved: p3.txt")).to_be_visible()
         assert (tmp_path / "photos" / "p3.txt").read_text() == "a card with words"
+        expect(page.get_by_text("8 files, 8 usable")).to_be_visible()
+        expect(page.get_by_text("has no caption")).to_have_count(0)
         go(page, "Settings")
         file = tmp_path / "photos-demo.toml"
         shorter(page, file)
@@ -244,7 +250,7 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         looked_at(page, "settings")
         go(page, "Run")
         page.get_by_role("button", name="Start").click()
-        clicks += 2
+        assert clicks(page) == 3 + 4, "Try, Run, Start; Settings, Fit, Apply, Undo"
         expect(page.get_by_text("Training", exact=True)).to_be_visible()
         wait_for(lambda: run_state(folder).step >= 2)
         page.get_by_role("button", name="Stop").click()
@@ -256,7 +262,6 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         page_of.process.kill()  # the run goes on
     last = run_state(folder).step
     wait_for(lambda: run_state(folder).step > last)
-    assert clicks <= 10
     with served(tmp_path, HF_HUB_OFFLINE="1") as page_of, opened(page_of) as page:
         page.get_by_role("link", name="photos-demo.toml").click()
         go(page, "Run")
@@ -310,6 +315,11 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         files.get_by_role("button", name="Close").click()
         expect(files).to_have_count(0)
         page.get_by_role("link", name="photos.toml").click()
+        page.get_by_role("button", name="Model files").click()
+        expect(files.get_by_text("vae, from Tongyi-MAI/Z-Image: the hub cannot")).to_be_visible()
+        expect(files.get_by_role("button", name="Use these")).to_be_disabled()
+        page.keyboard.press("Escape")
+        expect(files).to_have_count(0)
         go(page, "Data")
         expect(page.get_by_label("Caption of 0wide.png")).to_have_value(f"wide {HOSTILE}")
         expect(page.get_by_label("Show mask: 0wide-mask.png larger").locator("img")).to_be_visible()
@@ -435,6 +445,34 @@ def captions_by_a_model(page: Page, folder: Path) -> None:
     expect(page.get_by_label("Caption of p01.png")).to_have_value(
         "ohwx, A red cat sits on the mat.\n"
     )
+    expect(page.locator(".row-of-media", has_text="p01.png")).not_to_contain_text("has no caption")
+    replaced_by_a_model(page, folder)
+
+
+def replaced_by_a_model(page: Page, folder: Path) -> None:
+    """Captions of a person are replaced after a question that says how many, and brought back."""
+    before = {file.name: file.read_text() for file in folder.glob("*.txt")}
+    page.get_by_role("combobox", name="Captions that are there").click()
+    page.get_by_role("option", name="replace all").click()
+    page.get_by_label("Trigger word").fill("xyz")
+    page.get_by_role("button", name="does it fit?").click()
+    start = page.get_by_role("button", name="Write captions")
+    asked, count = page.get_by_role("dialog"), "replacing 26 that are there (3 not by this command)"
+    for answer in ("Cancel", "Replace"):
+        start.click()
+        expect(asked).to_contain_text(count)
+        looked_at(page, "replace")
+        asked.get_by_role("button", name=answer).click()
+        expect(asked).to_have_count(0)
+        if answer == "Cancel":
+            expect(start).to_be_enabled()
+            assert before == {file.name: file.read_text() for file in folder.glob("*.txt")}
+    caption = page.get_by_label("Caption of p00.png")
+    expect(caption).to_have_value("xyz, A red cat sits on the mat.\n")
+    expect(page.get_by_text("Some captions are not written")).to_be_visible()  # the broken one's
+    page.get_by_role("button", name="Undo").click()
+    expect(caption).to_have_value("a person's words")
+    assert before == {file.name: file.read_text() for file in folder.glob("*.txt")}
 
 
 def shorter(page: Page, file: Path) -> None:
@@ -457,6 +495,8 @@ def until_it_fits(page: Page, file: Path) -> None:
             page.get_by_label(key, exact=True).fill(size)
             wait_for(lambda key=key, size=size: f"{key[5:]} = {size}\n" in file.read_text("utf-8"))
         expect(page.locator(".verdict")).to_have_text(verdict)
+    expect(page.locator(".plan")).to_contain_text(re.compile(r"s a step, .*[1-9]"))
+    expect(page.locator(".plan")).not_to_contain_text(", 0 min")
     page.get_by_role("button", name="Fit", exact=True).click()
     expect(page.get_by_text("Would change")).to_be_visible()
     before = file.read_text(encoding="utf-8")

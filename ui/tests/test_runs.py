@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.commands.options import train_line
 from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, locked
@@ -19,7 +20,6 @@ from ditkit_ui.runs import (
     leave_to_queue,
     processes_of,
     run_state,
-    shell_command,
     start_run,
     start_sheet,
 )
@@ -161,7 +161,7 @@ def test_a_run_that_processes_divide_is_started_by_torchrun(
     (words,) = started
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert words[-3:] == ["--no-python", "/bin/toy-train", str(tmp_path / "a.toml")]
-    assert shell_command("toy", tmp_path / "a.toml", 2).endswith(
+    assert train_line("toy", Path("a.toml"), 2).endswith(
         "torchrun --nproc-per-node 2 -m ditkit_toy.train a.toml"
     )
 

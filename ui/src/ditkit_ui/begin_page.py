@@ -16,7 +16,15 @@ from ditkit_ui import texts
 from ditkit_ui.families import installed_families
 from ditkit_ui.fetch_dialog import FetchDialog
 from ditkit_ui.runs import run_state
-from ditkit_ui.workbench import Workbench, address, errors_shown, page_frame, subject_of, tell
+from ditkit_ui.workbench import (
+    Workbench,
+    address,
+    errors_shown,
+    page_frame,
+    short_path,
+    subject_of,
+    tell,
+)
 
 EXAMPLE_GPU = "24GiB"
 """What is planned for where a machine has no GPU and nobody named one."""
@@ -89,12 +97,12 @@ class BeginPage:
                 cost = await self._bench.planner.ask(
                     "recipe", family=name, name=recipe.name, gpus=gpus
                 )
+                words, kind = _in_words(cost), "good" if cost.get("fits") else "bad"
             except UserError as error:
-                label.text = str(error)
-                label.classes("bad")
-                continue
+                words, kind = str(error), "bad"
             if number == self._filled and not label.is_deleted:
-                _show_cost(label, cost)
+                label.text = words
+                label.classes(kind)
 
     def _show_cards(self) -> list[tuple[str, Recipe, ui.label]]:
         """A card for each recipe of the goal; its family, and the label for its costs."""
@@ -157,7 +165,7 @@ class BeginPage:
             if not self._folder.value.strip():
                 raise UserError(texts.FOLDER_FIRST)
             folder = self._bench.opened.open(self._folder.value)
-            arguments = [*arguments, f"--data.folder={_short(folder)}"]
+            arguments = [*arguments, f"--data.folder={short_path(folder)}"]
             name = f"{folder.name}-demo" if is_demo else folder.name
         file = Path.cwd() / f"{name}.toml"
         if file.exists():
@@ -203,15 +211,12 @@ class BeginPage:
                     ui.label(f"{subject.family} · {state.text}").classes("note")
 
 
-def _show_cost(label: ui.label, cost: Mapping[str, Any]) -> None:
+def _in_words(cost: Mapping[str, Any]) -> str:
     if not cost:
-        label.text, kind = texts.FITS_NOT, "bad"
-    else:
-        peaks = " + ".join(f"{peak:.1f}" for peak in cost["peaks"])
-        words = texts.COSTS.format(peaks=peaks, host=cost["host"], hours=cost["hours"])
-        label.text = f"{texts.FITS if cost['fits'] else texts.FITS_NOT}: {words}"
-        kind = "good" if cost["fits"] else "bad"
-    label.classes(kind)
+        return texts.FITS_NOT
+    peaks = " + ".join(f"{peak:.1f}" for peak in cost["peaks"])
+    words = texts.COSTS.format(peaks=peaks, host=cost["host"], hours=cost["hours"])
+    return f"{texts.FITS if cost['fits'] else texts.FITS_NOT}: {words}"
 
 
 def _run_files(folder: Path) -> list[Path]:
@@ -226,9 +231,3 @@ def _run_files(folder: Path) -> list[Path]:
         if tables and tables.keys() <= config_sections(RunConfig).keys():
             files.append(file)
     return files
-
-
-def _short(folder: Path) -> str:
-    """A folder as a person would write it in a run file."""
-    here = Path.cwd()
-    return folder.relative_to(here).as_posix() if folder.is_relative_to(here) else str(folder)

@@ -1,6 +1,7 @@
 """Captions by a model: the part of the page Data that plans and starts the caption command."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
 
 from nicegui import ui
 
@@ -15,6 +16,7 @@ class CaptionSection:
     """The part of the page, of one reader.
 
     Args:
+        files: The files that the command may write.
         on_look: Called while captions are written, and with True after the last.
     """
 
@@ -23,9 +25,11 @@ class CaptionSection:
         bench: Workbench,
         subject: Subject,
         page: ui.element,
+        files: Callable[[], Collection[str]],
         on_look: Callable[[bool], Awaitable[None]],
     ):
-        self._bench, self._subject, self._page, self._on_look = bench, subject, page, on_look
+        self._bench, self._subject, self._page = bench, subject, page
+        self._files, self._on_look = files, on_look
         self._planned: list[str] = []
         with ui.expansion(texts.BY_MODEL, value=bench.captioner.is_running).classes("wide"):
             ui.label(texts.BY_MODEL_ABOUT).classes("note")
@@ -36,6 +40,7 @@ class CaptionSection:
                     "goal": ui.select(goals, value="", label=texts.CAPTION_GOAL),
                     "trigger": ui.input(texts.TRIGGER, value=subject.file.config.data.trigger),
                     "instruction": ui.input(texts.INSTRUCTION),
+                    "replace": ui.select(texts.REPLACES, value="", label=texts.PRESENT_CAPTIONS),
                 }
             for field in self._fields.values():
                 field.on_value_change(self._forget)
@@ -56,8 +61,9 @@ class CaptionSection:
         self._plan.set_enabled(not is_running)
         self._start.set_enabled(bool(self._planned) and not is_running)
 
-    async def _look_ahead(self) -> None:
+    async def _look_ahead(self) -> list[str]:
         """Say memory, downloads and the number of captions, before anything starts."""
+        self._planned, lines = [], list[str]()
         options = {name: field.value.strip() for name, field in self._fields.items()}
         arguments = [f"--{name}={value}" for name, value in options.items() if value]
         arguments = [str(self._subject.file.path), *arguments]
@@ -69,16 +75,36 @@ class CaptionSection:
                 "command", family=family, name="caption", arguments=[*arguments, "--plan"]
             )
             if self._start.is_deleted:
-                return
-            self._view.show([*printed["out"].splitlines(), *printed["err"].splitlines()])
-            self._planned = [] if printed["status"] else arguments
+                return lines
+            lines = [*printed["out"].splitlines(), *printed["err"].splitlines()]
+            self._view.show(lines)
+            self._planned = arguments * (not printed["status"])
             command = command_line(f"{family}-caption", *arguments)
             self._command.text = f"{texts.COMMAND}: {command}"
         self._enable()
+        return lines
 
-    def _begin(self) -> None:
-        self._view.start("caption", family=self._subject.family, arguments=self._planned)
+    async def _begin(self) -> None:
         self._start.disable()
+        if not self._fields["replace"].value or await self._is_confirmed():
+            with errors_shown(self._page):
+                await asyncio.to_thread(self._bench.captions.watch, self._files())
+                self._view.start("caption", family=self._subject.family, arguments=self._planned)
+                return
+        self._enable()
+
+    async def _is_confirmed(self) -> bool:
+        """Plan again, as captions may have been edited since, and ask with what that says."""
+        lines = await self._look_ahead()
+        if not self._planned:
+            return False
+        with self._page, ui.dialog() as dialog, ui.card().classes("larger"):
+            ui.label(texts.REPLACES_ASK).classes("title")
+            ui.label("\n".join(lines)).classes("lines")
+            with ui.element("div").classes("titled"):
+                ui.button(texts.REPLACES_START, on_click=lambda: dialog.submit(True))
+                ui.button(texts.CANCEL, on_click=dialog.close).props("flat autofocus")
+        return bool(await dialog)
 
     async def _look(self, has_ended: bool) -> None:
         self._enable()

@@ -4,7 +4,8 @@ import argparse
 import secrets
 import socket
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -92,14 +93,16 @@ def _free_port(host: str, port: int) -> int:
 
 
 def _serve(opened: OpenedFolders, host: str, port: int, logs: Path, *, browser: bool) -> None:
-    token = secrets.token_urlsafe(24)
+    token, undos = secrets.token_urlsafe(24), list[Callable[[], bool]]()
+    captions = CaptionEdits(opened, undos)
     bench = Workbench(
         opened=opened,
         token=token,
         worker=Worker(),
         planner=Worker(),
-        captions=CaptionEdits(opened),
-        captioner=Job(logs / "captions"),
+        captions=captions,
+        undos=undos,
+        captioner=Job(logs / "captions", on_end=partial(captions.watch, ())),
         fetcher=Job(logs / "fetched"),
     )
     add_pages(bench, host=host, port=port)

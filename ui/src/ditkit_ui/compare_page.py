@@ -114,7 +114,7 @@ class ComparePage:
                 )
                 if not self._lines.is_deleted:
                     self._lines.text = "\n".join(lines)
-                    self._lines.classes(replace=f"lines log {'bad' if status else ''}")
+                    self._lines.classes("bad" if status else "", remove="bad")
                     self._show_verified()
         finally:
             for button in buttons:

@@ -65,6 +65,8 @@ _SHOWN = (
 """What of a row the browser gets."""
 _LEAST_CUT = 0.005
 """Share of a side from which on its crop can be moved: less is a rounding."""
+_REFUSED = "D02"
+"""The finding that a file cannot be trained."""
 _TOO_LONG = "D14"
 """The finding that a caption is longer than is read."""
 
@@ -87,7 +89,7 @@ class DataPage:
                 self._find = ui.input(texts.FIND)
                 self._with = ui.input(texts.WITH)
                 ui.button(texts.REPLACE, on_click=self._replace).props("flat")
-            CaptionSection(bench, subject, self._page, self._refresh)
+            CaptionSection(bench, subject, self._page, self._files, self._refresh)
             self._notes = ui.element("div")
             self._findings = ui.element("div")
             self._table = ui.table(
@@ -135,13 +137,8 @@ class DataPage:
             return
         self._count.classes(remove="bad")
         self._rows = {row["path"]: self._row(row) for row in read["rows"]}
-        trained = sum(not row["reason"] for row in self._rows.values())
-        self._count.text = (
-            texts.COUNT.format(
-                files=len(self._rows), samples=trained, without=len(self._rows) - trained
-            )
-            if self._rows
-            else texts.NO_MEDIA.format(folder=", ".join(read["folders"]))
+        self._count.text = self._counted() or texts.NO_MEDIA.format(
+            folder=", ".join(read["folders"])
         )
         self._notes.clear()
         with self._notes:
@@ -149,20 +146,39 @@ class DataPage:
                 ui.label(note).classes("note")
         self._show_findings()
 
+    def _counted(self) -> str:
+        """How many files there are, and what of them can be trained; empty without any."""
+        rows = self._rows.values()
+        excluded = sum(row["excluded"] for row in rows)
+        usable = sum("trained" in row for row in rows)
+        words = texts.COUNT.format(files=len(rows), usable=usable) if rows else ""
+        if bad := len(rows) - usable - excluded:
+            words += texts.NOT_USABLE.format(count=bad)
+        return words + (texts.NUM_LEFT_OUT.format(count=excluded) if excluded else "")
+
+    def _files(self) -> set[str]:
+        """The files that have the captions, or get them."""
+        return {row["caption"] for row in self._rows.values() if row["caption"]}
+
     async def _refresh(self, has_ended: bool) -> None:
-        """Show captions that were written meanwhile where there was none; at the end, all anew."""
+        """Show captions that were written meanwhile; at the end, all anew."""
         if has_ended:
             await self._read()
             return
-        lacking = [row for row in self._rows.values() if not (row["fixed"] or row["text"].strip())]
-        places = [(row["caption"], row["row"]) for row in lacking]
+        rows = [row for row in self._rows.values() if not row["fixed"]]
+        places = [(row["caption"], row["row"]) for row in rows]
         with suppress(UserError):  # which the end shows
             now = await asyncio.to_thread(self._bench.captions.texts, places)
-            for row, text in zip(lacking, now, strict=True):
-                if text and row["row"] is None:
+            changed = [
+                (row, text)
+                for row, text in zip(rows, now, strict=True)
+                if text is not None and text.strip() != row["text"].strip()
+            ]
+            for row, text in changed:
+                row["text"] = text
+                if row["row"] is None:
                     row["file text"] = text
-                row["text"] = text or row["text"]
-            if any(now):
+            if changed:
                 self._show()
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +227,10 @@ class DataPage:
         with errors_shown(self._page):
             if await self._write([(row, edit["text"])]):
                 tell(self._page, texts.CAPTION_SAVED.format(file=Path(row["caption"]).name))
-        self._show_findings()
+        if row["reason"] or not edit["text"].strip():  # with a caption a file can be trained
+            await self._read()
+        else:
+            self._show_findings()
 
     async def _replace(self) -> None:
         """Replace a text in all captions. Thousands take seconds, each file is written safely."""
@@ -232,8 +251,6 @@ class DataPage:
                 edit = RowEdit(row["row"], row["item"], row["text"], text)
                 lists[row["caption"]].append(edit)
         count = await asyncio.to_thread(self._bench.captions.write, captions, lists)
-        if count:
-            self._bench.undos.append(self._bench.captions.undo)
         for row, text in edits:
             if row["row"] is None and text != (row["file text"] or ""):
                 row["file text"] = text
@@ -242,6 +259,7 @@ class DataPage:
 
     async def _undo(self) -> None:
         with errors_shown(self._page):
+            await asyncio.to_thread(self._bench.captions.note_changes)
             undos, is_undone = self._bench.undos, False
             while undos and not is_undone:
                 is_undone = await asyncio.to_thread(undos.pop())
@@ -275,8 +293,13 @@ class DataPage:
             row["badges"] = []
             of_row = () if row["excluded"] else row["names"]
             for finding in (f for name in of_row for f in by_place.get(name, ())):
-                read = finding.setdefault("caption", row["text"])
-                if finding["code"] != _TOO_LONG or read == row["text"]:
+                is_refused = "trained" not in row
+                before = finding.setdefault("before", (is_refused, row["text"]))
+                is_over = {
+                    _REFUSED: before[0] and not is_refused,
+                    _TOO_LONG: before[1] != row["text"],
+                }
+                if not is_over.get(finding["code"]):
                     badge = {name: finding[name] for name in ("severity", "text")}
                     row["badges"].append(badge | {"remedies": _remedies(finding, row)})
             if row["reason"] and not row["badges"]:

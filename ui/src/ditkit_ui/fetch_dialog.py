@@ -31,16 +31,19 @@ class FetchDialog:
         with page, ui.dialog(value=True) as dialog, ui.card().classes("larger"):
             (called,) = of.values()
             ui.label(texts.FILES_OF.format(recipe=Path(called).name)).classes("title")
-            self._comfyui = ui.input(texts.COMFYUI, value=bench.comfyui).props("debounce=600")
+            self._comfyui = ui.input(texts.COMFYUI, value=bench.comfyui).props(
+                f'debounce=600 hint="{texts.COMFYUI_HELP}"'
+            )
             self._comfyui.on_value_change(self._read).classes("wide")
             self._there = ui.label().classes("lines")
             self._missing = ui.label(texts.LOOKING).classes("lines")
             with ui.element("div").classes("titled"):
-                if use:
-                    ui.button(texts.USE_FILES, on_click=lambda: use(self._files))
+                self._use = ui.button(texts.USE_FILES, on_click=lambda: use and use(self._files))
+                self._use.set_visibility(use is not None)
                 self._fetch = ui.button(texts.FETCH, on_click=self._begin)
                 ui.button(texts.CLOSE, on_click=dialog.close).props("flat")
             self._files: dict[str, str] = {}
+            self._use.disable()
             self._fetch.disable()
             self._view = JobView(bench.fetcher, texts.FETCH_STATES, self._look)
             ui.timer(0, self._read, once=True)
@@ -55,6 +58,7 @@ class FetchDialog:
             more = {"comfyui": self._bench.comfyui}
             lines = await self._bench.worker.ask("missing", **self._run, **more)
             if not self._missing.is_deleted:
+                self._use.set_enabled(bool(self._files))
                 self._there.text = "\n".join(f"{key}: {file}" for key, file in self._files.items())
                 self._missing.text = "\n".join(lines) or texts.NOTHING_MISSING
                 self._fetch.set_enabled(bool(lines) and not self._bench.fetcher.is_running)

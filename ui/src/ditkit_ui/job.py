@@ -1,6 +1,7 @@
 """Long work in the background, for as long as the page is there."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ from ditkit_ui.worker import Worker
 class Job:
     """A function of `work` in a process of its own, which ends with the page; one at a time.
 
+    Args:
+        log: Gets the lines that it prints.
+        on_end: Called after its end, in a thread.
+
     Attributes:
         state: Empty before the first, then `running`, `done`, `failed` or `stopped`.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, on_end: Callable[[], None] = lambda: None) -> None:
         self.state = ""
         self._is_stopped = False
-        self._log = log
+        self._log, self._on_end = log, on_end
         self._worker = Worker()
 
     @property
@@ -48,7 +53,10 @@ class Job:
                     log.write(f"{error}\n")
         finally:
             await asyncio.to_thread(self._worker.end)  # which frees its memory
-            self.state = state
+            try:
+                await asyncio.to_thread(self._on_end)
+            finally:
+                self.state = state
 
     def stop(self) -> None:
         """End it, whatever it does; what it wrote stays."""

@@ -1,9 +1,11 @@
 """Run: start and continue a run, tell it what to do, and see its page."""
 
 import asyncio
+from pathlib import Path
 
 from nicegui import ui
 
+from ditkit_core.commands.options import train_line
 from ditkit_core.io.run_requests import ask
 from ditkit_ui import texts
 from ditkit_ui.runs import (
@@ -11,10 +13,17 @@ from ditkit_ui.runs import (
     last_output,
     processes_of,
     run_state,
-    shell_command,
     start_run,
 )
-from ditkit_ui.workbench import Subject, Workbench, errors_shown, folder_key, page_frame, tell
+from ditkit_ui.workbench import (
+    Subject,
+    Workbench,
+    errors_shown,
+    folder_key,
+    page_frame,
+    short_path,
+    tell,
+)
 
 _SECONDS = 1.0
 
@@ -37,14 +46,16 @@ class RunPage:
                     for name, title in texts.REQUESTS.items()
                 }
             self._processes = processes_of(subject.file.config.ranks)
-            command = shell_command(subject.family, subject.file.path, self._processes)
+            file = Path(short_path(subject.file.path))
+            command = train_line(subject.family, file, self._processes)
             ui.label(f"{texts.COMMAND}: {command}").classes("note")
             with ui.element("div").classes("titled") as self._longer:
                 steps = subject.file.config.train.steps
                 self._steps = ui.number(texts.LONGER, value=2 * steps, min=steps + 1, precision=0)
                 ui.button(texts.GO_ON, on_click=self._go_on)
-            ui.label(texts.LOG).classes("title")
+            title = ui.label(texts.LOG).classes("title")
             self._log = ui.label().classes("lines log")
+            title.bind_visibility_from(self._log, "visible")
             with ui.element("div").classes("titled"):
                 ui.label(texts.REPORT).classes("title")
                 report = f"/report/{folder_key(self._folder.path)}/"
@@ -69,7 +80,7 @@ class RunPage:
     def _show(self, state: RunState) -> None:
         self._state.text = state.text
         kind = {"running": "good", "complete": "good", "killed": "bad", "failed": "bad"}
-        self._state.classes(replace=f"verdict {kind.get(state.kind, '')}")
+        self._state.classes(kind.get(state.kind, ""), remove="good bad")
         self._start.text = texts.START if state.kind == "new" else texts.CONTINUE
         steps = self._subject.file.config.train.steps
         is_done = state.kind == "complete" and state.step >= steps

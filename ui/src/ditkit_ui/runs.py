@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditkit_core.commands.options import command_line, torchrun_words
+from ditkit_core.commands.options import torchrun_words
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.server import last_lines
 from ditkit_core.distributed.ranks import RanksConfig
@@ -174,15 +174,6 @@ def sheet_status(folder: RunFolder) -> str:
     if started is None or status is None:
         return "running" if started else "none"
     return "failed" if status else "done"
-
-
-def shell_command(family: str, file: Path, processes: int = 1) -> str:
-    """The same for a shell."""
-    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    if processes > 1:
-        module = f"ditkit_{family}.train"
-        return command_line("torchrun", "--nproc-per-node", str(processes), "-m", module, str(path))
-    return command_line(f"{family}-train", str(path))
 
 
 def last_output(folder: RunFolder) -> list[str]:

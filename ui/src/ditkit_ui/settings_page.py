@@ -10,6 +10,7 @@ from typing import Any
 from nicegui import ui
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.diagnostics.report.words import format_duration
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text
 from ditkit_core.run.config import KEYS_THAT_MATTER
@@ -128,7 +129,7 @@ class SettingsPage:
             self._message.text, kind = texts.SAVED, "good"
         except UserError as error:
             self._message.text, kind = texts.NOT_SAVED.format(error=error), "bad"
-        self._message.classes(replace=f"message {kind}")
+        self._message.classes(kind, remove="good bad")
         if self._text.value != self._file.text:
             self._text.value = self._file.text
         if kind == "good":
@@ -194,7 +195,7 @@ class SettingsPage:
         if number != self._number or self._verdict.is_deleted:
             return
         self._verdict.text = texts.PLANNING
-        self._verdict.classes(replace="verdict")
+        self._verdict.classes(remove="good bad")
         with errors_shown(self._page):
             planned = await self._bench.plan(self._subject, gpus=self._gpus.value.strip())
             if number == self._number and not self._verdict.is_deleted:
@@ -212,12 +213,11 @@ class SettingsPage:
         with self._plan_body:
             for device in plan["devices"]:
                 _show_device(device)
-            seconds, hours = plan["seconds_per_step"], plan["hours"]
-            if seconds is None:
+            if (seconds := plan["seconds_per_step"]) is None:
                 ui.label(texts.NO_TIME)
             else:
-                lasts = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
-                ui.label(texts.STEP.format(step=f"{seconds:.2g}", hours=lasts, steps=plan["steps"]))
+                step, time = f"{seconds:.2g}", format_duration(3600 * plan["hours"])
+                ui.label(texts.STEP.format(step=step, time=time, steps=plan["steps"]))
             if streamed := plan["host"]["streamed_weights"]:
                 ui.label(texts.STREAMED.format(size=f"{streamed / GIB:.1f}"))
             for row in plan["auxiliary"]:

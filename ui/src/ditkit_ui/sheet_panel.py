@@ -74,7 +74,7 @@ class SheetPanel:
         status = sheet_status(self._folder)
         lines = last_lines(self._folder.path / SHEET_OUTPUT, 6) if status != "none" else []
         self._lines.text = "\n".join(lines) or texts.SHEET_MAKING
-        self._lines.classes(replace=f"lines log {'bad' if status == 'failed' else ''}")
+        self._lines.classes("bad" if status == "failed" else "", remove="bad")
         self._lines.set_visibility(status != "none")
         self._button.set_enabled(self._has_saves and status != "running")
         file = self._folder.sheet_page

@@ -38,13 +38,13 @@ class Workbench:
     planner: Worker
     """Plans; its process keeps what it measured, and no check of data holds it up."""
     captions: CaptionEdits
+    undos: list[Callable[[], bool]]
+    """How to undo each edit of the page Data, the last one last; False where it is undone or lost
+    already."""
     captioner: Job
     fetcher: Job
     files: dict[Path, RunFile] = field(default_factory=dict)
     """Run files that were opened, so that an undo outlives a change of the page."""
-    undos: list[Callable[[], bool]] = field(default_factory=list)
-    """How to undo each edit of the page Data, the last one last; False where it is undone or lost
-    already."""
     comfyui: str = ""
     """The folder of ComfyUI that was last looked into; empty for none."""
     gpus: str = ""
@@ -87,6 +87,12 @@ class Subject:
 def address(path: str, query: dict[str, str]) -> str:
     """The address of a page."""
     return f"/{path}?{urlencode(query)}" if query else f"/{path}"
+
+
+def short_path(path: Path) -> str:
+    """A path as a person would write it in the folder where the page was started."""
+    here = Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
 
 
 def folder_key(folder: Path) -> str:

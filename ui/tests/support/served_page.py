@@ -21,6 +21,9 @@ needs_browser = pytest.mark.skipif(
 )
 SECONDS = 90
 """Longest wait for anything: the worker imports torch, on machines that are busy."""
+_COUNT_CLICKS = """addEventListener("click", event => {
+    if (event.isTrusted && self === top) sessionStorage.clicks = Number(sessionStorage.clicks || 0) + 1
+}, true)"""
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>{{7*7}}"
 )
@@ -86,6 +89,7 @@ def opened(page_of: Served, width: int = 1280) -> Iterator[Page]:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": 900})
         page.set_default_timeout(1000 * SECONDS)
+        page.add_init_script(_COUNT_CLICKS)
         page.on("console", lambda message: page_of.said.append(message.text))
         page.on("pageerror", lambda error: page_of.said.append(str(error)))
         page.on("request", lambda request: _note_elsewhere(page_of, request.url))
@@ -98,6 +102,11 @@ def opened(page_of: Served, width: int = 1280) -> Iterator[Page]:
                 page.wait_for_timeout(200)
         yield page
         browser.close()
+
+
+def clicks(page: Page) -> int:
+    """How often the page was clicked."""
+    return int(page.evaluate("Number(sessionStorage.clicks || 0)"))
 
 
 def _note_elsewhere(page_of: Served, url: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ditkit_core.adapters.files.entry import check_strength
@@ -597,6 +598,14 @@ def program_words() -> list[str]:
     program = os.path.abspath(sys.argv[0])
     is_script = program.endswith(".py") or not os.access(program, os.X_OK)
     return [sys.executable, program] if is_script else [program]
+
+
+def train_line(family: str, file: Path, processes: int = 1) -> str:
+    """A command for the user's shell that trains a run file, in so many processes."""
+    if processes == 1:
+        return command_line(f"{family}-train", str(file))
+    launcher = ("torchrun", "--nproc-per-node", str(processes), "-m", f"ditkit_{family}.train")
+    return command_line(*launcher, str(file))
 
 
 def torchrun_words(processes: int, program: Sequence[str]) -> list[str]:

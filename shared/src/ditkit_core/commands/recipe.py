@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 
 from ditkit_core.commands.comfyui import with_comfyui
-from ditkit_core.commands.options import command_line, program_words, torchrun_words, verb_of
+from ditkit_core.commands.options import (
+    command_line,
+    program_words,
+    torchrun_words,
+    train_line,
+    verb_of,
+)
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.cli_args import Flags
@@ -129,11 +135,7 @@ def _begin(
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
-    command = command_line(f"{spec.name}-train", str(out))
-    if chosen.processes > 1:
-        module = f"ditkit_{spec.name}.train"
-        launcher = ("torchrun", "--nproc-per-node", str(chosen.processes), "-m", module)
-        command = command_line(*launcher, str(out))
+    command = train_line(spec.name, out, chosen.processes)
     devices = config.train.devices or (config.train.device,)
     if not torch.cuda.is_available() and "cpu" not in devices:
         warn(
