@@ -98,6 +98,7 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
         page.get_by_label("Left: Step").press("ArrowRight")
         looked_at(page, "compare")
         expect(page.get_by_text("the model is loaded")).to_be_hidden()
+        expect(page.get_by_text("No saves yet")).to_be_visible()
         assert "owned" not in page.title() and "49" not in page.title()
         assert not page.evaluate("document.querySelectorAll('img[src=x]').length")
     assert page_of.said == []
@@ -194,6 +195,7 @@ def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
     with served(tmp_path) as page_of, opened(page_of) as page:
         page.get_by_role("link", name="Queue", exact=True).click()
         expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
+        expect(page.get_by_role("button", name="Save and stop")).to_be_disabled()
         failed = page.locator(".queue li", has_text="failed")
         expect(failed).to_contain_text(f"a line before\nerror: {HOSTILE}")
         expect(page.get_by_label("Up: a")).to_be_disabled()
@@ -518,7 +520,7 @@ def queued(page: Page, folder: RunFolder) -> None:
     expect(run).to_contain_text("trains")
     expect(run).to_contain_text("complete")
     page.get_by_role("button", name="End after this run").click()
-    expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
+    expect(page.get_by_text("No worker", exact=True)).to_be_visible()
     page.get_by_role("button", name="Remove complete").click()
     expect(run).to_have_count(0)
 

@@ -49,10 +49,10 @@ class QueuePage:
                     )
                 self._gpu = ui.input(texts.QUEUE_GPU, value="0").props("dense")
                 ui.button(texts.QUEUE_START, on_click=self._start).props("flat")
-                for request, words in texts.QUEUE_END.items():
-                    ui.button(words, on_click=lambda _, request=request: self._end(request)).props(
-                        "flat"
-                    )
+                self._ends = [
+                    ui.button(words, on_click=partial(self._end, request)).props("flat")
+                    for request, words in texts.QUEUE_END.items()
+                ]
                 ui.button(texts.QUEUE_CLEAR, on_click=self._clear).props("flat")
             self._list = ui.element("ol").classes("queue")
             ui.label(texts.QUEUE_ABOUT).classes("note")
@@ -65,10 +65,12 @@ class QueuePage:
         with errors_shown(self._page):
             rows, progress = self._read()
             workers = self._queue.workers()
+            waits = any(row.position for row in rows)
+            none = texts.QUEUE_NO_WORKER if waits else texts.QUEUE_IDLE
             names = ", ".join(workers)
-            self._workers.text = (
-                texts.QUEUE_WORKERS.format(gpus=names) if workers else texts.QUEUE_NO_WORKER
-            )
+            self._workers.text = texts.QUEUE_WORKERS.format(gpus=names) if workers else none
+            for button in self._ends:
+                button.set_enabled(bool(workers))
             if rows != self._rows:
                 self._rows = rows
                 self._show(rows)
@@ -160,7 +162,7 @@ class QueuePage:
     def _end(self, request: str) -> None:
         with errors_shown(self._page):
             workers = self._queue.ask_workers(request)
-            tell(self._page, texts.QUEUE_ENDS[request] if workers else texts.QUEUE_NO_WORKER)
+            tell(self._page, texts.QUEUE_ENDS[request] if workers else texts.QUEUE_IDLE)
 
     def _clear(self) -> None:
         with errors_shown(self._page):

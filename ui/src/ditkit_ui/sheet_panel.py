@@ -28,6 +28,8 @@ class SheetPanel:
         self._shown = 0.0
         steps = saved_steps(self._folder)
         ui.label(texts.SHEET).classes("title")
+        if not steps:
+            ui.label(texts.NO_SAVES).classes("note")
         with ui.element("div").classes("fields"):
             options = {"best": texts.BEST_SAVE} | {str(step): str(step) for step in steps}
             self._steps = ui.select(
