@@ -343,11 +343,10 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         page.get_by_label("Use: p00.png").click()
         expect(page.get_by_text("left out by data.exclude")).to_have_count(0)
         assert "exclude" not in world.read_text()
-        for _ in range(5):
+        for _ in range(5):  # faster than one is undone
             page.get_by_role("button", name="Undo").click()
-            expect(page.get_by_text("Undone.").last).to_be_visible()
+        wait_for(lambda: world.read_text() == WORLD)
         expect(wide.get_by_text("D32")).to_be_visible()
-        assert world.read_text() == WORLD
         captions_by_a_model(page, tmp_path / "photos")
         page.goto(page.url.replace("photos.toml", "listed.toml"))
         caption = page.get_by_label("Caption of a.png")

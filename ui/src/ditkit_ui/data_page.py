@@ -259,10 +259,7 @@ class DataPage:
 
     async def _undo(self) -> None:
         with errors_shown(self._page):
-            await asyncio.to_thread(self._bench.captions.note_changes)
-            undos, is_undone = self._bench.undos, False
-            while undos and not is_undone:
-                is_undone = await asyncio.to_thread(undos.pop())
+            is_undone = await self._bench.undo()
             tell(self._page, texts.UNDONE if is_undone else texts.NOTHING_TO_UNDO)
         await self._read()
 

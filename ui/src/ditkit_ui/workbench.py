@@ -1,6 +1,7 @@
 """What all pages share: the opened folders, the worker process, the run files that are edited, and
 the frame around a page."""
 
+import asyncio
 import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,8 @@ class Workbench:
     undos: list[Callable[[], bool]]
     """How to undo each edit of the page Data, the last one last; False where it is undone or lost
     already."""
+    undo_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One edit after the other is undone: each needs the state that the later one has left."""
     captioner: Job
     fetcher: Job
     files: dict[Path, RunFile] = field(default_factory=dict)
@@ -63,6 +66,16 @@ class Workbench:
         return await self.planner.ask(
             "command", family=subject.family, name="train", arguments=arguments
         )
+
+    async def undo(self) -> bool:
+        """Undo the last edit of the page Data that is not undone or lost already; False if there is
+        none."""
+        async with self.undo_lock:
+            await asyncio.to_thread(self.captions.note_changes)
+            while self.undos:
+                if await asyncio.to_thread(self.undos.pop()):
+                    return True
+        return False
 
     async def plan_ahead(self, subject: "Subject") -> None:
         """Plan a run before its plan is asked for, so that the process has what it needs by then;
