@@ -1,11 +1,8 @@
 """The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their
 demos."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -187,36 +184,15 @@ def test_errors_name_arguments(run, family, world):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_divide_the_weights_in_a_loop_of_ones_own(family, world):
-    """Under torchrun, as the page says; for one family by its command, which starts three processes
-    that import everything, and for the others by its agent, which forks them."""
+    """Under torchrun's agent, which forks them; its command, which starts three processes that import
+    everything, starts a recipe's ranks in `commands/test_recipe.py`."""
     file = world / "ranks.py"
     file.write_text(
         for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8"
     )
     (world / "cats.safetensors").unlink(missing_ok=True)
-    if family == "ditkit_wan":
-        torchrun(file, world)
-    else:
-        output_of(ON_RANKS, str(world), str(file), family)
+    output_of(ON_RANKS, str(world), str(file), family, "transformers", "diffusers")
     check_trained(world / "cats.safetensors")
-
-
-def torchrun(file: Path, folder: Path) -> None:
-    """Run a program on two ranks in a folder."""
-    start = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", "2", str(file)),
-    ]
-    quiet = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    done = subprocess.run(
-        start, cwd=folder, env=quiet, capture_output=True, text=True, check=False, timeout=250
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_the_door_offers_few_names_and_the_page_lists_them():

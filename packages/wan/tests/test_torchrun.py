@@ -82,14 +82,15 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
     """Forked by torchrun's agent, which takes a third of the time of its command. That starts two
-    ranks in the cases below, and in `tests/test_library.py`."""
+    ranks in the cases below, and of a recipe in `commands/test_recipe.py`."""
     run, program = tmp_path / "run", tmp_path / "program.py"
     arguments = ["--demo", "--run.folder", str(run), *SHORT, *ON_CPU]
     program.write_text(
         f"import sys\nfrom ditkit_wan.cli import train\nsys.argv[1:] = {arguments}\n"
         "sys.exit(train())\n"
     )
-    printed = output_of(ON_RANKS, str(tmp_path), str(program), "ditkit_wan")
+    imported = ("ditkit_wan", "transformers", "diffusers")
+    printed = output_of(ON_RANKS, str(tmp_path), str(program), *imported)
     assert index(run) == index(alone)
     assert len(re.findall(r"^\[4/5\] train$", printed, re.MULTILINE)) == 1, "rank 0 alone prints"
     assert "verified: diffusers loads" in printed

@@ -14,9 +14,11 @@ from ditkit_core.commands.cli import Family, start
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.run.config import RunConfig
+from ditkit_core.testing.scripts import output_of
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
+SUPPORT = Path(__file__).parent.parent / "support"
 RECIPES = {
     "small": ("character", "8GiB", 3),
     "large": ("character", "24GiB", 5),
@@ -172,27 +174,35 @@ def test_a_recipe_for_several_processes_is_planned_for_a_rank_and_started_by_tor
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_processes_train_a_recipe_and_continue_it(world, tmp_path):
-    program = Path(__file__).parent.parent / "support" / "queue_program.py"
-    flags = ["--recipe", "ranks", "--gpus", "2x8GiB", "--train.device", "cpu", *data_flags(world)]
+def test_two_processes_train_a_recipe_and_continue_it(world, tmp_path, monkeypatch):
+    """What takes the place of this process runs once. The same command again starts the same, whose
+    ranks are then forked: torchrun's three processes import everything."""
+    program = SUPPORT / "queue_program.py"
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    started = []
 
-    def call() -> str:
-        done = subprocess.run(
-            [sys.executable, str(program), *flags],
-            cwd=tmp_path,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def execv(path, words):
+        started.append(words)
+        raise SystemExit(0)
 
-    call()
+    monkeypatch.setattr(os, "execv", execv)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            begin(world, "ranks", "--gpus", "2x8GiB", "--train.device", "cpu")
+    words, again = started
+    assert words == again
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = (tmp_path / "runs" / "ranks" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in rows if "sent_bytes" in line]
     assert [row["step"] for row in steps] == [1, 2] and steps[1]["sent_bytes"] > 0
-    assert "complete" in call()
+    file = words[words.index(str(program)) + 1]
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(
+        f"import runpy, sys\nsys.argv = {[str(program), file]}\n"
+        f"runpy.run_path({str(program)!r}, run_name='__main__')\n"
+    )
+    assert "complete" in output_of(SUPPORT / "program_on_ranks.py", str(tmp_path), str(ranks))
 
 
 def test_nothing_is_overwritten(world, capsys):

@@ -1,7 +1,7 @@
-"""A program on two ranks that torchrun's own agent forks, for `tests/test_library.py` and Wan's
-`test_torchrun.py`.
+"""A program on two ranks that torchrun's own agent forks, for tests of recipes, of the library and
+of Wan's command.
 
-    python program_on_ranks.py FOLDER PROGRAM PACKAGE
+    python program_on_ranks.py FOLDER PROGRAM MODULE...
 """
 
 import os
@@ -21,10 +21,10 @@ def work(folder: Path, program: str) -> None:
 
 
 if __name__ == "__main__":
-    where, file, package = sys.argv[1:]
+    where, file, *modules = sys.argv[1:]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     # Imported once, not by each rank.
-    for module in (package, "transformers", "diffusers"):
+    for module in modules:
         import_module(module)
     sys.exit(launch(work, Path(where), file).get("said"))
