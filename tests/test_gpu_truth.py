@@ -3,6 +3,7 @@ stand-ins."""
 
 import json
 import signal
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +52,20 @@ if name in ("hanging", "leaving"):
 """
 
 
-def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_path, capsys):
+COPIES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu_truth
+script, out, *names = sys.argv[2:]
+parts = [gpu_truth.Part(name=name, seconds=1 if name == "hanging" else 200, about="") for name in names]
+command = lambda part: [sys.executable, script, out, part.name]
+sys.exit(gpu_truth.run(parts, Path(out), 2000, command, copies=True))
+"""
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["processes", "copies"])
+def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_path, capsys, copies):
     out = tmp_path / "rows.jsonl"
     out.write_text(json.dumps({"part": "fine", "name": "of an earlier run", "ok": False}) + "\n")
     names = ("fine", "wrong", "broken", "crashing", "lacking", "hanging", "leaving", "last")
@@ -59,9 +73,17 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
         truth.Part(name=name, seconds=1 if name == "hanging" else 200, about=f"About {name}")
         for name in names
     ]
-    failed = truth.run(
-        parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]
-    )
+    script = tmp_path / "works.py"
+    script.write_text(WORKS)
+    if copies:  # of a process of one thread, which that of a test is not
+        start = [sys.executable, "-c", COPIES, str(ROOT / "tools" / "gpu"), str(script), str(out)]
+        done = subprocess.run([*start, *names], capture_output=True, text=True, check=False)
+        failed, printed = done.returncode, done.stdout
+    else:
+        failed = truth.run(
+            parts, out, 2000, lambda part: [sys.executable, str(script), str(out), part.name]
+        )
+        printed = capsys.readouterr().out
     ends = {row["part"]: row for row in truth.read(out) if "status" in row}
     assert failed == 6
     assert {name: end["status"] for name, end in ends.items()} == {
@@ -88,7 +110,7 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     assert there >= {"fine", "wrong", "broken", "crashing", "leaving", "last"}, (
         "a part's rows are there however it ended"
     )
-    assert capsys.readouterr().out.count("failed") == 6
+    assert printed.count("failed") == 6
     table = truth.tables(truth.read(out)[1:], parts)
     assert f": {lacking}" in table and f": {killed}" in table
     assert (
@@ -227,6 +249,7 @@ def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
         }
         truth.main(["--out", str(out), "--only", "speed", "facts"])
         assert list(commands) == ["speed", "facts"], "in the order that is asked for"
+        assert all("--wait" in command for command in commands.values())
         truth.main(["--out", str(out), "--side-by-side", "1", "--tiny"])
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -7,8 +7,9 @@
     in it runs, without a GPU: its numbers are worth nothing
 
 Parts run in order of worth (`tools/gpu/gpu_parts.py`), each in a process of its own with a time
-limit, so that a crash or a hang loses one part. Those that measure no time run side by side, as
-many as the processor has cores for. Within a part, what fails costs its own rows. Results are
+limit, so that a crash or a hang loses one part; without a GPU these are copies (`fork`) of one that
+has imported what they import. Those that measure no time run side by side, as many as the processor
+has cores for. Within a part, what fails costs its own rows. Results are
 appended at once to a file of JSON lines; the profiler's traces of timed steps are next to it. When
 the time is up, the parts that are left are skipped. At the end a table in Markdown is printed, also
 after Ctrl-C or a termination. The exit status is the number of parts that failed; nothing else runs
@@ -18,8 +19,10 @@ if torch cannot use the device.
 import argparse
 import fcntl
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -29,7 +32,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +155,18 @@ _POLL_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
 """Limit of a part without a GPU, where only a hang shall end it."""
+_IMPORTED = (
+    "gpu_parts",
+    "gpu_runs",
+    "peft",
+    "transformers.modeling_utils",
+    "ditkit_core.planner.profiler",
+    "ditkit_flux2.cli",
+    "ditkit_flux2.spec",
+    "ditkit_wan.cli",
+    "ditkit_wan.spec",
+)
+"""What several parts import, or the commands that they start, in seconds each time."""
 NO_DEVICE = 3
 """Exit status of a part that finds no such device: the others would find none either."""
 
@@ -163,6 +180,7 @@ def run(
     side_by_side: int = 1,
     *,
     waits: bool = False,
+    copies: bool = False,
 ) -> int:
     """Run parts in order, and append to a file how each ended.
 
@@ -174,6 +192,8 @@ def run(
         side_by_side: Most parts without a time that run at once.
         waits: Whether the commands wait for a line from here before they use the device: the next
             one then imports while a part runs.
+        copies: Whether a part is a copy of this process, which runs the script that its command
+            names; such a one does not wait.
 
     Returns:
         The number of parts that failed. One that was skipped has not.
@@ -202,7 +222,7 @@ def run(
                                 process.kill()
                             continue
                         process = process or _Process(
-                            part, command(part), out, Path(folder) / part.name
+                            part, command(part), out, Path(folder) / part.name, copies
                         )
                         process.start(min(limit or part.seconds, left))
                         running.append(process)
@@ -233,7 +253,14 @@ def batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
 class _Process:
     """The process of a part, which may wait until it is started."""
 
-    def __init__(self, part: Part, command: Sequence[str], out: Path, messages: Path):
+    def __init__(
+        self,
+        part: Part,
+        command: Sequence[str],
+        out: Path,
+        messages: Path,
+        is_copy: bool = False,
+    ):
         self.part, self.out, self.messages = part, out, messages
         self.before, self.begin, self.seconds, self.limit = (
             len(read(out)),
@@ -241,6 +268,10 @@ class _Process:
             0.0,
             0.0,
         )
+        self.child: subprocess.Popen[bytes] | _Copy
+        if is_copy:
+            self.child = _Copy(command, messages)
+            return
         # A file and not a pipe, which a compiler's workers keep open after the process is gone.
         with messages.open("wb") as stderr:
             self.child = subprocess.Popen(
@@ -254,9 +285,9 @@ class _Process:
     def start(self, limit: float) -> None:
         """Let it begin, for a number of seconds."""
         self.limit, self.begin = limit, time.monotonic()
-        assert self.child.stdin is not None
-        with suppress(BrokenPipeError), self.child.stdin as stdin:  # it may have ended
-            stdin.write(b"\n")
+        if self.child.stdin is not None:
+            with suppress(BrokenPipeError), self.child.stdin as stdin:  # it may have ended
+                stdin.write(b"\n")
 
     def is_over(self) -> bool:
         """Whether it ended, or its time is up."""
@@ -297,6 +328,42 @@ class _Process:
         )
         print(f"{self.part.name}: {status} in {self.seconds:.0f} s {error}".rstrip(), flush=True)
         return status, code
+
+
+class _Copy:
+    """A copy (`fork`) of this process, which has imported what parts import; what `_Process` asks
+    of a `Popen`."""
+
+    stdin = None
+
+    def __init__(self, command: Sequence[str], messages: Path):
+        self._process: BaseProcess = multiprocessing.get_context("fork").Process(
+            target=_run_script, args=(command[1:], messages)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        with suppress(OSError):  # also here: it may be killed before it does so itself
+            os.setpgid(self.pid, self.pid)
+
+    def poll(self) -> int | None:
+        """As that of `Popen`."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> None:
+        """As that of `Popen`, but that it raises nothing."""
+        self._process.join(timeout)
+
+
+def _run_script(command: Sequence[str], messages: Path) -> None:
+    """In the copy: a script with its arguments, as Python would run it."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream, path in ((1, os.devnull), (2, messages)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _warnings(said: str) -> list[str]:
@@ -467,10 +534,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.tiny:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    # On a GPU each part has a context of CUDA and a memory allocator that nothing used before it.
+    copies = args.device == "cpu"
+
     def command(part: Part) -> list[str]:
         flags = {"--tiny": args.tiny, "--shared": not part.is_timed and args.side_by_side > 1}
         options = [
-            "--wait",
+            *["--wait"] * (not copies),
             "--device",
             args.device,
             "--out",
@@ -481,6 +551,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [sys.executable, str(script), part.name, *options, *checkout]
 
     wall = args.wall or (float("inf") if args.tiny else 840.0)
+    if copies:
+        for module in _IMPORTED:
+            import_module(module)
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # a part in a session of its own would outlive this process
@@ -492,7 +565,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command,
             _TINY_SECONDS if args.tiny else 0.0,
             args.side_by_side,
-            waits=True,
+            waits=not copies,
+            copies=copies,
         )
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
