@@ -364,11 +364,13 @@ def needs_environment(words: list[str]) -> bool:
     return "uv" not in plain if plain[0] == "srun" else plain[0] not in OF_A_SHELL
 
 
-@by_page
-def test_every_command_of_a_page_starts_in_a_fresh_clone(page):
+def test_every_command_of_a_page_starts_in_a_fresh_clone():
     """Where no environment is activated: a command that is typed as it stands is found."""
     assert [
-        line for line in commands(page) if any(needs_environment(words) for words in parts(line))
+        (str(page.relative_to(ROOT)), line)
+        for page in PAGES
+        for line in commands(page)
+        if any(needs_environment(words) for words in parts(line))
     ] == []
 
 

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from pages import PAGES, prose
 from workspace import ROOT, text_files
 
@@ -40,16 +38,18 @@ def broken(page: Path) -> Iterator[str]:
             yield target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_a_page_leads_somewhere(page):
-    assert not list(broken(page))
+def test_every_link_of_a_page_leads_somewhere():
+    assert {
+        str(page.relative_to(ROOT)): targets for page in PAGES if (targets := list(broken(page)))
+    } == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_test_file_that_a_page_names_exists(page):
-    named = set(re.findall(r"(?:\w+/)*\btest_\w+\.py\b", page.read_text(encoding="utf-8")))
+def test_every_test_file_that_a_page_names_exists():
     assert not [
-        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in TEST_FILES)
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        for name in set(re.findall(r"(?:\w+/)*\btest_\w+\.py\b", page.read_text(encoding="utf-8")))
+        if not any(f"/{file}".endswith(f"/{name}") for file in TEST_FILES)
     ]
 
 
