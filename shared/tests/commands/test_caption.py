@@ -2,7 +2,6 @@
 is said."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from ditkit_core.commands.caption import _checked, _in_template
 from ditkit_core.data.caption_files import RECORD_NAME
 from ditkit_core.data.media.clip import write_video
 from ditkit_core.families.captioner import Answer, Captioner, CaptionRequest
+from ditkit_core.testing.scripts import start
 from ditkit_core.testing.toy import TOY
 
 HOSTILE_NAMES = (
@@ -166,10 +166,12 @@ def test_a_killed_command_continues(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_photos(tmp_path / "photos", ["a.png", "b.png", "c.png", "d.png", "e.png"])
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(folder), model], capture_output=True, check=False
-    )
-    assert killed.returncode == -9 and list(texts(folder)) == ["a.txt", "b.txt", "c.txt"]
+    script, printed = tmp_path / "killed.py", tmp_path / "printed"
+    script.write_text(_KILLED)
+    killed = start(script, str(folder), model, out=printed, err=printed)
+    killed.join(250)
+    assert killed.exitcode == -9, printed.read_text(errors="replace")
+    assert list(texts(folder)) == ["a.txt", "b.txt", "c.txt"]
     with (folder / RECORD_NAME).open("a") as record:
         record.write('{"file": "torn')
     assert run(folder, model) == 0

@@ -10,6 +10,7 @@ import torch
 from media_files import picture
 from PIL import Image
 from safetensors.torch import load_file
+from sampling_child import children
 from torch import Tensor
 from toy_world import World, equal
 
@@ -237,7 +238,9 @@ def test_a_run_trains_and_goes_on_bitwise_and_its_previews_see_references(world:
 def test_a_preview_in_another_process_sees_references(world: Edits) -> None:
     flags = ("--sample.captions", "1", "--sample.every_steps", "2")
     assert world.train("here", 2, *flags) == 0
-    assert world.train("there", 2, *flags, "--sample.device", "cpu") == 0
+    with children(world.spec, "draws") as started:
+        assert world.train("there", 2, *flags, "--sample.device", "cpu") == 0
+    assert len(started) == 1
     here, there = (
         {file.name: file.read_bytes() for file in (world.folder / run / "samples").glob("*.png")}
         for run in ("here", "there")
