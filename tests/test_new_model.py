@@ -40,16 +40,12 @@ def package(
     )
 
 
-def run(*packages_and_arguments: Path | str, seconds: int = 250) -> str:
-    """Run Python in the first package, with all of them importable, and return what it printed."""
-    packages = [package for package in packages_and_arguments if isinstance(package, Path)]
-    arguments = packages_and_arguments[len(packages) :]
-    variables = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(package / "src") for package in packages)
-    }
+def run(package: Path, *arguments: str, seconds: int = 250) -> str:
+    """Run Python in a package, which is importable, and return what it printed."""
+    variables = os.environ | {"PYTHONPATH": str(package / "src")}
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=packages[0],
+        cwd=package,
         env=variables,
         capture_output=True,
         text=True,
@@ -60,12 +56,13 @@ def run(*packages_and_arguments: Path | str, seconds: int = 250) -> str:
     return done.stdout
 
 
-def printed_by(program: str, package: Path, folder: Path) -> str:
-    """What a program prints that imports a package; in a copy of a process that has imported what
-    the package imports."""
+def printed_by(program: str, folder: Path, *packages: Path) -> str:
+    """What a program prints that imports packages; in a copy of a process that has imported what
+    they import."""
     script = folder / "program.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(package / 'src')!r})\n{program}\n", encoding="utf-8"
+        f"import sys\nsys.path[:0] = {[str(package / 'src') for package in packages]}\n{program}\n",
+        encoding="utf-8",
     )
     return output_of(script)
 
@@ -101,9 +98,11 @@ def test_a_few_checks_pass_as_written(tmp_path: Path) -> None:
         for name, kind in zip(("zed", "red-fox"), sorted(KINDS), strict=True)
     ]
     tests = [str(folder / "tests") for folder in folders]
-    printed = run(
-        *folders, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, *tests
+    arguments = ["-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, *tests]
+    program = (
+        f"import os, pytest\nos.chdir({str(folders[0])!r})\nsys.exit(pytest.main({arguments}))"
     )
+    printed = printed_by(program, tmp_path, *folders)
     assert f"{2 * 8} passed" in printed
     for module in ("zed", "red_fox"):
         assert f"next: step 1 of the guide, src/ditkit_{module}/presets.py:3" in printed
@@ -122,7 +121,7 @@ def test_the_comparison_with_diffusers_has_inputs_that_the_model_takes(
         "print(velocity.shape == inputs.latents[0].shape, DIFFUSERS.config(arch)['num_layers'] == "
         "arch.layers)"
     )
-    assert printed_by(program, folder, tmp_path) == "True True\n"
+    assert printed_by(program, tmp_path, folder) == "True True\n"
 
 
 def test_the_commands_as_written_outlive_one_more_command_of_the_core(
@@ -167,7 +166,7 @@ def test_a_name_of_several_words_is_written_as_each_place_has_it(tmp_path: Path)
     )
     # The spec is found, and the command's name is the family's.
     program = "from ditkit_red_fox import RED_FOX; from ditkit_red_fox.cli import FAMILY; print(RED_FOX.name == FAMILY.name, RED_FOX.name)"
-    assert printed_by(program, folder, tmp_path) == "True red-fox\n"
+    assert printed_by(program, tmp_path, folder) == "True red-fox\n"
     other = write_package("red_fox", "image", tmp_path / "other")
     written = {
         path.relative_to(other): path.read_bytes() for path in other.rglob("*") if path.is_file()
