@@ -1,25 +1,17 @@
 """The commands ltx-train, ltx-encode, ltx-sample, ltx-export, ltx-watch and ltx-caption."""
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
 from ditkit_core.commands.cli import Family, commands
 from ditkit_ltx.presets import PRESETS
-
-if TYPE_CHECKING:
-    from ditkit_core.models.spec import ModelSpec
-
-
-def _spec() -> "ModelSpec":
-    from ditkit_ltx.spec import LTX  # here: it imports torch, which help and mistakes do without
-
-    return LTX
-
 
 FAMILY = Family(
     name="ltx",
     presets=tuple(PRESETS),
     demo=Path(__file__).parent / "demo" / "demo.toml",
-    spec=_spec,
+    # by name: it imports torch, which help and mistakes do without
+    spec=partial(resolve_name, "ditkit_ltx.spec:LTX"),
 )
 train, encode, sample, export, watch, caption = commands(FAMILY)
