@@ -113,7 +113,15 @@ ROWS = (
         kinds=_LORAS,
         misreads=f"does not find the layers of ComfyUI's own names; {_OFFICIAL}",
     ),
+    # Its converter runs where a file has alpha, and so adds the prefix that these lack.
+    _DIFFUSERS(forms=("bare",), kinds=("lora",), alpha=True),
     _DIFFUSERS(forms=("diffusers",), kinds=_LORAS, alpha=True, misreads=_NO_ALPHA),
+    _DIFFUSERS(
+        forms=("diffusers",),
+        kinds=_LORAS,
+        up_down=True,
+        misreads=f"rejects lora_up and lora_down; {_OFFICIAL}",
+    ),
     _DIFFUSERS(forms=("diffusers",), kinds=_LORAS),
     _DIFFUSERS(forms=("official", "diffsynth", "musubi"), kinds=("lora",)),
     _DIFFUSERS(
