@@ -15,14 +15,8 @@ from functools import partial
 from torch import Tensor
 
 from ditkit_core.models.adapter_programs import (
-    ALL_KINDS,
-    DIFFERENCES_IN_DIFFUSERS,
+    DIFFUSERS_ALONE,
     DORAS,
-    KINDS,
-    NO_FACTORED,
-    NOT_TRIED,
-    SD_SCRIPTS,
-    UNTRIED,
     AdapterRules,
     ProgramRow,
 )
@@ -155,14 +149,7 @@ ROWS = (
         misreads="drops DoRA magnitudes; write it with --to diffusers",
     ),
     _DIFFUSERS(misreads=f"loads nothing of it; {_OFFICIAL}"),
-    _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
-    DIFFERENCES_IN_DIFFUSERS,
-    *(
-        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
-        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
-    ),
-    SD_SCRIPTS,
-    *UNTRIED,
+    *DIFFUSERS_ALONE,
 )
 """What programs do with Krea 2's adapter files; the tests run diffusers against it."""
 

@@ -12,14 +12,8 @@ from functools import partial
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import set_forms
 from ditkit_core.models.adapter_programs import (
-    ALL_KINDS,
-    DIFFERENCES_IN_DIFFUSERS,
+    DIFFUSERS_ALONE,
     DORAS,
-    KINDS,
-    NO_FACTORED,
-    NOT_TRIED,
-    SD_SCRIPTS,
-    UNTRIED,
     AdapterRules,
     ProgramRow,
 )
@@ -125,14 +119,7 @@ ROWS = (
     ),
     _DIFFUSERS(forms=_READ),
     _DIFFUSERS(misreads=f"loads nothing of it; {_CONVERT}"),
-    _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
-    DIFFERENCES_IN_DIFFUSERS,
-    *(
-        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
-        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
-    ),
-    SD_SCRIPTS,
-    *UNTRIED,
+    *DIFFUSERS_ALONE,
 )
 """What programs do with LTX-Video's adapter files; the tests run diffusers against it."""
 

@@ -8,17 +8,9 @@ but for the stages (`_STAGES`) and a norm whose parameter is its weight minus 1 
 
 import re
 from dataclasses import replace
-from functools import partial
 
 from ditkit_core.models.adapter_programs import (
-    ALL_KINDS,
-    DIFFERENCES_IN_DIFFUSERS,
-    DORAS,
-    KINDS,
-    NO_FACTORED,
-    NOT_TRIED,
-    SD_SCRIPTS,
-    UNTRIED,
+    DIFFUSERS_BY_CONVERTER,
     AdapterRules,
     ProgramRow,
 )
@@ -88,41 +80,15 @@ NAMES = StateDictNames(
     others=(*others_than("qwen"), _TWO_STREAMS),
 )
 
-_OFFICIAL = "write it with --to official"
-_NO_ALPHA = f"rejects keys of alpha; {_OFFICIAL}"
-# Measured with diffusers 0.42 by loading an adapter of every layer in each form. Its converter runs
-# where a key begins with `diffusion_model.` or `lora_unet_`, or a file has `default.` or alpha.
-_DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=("lora",))
 ROWS = (
-    _DIFFUSERS(forms=("bare",), alpha=True),
-    _DIFFUSERS(forms=("official", "diffsynth")),
-    _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=_NO_ALPHA),
-    _DIFFUSERS(
-        forms=("diffusers",),
-        up_down=True,
-        misreads=f"rejects lora_up and lora_down; {_OFFICIAL}",
-    ),
-    _DIFFUSERS(forms=("diffusers",), kinds=("lora", *DORAS)),
-    _DIFFUSERS(
+    ProgramRow(
+        program="diffusers",
         forms=("musubi",),
+        kinds=("lora",),
         present=r"\.gate_layer$|^embed\.(txt_in|modulation)",
-        misreads=f"does not find {{module}}; {_OFFICIAL}",
+        misreads="does not find {module}; write it with --to official",
     ),
-    _DIFFUSERS(forms=("musubi",)),
-    _DIFFUSERS(
-        forms=("official",),
-        kinds=("lora", *DORAS),
-        misreads="drops DoRA magnitudes; write it with --to diffusers",
-    ),
-    _DIFFUSERS(kinds=("lora", *DORAS), misreads=f"loads nothing of it; {_OFFICIAL}"),
-    _DIFFUSERS(kinds=KINDS, misreads=NO_FACTORED),
-    DIFFERENCES_IN_DIFFUSERS,
-    *(
-        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
-        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
-    ),
-    SD_SCRIPTS,
-    *UNTRIED,
+    *DIFFUSERS_BY_CONVERTER,
 )
 """What programs do with Qwen-Image 2.1's adapter files; the tests run diffusers against it."""
 

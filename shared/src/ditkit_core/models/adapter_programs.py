@@ -122,6 +122,41 @@ DIFFERENCES_IN_DIFFUSERS = ProgramRow(
 )
 """diffusers 0.42 rejects such a file in some forms, and changes nothing in the others."""
 
+DIFFUSERS_ALONE = (
+    ProgramRow(program="diffusers", kinds=KINDS, misreads=NO_FACTORED),
+    DIFFERENCES_IN_DIFFUSERS,
+    *(
+        ProgramRow(program=program, kinds=ALL_KINDS, misreads=NOT_TRIED)
+        for program in ("ComfyUI", "DiffSynth", "musubi-tuner", "LyCORIS")
+    ),
+    SD_SCRIPTS,
+    *UNTRIED,
+)
+"""The last rows of a family whose files were tried with diffusers alone, which reads no LoKr and no
+LoHa of it."""
+
+_OFFICIAL = "write it with --to official"
+_DIFFUSERS = partial(ProgramRow, program="diffusers", kinds=("lora",))
+DIFFUSERS_BY_CONVERTER = (
+    _DIFFUSERS(forms=("bare",), alpha=True),
+    _DIFFUSERS(forms=("official", "diffsynth", "musubi")),
+    _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=f"rejects keys of alpha; {_OFFICIAL}"),
+    _DIFFUSERS(
+        forms=("diffusers",), up_down=True, misreads=f"rejects lora_up and lora_down; {_OFFICIAL}"
+    ),
+    _DIFFUSERS(forms=("diffusers",), kinds=("lora", *DORAS)),
+    _DIFFUSERS(
+        forms=("official",),
+        kinds=DORAS,
+        misreads="drops DoRA magnitudes; write it with --to diffusers",
+    ),
+    _DIFFUSERS(kinds=("lora", *DORAS), misreads=f"loads nothing of it; {_OFFICIAL}"),
+    *DIFFUSERS_ALONE,
+)
+"""All rows of a family that was tried with diffusers alone, whose loader has a converter, which runs
+where a key begins with `diffusion_model.` or `lora_unet_`, or a file has `default.` or alpha.
+Measured with diffusers 0.42 by loading an adapter of every layer in each form."""
+
 
 def differences_in_comfyui(
     untried: str, *, unread: str = "", instead: str = "merge it"
