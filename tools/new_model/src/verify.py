@@ -3,30 +3,22 @@
 FILL IN 7: the names of the classes, the arguments of the transformer, and how it is called; then `verifier` of family_spec in spec.py names this file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from ditkit_zed.model import ZedInputs, make_inputs
 from ditkit_zed.presets import ZedArch
 from ditkit_zed.state_dict import NAMES
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
-
-_SIGMA, _TEXT = 0.5, 5
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 
 
-def _inputs(model: Any) -> ZedInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny sample whose sides differ, so that swapped axes show."""
-    arch: ZedArch = model.embed.arch
-    device = model.embed.patch_in.weight.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, LATENT_FRAMES, 4, 6),
-        "text": torch.empty(_TEXT, arch.text_dim),
+def _sizes(arch: ZedArch) -> Mapping[str, Sequence[int]]:
+    return {
+        "latents": (arch.in_channels, LATENT_FRAMES, 4, 6),
+        "text": (5, arch.text_dim),
     }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def _config(arch: ZedArch) -> Mapping[str, Any]:
@@ -53,7 +45,7 @@ DIFFUSERS = DiffusersModel(
     kind=lambda arch: "ZedTransformer3DModel",
     config=_config,
     pipeline=lambda transformer: "ZedPipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
 )
 """diffusers' transformer of any architecture."""

@@ -1,13 +1,13 @@
 """diffusers' transformer of FLUX.2, which verifies what is exported."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_core.models.spec import lazy
 from ditkit_flux2.model.inputs import Flux2Inputs, make_inputs
 from ditkit_flux2.model.rope import token_positions
@@ -15,18 +15,11 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES
 
-_TARGET, _REFERENCE = (1, 32, 48), (48, 32)
-"""Sizes of the two images in pixels: tiny, and of different shapes, so that swapped axes show."""
-_SIGMA, _GUIDANCE = 0.5, 1.0
-"""diffusers multiplies both by 1000 in 16 bits; the products of these values are exact there."""
 
-
-def _inputs(model: Any) -> Flux2Inputs:
-    """Inputs of noise at a middle noise level, with text and a reference image, on the model's
-    device."""
-    device = model.embed.img_in.weight.device
-    item = noise_item(FLUX2.training.empty_item(model.embed.arch, _TARGET, [_REFERENCE]), device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], _GUIDANCE)
+def _sizes(arch: Flux2Arch) -> Mapping[str, Sequence[int]]:
+    """With a reference image."""
+    empty = FLUX2.training.empty_item(arch, (1, 32, 48), [(48, 32)])
+    return {name: tensor.shape for name, tensor in empty.items()}
 
 
 def _config(arch: Flux2Arch) -> Mapping[str, Any]:
@@ -75,7 +68,7 @@ DIFFUSERS = DiffusersModel(
     pipeline=lambda transformer: (
         "Flux2Pipeline" if transformer.config.guidance_embeds else "Flux2KleinPipeline"
     ),
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     convert=lazy(
         "diffusers.loaders.single_file_utils:convert_flux2_transformer_checkpoint_to_diffusers"

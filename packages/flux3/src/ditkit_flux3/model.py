@@ -10,8 +10,8 @@ Without references their stream has no tokens: their tower hands the carry on, a
 get no gradient.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.families.euler import NEXT_SIGMA
+from ditkit_core.families.references import numbered_tensors
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.token_streams import TokenStreams
@@ -59,13 +60,6 @@ class Flux3Inputs(NamedTuple):
     """Latents of each sample's reference images, in order; may be empty."""
 
 
-def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for index in count():
-        if (name := f"reference.{index}") not in item:
-            return
-        yield item[name]
-
-
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> Flux3Inputs:
@@ -87,7 +81,7 @@ def make_inputs(
             ]
         ),
         text=[item["text"].to(device) for item in items],
-        references=[[reference.to(device) for reference in _references(item)] for item in items],
+        references=[numbered_tensors(item, "reference", device) for item in items],
     )
 
 

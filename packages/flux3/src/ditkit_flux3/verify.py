@@ -7,29 +7,19 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_core.models.spec import lazy
 from ditkit_flux3.model import Flux3Inputs, make_inputs
 from ditkit_flux3.presets import Flux3Arch
 from ditkit_flux3.state_dict import NAMES
 
-_SIGMA, _TEXT, _IMAGE, _REFERENCE = 0.5, 5, (2, 3), (3, 2)
-"""Sizes in tokens: tiny, and of different shapes, so that swapped axes show. diffusers multiplies
-the noise level by 1000 in 16 bits; the product is exact here."""
 
-
-def _inputs(model: Any) -> Flux3Inputs:
-    """Inputs of noise at a middle noise level, with text and a reference image, on the model's
-    device."""
-    arch: Flux3Arch = model.embed.arch
-    device = model.embed.txt_in.weight.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, 1, *_IMAGE),
-        "reference.0": torch.empty(arch.in_channels, 1, *_REFERENCE),
-        "text": torch.empty(_TEXT, arch.text_dim),
+def _sizes(arch: Flux3Arch) -> Mapping[str, Sequence[int]]:
+    return {
+        "latents": (arch.in_channels, 1, 2, 3),
+        "reference.0": (arch.in_channels, 1, 3, 2),
+        "text": (5, arch.text_dim),
     }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def _config(arch: Flux3Arch) -> Mapping[str, Any]:
@@ -109,7 +99,7 @@ DIFFUSERS = DiffusersModel(
     config=_config,
     # Both pipelines have one loader; this one lacks the blocks of guidance, which warn.
     pipeline=lambda transformer: "Flux3DistilledModularPipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     # diffusers keeps the norms of q and k in fp32.
     dtype_of=lambda transformer, name, matmul: (

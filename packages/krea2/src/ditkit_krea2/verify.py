@@ -1,31 +1,24 @@
 """diffusers' transformer of Krea 2, which verifies what is exported."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_core.models.spec import lazy
 from ditkit_krea2.model import PATCH, Krea2Inputs, make_inputs
 from ditkit_krea2.presets import Krea2Arch, config_of
 from ditkit_krea2.state_dict import NAMES
 
-_SIGMA, _TEXT = 0.5, 5
 
-
-def _inputs(model: Any) -> Krea2Inputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny image whose sides
-    differ, so that swapped axes show."""
-    arch: Krea2Arch = model.embed.arch
-    device = model.embed.img_in.weight.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, 1, 4, 6),
-        "text": torch.empty(_TEXT, arch.text_layers * arch.text_dim),
+def _sizes(arch: Krea2Arch) -> Mapping[str, Sequence[int]]:
+    return {
+        "latents": (arch.in_channels, 1, 4, 6),
+        "text": (5, arch.text_layers * arch.text_dim),
     }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def diffusers_arguments(inputs: Krea2Inputs, layers: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -58,7 +51,7 @@ DIFFUSERS = DiffusersModel(
     kind=lambda arch: "Krea2Transformer2DModel",
     config=config_of,
     pipeline=lambda transformer: "Krea2Pipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     convert=lazy(
         "diffusers.loaders.single_file_utils:convert_krea2_transformer_checkpoint_to_diffusers"

@@ -1,32 +1,25 @@
 """diffusers' transformer of LTX-Video, which verifies what is exported."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_core.models.spec import lazy
 from ditkit_ltx.model import LtxInputs, make_inputs
 from ditkit_ltx.presets import LtxArch, config_of
 from ditkit_ltx.state_dict import NAMES
 
-_SIGMA, _TEXT = 0.5, 5
 
-
-def _inputs(model: Any) -> LtxInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny clip whose sides
-    differ, so that swapped axes show."""
-    arch: LtxArch = model.embed.arch
-    device = model.embed.proj_in.weight.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, 2, 3, 4),
-        "text": torch.empty(_TEXT, arch.text_dim),
-        "seconds": torch.empty(2),
+def _sizes(arch: LtxArch) -> Mapping[str, Sequence[int]]:
+    return {
+        "latents": (arch.in_channels, 2, 3, 4),
+        "text": (5, arch.text_dim),
+        "seconds": (2,),
     }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def diffusers_arguments(inputs: LtxInputs, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -59,7 +52,7 @@ DIFFUSERS = DiffusersModel(
     kind=lambda arch: "LTXVideoTransformer3DModel",
     config=config_of,
     pipeline=lambda transformer: "LTXPipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     convert=lazy(
         "diffusers.loaders.single_file_utils:convert_ltx_transformer_checkpoint_to_diffusers"

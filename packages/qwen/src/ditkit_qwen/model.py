@@ -7,8 +7,8 @@ itself alone, each token to those before it, and tokens of a reference to each o
 it depends on the image. The image attends to both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.references import numbered_tensors
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.token_streams import TokenStreams
@@ -61,8 +62,8 @@ def make_inputs(
     """Make the model's inputs of noised latents and training items; there is no embedding of
     guidance."""
     device = noised[0].device
-    references = [[x.to(device) for x in _numbered(item, "reference")] for item in items]
-    text = [[x.to(device) for x in (*_numbered(item, "text"), item["text"])] for item in items]
+    references = [numbered_tensors(item, "reference", device) for item in items]
+    text = [[*numbered_tensors(item, "text", device), item["text"].to(device)] for item in items]
     for parts, group in zip(text, references, strict=True):
         if len(parts) != len(group) + 1:
             raise UserError(
@@ -70,13 +71,6 @@ def make_inputs(
                 f"{len(group)}: encode it with those of its sample"
             )
     return QwenInputs(noised, sigma, text, references)
-
-
-def _numbered(item: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
-    for index in count():
-        if (key := f"{name}.{index}") not in item:
-            return
-        yield item[key]
 
 
 class Layout(NamedTuple):

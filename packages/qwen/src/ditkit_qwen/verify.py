@@ -1,5 +1,6 @@
 """diffusers' transformer of Qwen-Image 2.1, which verifies what is exported."""
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -7,29 +8,21 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_core.models.spec import lazy
 from ditkit_qwen.model import QwenInputs, make_inputs
 from ditkit_qwen.presets import QwenArch, config_of
 from ditkit_qwen.state_dict import NAMES
 
-_SIGMA, _TEXT, _IMAGE, _REFERENCE = 0.5, 5, (4, 6), (6, 4)
-"""Sizes in rows and latent pixels: tiny, and of different shapes, so that swapped axes show."""
 
-
-def _inputs(model: Any) -> QwenInputs:
-    """Inputs of noise at a middle noise level, with text around a reference, on the model's
-    device."""
-    arch: QwenArch = model.embed.arch
-    device = model.embed.img_in.weight.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, 1, *_IMAGE),
-        "reference.0": torch.empty(arch.in_channels, 1, *_REFERENCE),
-        "text.0": torch.empty(_TEXT - 2, arch.text_dim),
-        "text": torch.empty(_TEXT, arch.text_dim),
+def _sizes(arch: QwenArch) -> Mapping[str, Sequence[int]]:
+    """With text around a reference."""
+    return {
+        "latents": (arch.in_channels, 1, 4, 6),
+        "reference.0": (arch.in_channels, 1, 6, 4),
+        "text.0": (3, arch.text_dim),
+        "text": (5, arch.text_dim),
     }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
 
 
 def diffusers_arguments(inputs: QwenInputs, dtype: torch.dtype) -> dict[str, Any]:
@@ -76,7 +69,7 @@ DIFFUSERS = DiffusersModel(
     config=config_of,
     # Its other pipeline asks a processor for tokens as soon as it is made.
     pipeline=lambda transformer: "QwenImage21ModularPipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     prepare=_make_tables,
     convert=lazy(

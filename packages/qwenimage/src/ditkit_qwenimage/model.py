@@ -6,8 +6,7 @@ share the image's weights; they are a stream of their own, because they may have
 What the last block would make of caption and references nothing reads, so it leaves that out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ditkit_core.families.references import numbered_tensors
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, PartlyUsed, run_plain
 from ditkit_core.models.token_streams import TokenStreams
@@ -52,13 +52,6 @@ class QwenImageInputs(NamedTuple):
     """Latents of each sample's reference images, in order; may be empty."""
 
 
-def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for index in count():
-        if (name := f"reference.{index}") not in item:
-            return
-        yield item[name]
-
-
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> QwenImageInputs:
@@ -69,7 +62,7 @@ def make_inputs(
         latents=noised,
         sigma=sigma,
         text=[item["text"].to(device) for item in items],
-        references=[[reference.to(device) for reference in _references(item)] for item in items],
+        references=[numbered_tensors(item, "reference", device) for item in items],
     )
 
 

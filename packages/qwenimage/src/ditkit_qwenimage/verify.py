@@ -1,32 +1,24 @@
 """diffusers' transformer of Qwen-Image, which verifies what is exported."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_qwenimage.model import PATCH, QwenImageInputs, make_inputs, tokens_of
 from ditkit_qwenimage.presets import QwenImageArch, config_of
 from ditkit_qwenimage.state_dict import NAMES
 
-_SIGMA, _TEXT = 0.5, 5
 
-
-def _inputs(model: Any) -> QwenImageInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of tiny images whose sides
-    differ, so that swapped axes show; with a reference if the model edits."""
-    arch: QwenImageArch = model.embed.arch
-    device = model.embed.img_in.weight.device
-    sizes = {"latents": (4, 6), "reference.0": (6, 4)}
-    empty = {
-        name: torch.empty(arch.in_channels, 1, *size)
-        for name, size in sizes.items()
-        if name == "latents" or arch.task != "image"
-    }
-    item = noise_item(empty | {"text": torch.empty(_TEXT, arch.text_dim)}, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
+def _sizes(arch: QwenImageArch) -> Mapping[str, Sequence[int]]:
+    """With a reference if the model edits."""
+    images = {"latents": (arch.in_channels, 1, 4, 6)}
+    if arch.task != "image":
+        images["reference.0"] = (arch.in_channels, 1, 6, 4)
+    return {**images, "text": (5, arch.text_dim)}
 
 
 def diffusers_arguments(inputs: QwenImageInputs, dtype: torch.dtype) -> dict[str, Any]:
@@ -67,7 +59,7 @@ DIFFUSERS = DiffusersModel(
     kind=lambda arch: "QwenImageTransformer2DModel",
     config=config_of,
     pipeline=lambda transformer: "QwenImagePipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
     prepare=_make_tables,
 )

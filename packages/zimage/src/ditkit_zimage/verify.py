@@ -1,30 +1,18 @@
 """diffusers' transformer of Z-Image, which verifies what is exported."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_inputs
 from ditkit_zimage.model import ZImageInputs, make_inputs
 from ditkit_zimage.presets import ZImageArch
 from ditkit_zimage.state_dict import NAMES
 
-_SIGMA, _TEXT = 0.5, 5
 
-
-def _inputs(model: Any) -> ZImageInputs:
-    """Inputs of noise at a middle noise level, on the model's device: of a tiny image whose sides
-    differ, so that swapped axes show."""
-    arch: ZImageArch = model.embed.arch
-    device = model.embed.x_pad_token.device
-    empty = {
-        "latents": torch.empty(arch.in_channels, 1, 4, 6),
-        "text": torch.empty(_TEXT, arch.text_dim),
-    }
-    item = noise_item(empty, device)
-    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], 1.0)
+def _sizes(arch: ZImageArch) -> Mapping[str, Sequence[int]]:
+    return {"latents": (arch.in_channels, 1, 4, 6), "text": (5, arch.text_dim)}
 
 
 def _config(arch: ZImageArch) -> Mapping[str, Any]:
@@ -56,7 +44,7 @@ DIFFUSERS = DiffusersModel(
     kind=lambda arch: "ZImageTransformer2DModel",
     config=_config,
     pipeline=lambda transformer: "ZImagePipeline",
-    inputs=_inputs,
+    inputs=noise_inputs(make_inputs, _sizes),
     run=_run_diffusers,
 )
 """diffusers' transformer of any architecture."""

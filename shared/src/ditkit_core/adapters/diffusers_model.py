@@ -10,7 +10,7 @@ when it was written; what is verified here is that another program finds each of
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -421,7 +421,7 @@ class DiffusersModel:
     """From diffusers' transformer to the class of its pipeline."""
     inputs: Callable[[Any], Any]
     """From our model to inputs of noise for one tiny sample with all its conditions, on the model's
-    device; see `noise_item`."""
+    device; `noise_inputs` makes it."""
     run: Callable[[Any, Any], Tensor]
     """From diffusers' transformer and inputs to the velocity of the one sample, in fp32 and in our
     layout."""
@@ -443,9 +443,7 @@ class DiffusersModel:
         make = resolve_name(f"diffusers:{self.kind(arch)}")
         with torch.device("meta"):
             transformer = make(**self.config(arch))
-        # Not of a parameter that is made at each use, which is on `meta`.
-        device = next(x.device for x in model.parameters() if not x.is_meta)
-        self.prepare(transformer, device)
+        self.prepare(transformer, _device_of(model))
         return transformer.eval()
 
     def bare_pipeline(self, transformer: Any) -> Any:
@@ -506,12 +504,36 @@ class DiffusersModel:
         )
 
 
+def _device_of(model: Any) -> torch.device:
+    # Not of a parameter that is made at each use, which is on `meta`.
+    device: torch.device = next(x.device for x in model.parameters() if not x.is_meta)
+    return device
+
+
+def noise_inputs(
+    make_inputs: Callable[..., Any], sizes: Callable[[Any], Mapping[str, Sequence[int]]]
+) -> Callable[[Any], Any]:
+    """A `DiffusersModel.inputs`: noise at a middle noise level, which is exact in 16 bits and times
+    1000.
+
+    Args:
+        make_inputs: As `TrainingSpec.make_inputs`.
+        sizes: From architecture to the shapes of a training item's tensors. They are tiny, with
+            sides that differ, so that swapped axes show.
+    """
+
+    def inputs(model: Any) -> Any:
+        device = _device_of(model)
+        empty = {name: torch.empty(size) for name, size in sizes(model.embed.arch).items()}
+        item = noise_item(empty, device)
+        return make_inputs([item["latents"]], torch.tensor([0.5], device=device), [item], 1.0)
+
+    return inputs
+
+
 def noise_item(empty: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A training item of fixed noise for `DiffusersModel.inputs`, in the shapes of
-    `TrainingSpec.empty_item`.
-
-    They are tiny, with sides that differ, so that swapped axes show.
-    """
+    `TrainingSpec.empty_item`."""
     random = generator("verify export")
     return {
         name: torch.randn(tensor.shape, generator=random).to(device)

@@ -1,7 +1,12 @@
-"""The size at which a reference image, the image to edit, is encoded."""
+"""Reference images, the images to edit: their latents in an item, and the size at which they are
+encoded."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import count, takewhile
+
+import torch
+from torch import Tensor
 
 from ditkit_core.errors import UserError
 
@@ -11,6 +16,13 @@ PATCH = 16
 _MIN_SIDE = 64
 _MAX_VISIBLE_ASPECT = 200
 _MAX_ASPECT = 8
+
+
+def numbered_tensors(item: Mapping[str, Tensor], name: str, device: torch.device) -> list[Tensor]:
+    """The tensors `name.0`, `name.1`, … of a training item, in order, on a device: with the name
+    `reference`, latents of its reference images."""
+    keys = takewhile(item.__contains__, (f"{name}.{index}" for index in count()))
+    return [item[key].to(device) for key in keys]
 
 
 def cropped_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:

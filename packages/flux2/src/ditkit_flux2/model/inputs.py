@@ -1,12 +1,13 @@
 """The model's inputs, and how they are made of noised latents and training items."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from ditkit_core.families.references import numbered_tensors
 
 
 class Flux2Inputs(NamedTuple):
@@ -24,14 +25,6 @@ class Flux2Inputs(NamedTuple):
     """Latents of each sample's reference images, in order; may be empty."""
 
 
-def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Latents of the reference images of an item, in order."""
-    for index in count():
-        if (name := f"reference.{index}") not in item:
-            return
-        yield item[name]
-
-
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> Flux2Inputs:
@@ -42,5 +35,5 @@ def make_inputs(
         sigma=sigma,
         guidance=torch.full_like(sigma, guidance),
         text=[item["text"].to(device) for item in items],
-        references=[[reference.to(device) for reference in _references(item)] for item in items],
+        references=[numbered_tensors(item, "reference", device) for item in items],
     )
