@@ -1,8 +1,7 @@
 """FLUX.3 against every suite of the core, and diffusers: outputs, every gradient, samples,
 adapters."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,20 +11,13 @@ import torch
 from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.files.export import check_export, export_adapter
-from ditkit_core.adapters.files.identify import find_adapter
-from ditkit_core.adapters.inject import adapter_layers
-from ditkit_core.config.resolve import resolve
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.errors import UserError
 from ditkit_core.families.euler import NEXT_SIGMA
-from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import WHOLE, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import Precision, PrecisionConfig
-from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import axis_angles, timestep_features
 from ditkit_core.planner.profiler import profile
@@ -36,6 +28,15 @@ from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_diffusers import (
+    SIGMA,
+    Comparison,
+    DiffusersChecks,
+    check_steps,
+    first_noise,
+    relative,
+    sample_steps,
+)
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
@@ -49,16 +50,15 @@ from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.replicas import Divided
-from ditkit_core.testing.run_files import check_schema
-from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_core.testing.world import make_model
 from ditkit_flux3.demo.write import write_checkpoint
 from ditkit_flux3.model import Flux3Transformer, make_inputs
 from ditkit_flux3.presets import PRESETS, Flux3Arch, arch_from_config
 from ditkit_flux3.spec import FLUX3, VAE, reference_size
-from ditkit_flux3.state_dict import RULES, to_diffusers, to_native, to_official
-from ditkit_flux3.verify import DIFFUSERS, diffusers_arguments
+from ditkit_flux3.state_dict import to_native
+from ditkit_flux3.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 ARCH = Flux3Arch(
@@ -312,224 +312,137 @@ class TestTwoDevices(TwoDevicesConformance):
 # diffusers
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    return float((ours - theirs).norm() / theirs.norm())
+class TestDiffusers(Images, DiffusersChecks):
+    diffusers = DIFFUSERS
+    parameters: ClassVar = {"klein-base": 5_538_458_368, "klein": 5_548_681_984}
+    idle = (NEXT_SIGMA,)
+    nearer = 0.8
+    nearer_cases = ("references",)
+    targets: ClassVar = {
+        "blocks": ("q_proj", "k_proj", "v_proj", "attn_out", "mlp_in", "mlp_out"),
+        "outside": (
+            "embed.txt_in",
+            "emb_in.image",
+            "emb_in.image_cond",
+            "time_in.in_layer",
+            "head.linear",
+            "early_stream_modulations.txt.lin",
+            "single_stream_modulations.image_cond.lin",
+            "head.adaLN_modulation.1",
+        ),
+    }
 
-
-def diffusers_model(arch: Flux3Arch, seed: int = 0) -> torch.nn.Module:
-    """diffusers' model with random weights, none at an initial one."""
-    from diffusers import Flux3Transformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Flux3Transformer2DModel(**DIFFUSERS.config(arch))
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.data = (
-                1 + 0.1 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5
+    def cases(self):
+        batches = {
+            "text alone": ((0,), NONE),
+            "references": ((0,), GRIDS),
+            "alike": ((0, 0), NONE),
+            "of several sizes": ((0, 1, 2), GRIDS),
+            "some references": ((0, 1, 2), SOME),
+        }
+        archs = {"": ARCH, ", flow map": replace(ARCH, flow_map=True)}
+        return {
+            f"{name}{kind}": Comparison(
+                [
+                    item | {NEXT_SIGMA: torch.tensor(target, dtype=torch.float64)}
+                    for item, target in zip(samples(*chosen, grids=grids), TARGET, strict=False)
+                ],
+                arch,
+                SomeReferences.idle if grids is NONE else (),
             )
-    return model
+            for kind, arch in archs.items()
+            for name, (chosen, grids) in batches.items()
+        }
 
+    def exact(self, patch, dtype):
+        import diffusers.models.transformers.transformer_flux3 as theirs
 
-def native(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of diffusers' names by ours."""
-    rows = {}
-    for name, tensor in tensors.items():
-        parts = to_native(name)
-        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
-            rows.setdefault(part.name, {})[part.index] = piece
-    return {name: torch.cat([pieces[i] for i in sorted(pieces)]) for name, pieces in rows.items()}
+        def sinusoid(self, timesteps):
+            return timestep_features(timesteps.double(), self.num_channels).to(dtype)
 
+        def tables(self, ids):
+            angles = torch.cat(
+                [
+                    axis_angles(ids[:, axis].double(), size // 2, self.theta)
+                    for axis, size in enumerate(self.axes_dim)
+                ],
+                -1,
+            ).repeat_interleave(2, -1)
+            return angles.cos().to(dtype), angles.sin().to(dtype)
 
-def loaded(theirs: torch.nn.Module, arch: Flux3Arch, dtype: torch.dtype, *, cast: bool = True):
-    ours = Flux3Transformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict(native(dict(theirs.state_dict())))
-    return ours.to(dtype) if cast else ours
-
-
-@contextmanager
-def exact_diffusers(dtype: torch.dtype) -> Iterator[None]:
-    """diffusers with the sinusoid and the rotary tables of this dtype, which it computes in fp32;
-    in fp64 it also keeps q and k in fp64, which it writes as `.float()`."""
-    import diffusers.models.transformers.transformer_flux3 as theirs
-
-    def sinusoid(self, timesteps):
-        return timestep_features(timesteps.double(), self.num_channels).to(dtype)
-
-    def tables(self, ids):
-        angles = torch.cat(
-            [
-                axis_angles(ids[:, axis].double(), size // 2, self.theta)
-                for axis, size in enumerate(self.axes_dim)
-            ],
-            -1,
-        ).repeat_interleave(2, -1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(theirs.Timesteps, "forward", sinusoid)
         patch.setattr(theirs.Flux3PosEmbed, "forward", tables)
-        if dtype == torch.float64:
-            patch.setattr(Tensor, "float", Tensor.double)
-        yield
 
+    def class_arguments(self, arch):
+        return {"flow_map": arch.flow_map}
 
-SIGMA = (0.8125, 0.25, 0.5)
-TARGET = (0.5, 0.125, 0.0)
-BATCHES = {
-    "text alone": ((0,), NONE),
-    "references": ((0,), GRIDS),
-    "alike": ((0, 0), NONE),
-    "of several sizes": ((0, 1, 2), GRIDS),
-    "some references": ((0, 1, 2), SOME),
-}
+    def is_loaded(self, kind, targets, alpha):
+        return (kind == "diffusers" or (kind, targets) == ("official", "blocks")) and not alpha
 
-
-def outcome(items, model, run, level, target):
-    """Outputs, and gradients of inputs and parameters."""
-    leaves = {
-        f"{i} {name}": x.requires_grad_()
-        for i, item in enumerate(items)
-        for name, x in item.items()
-    }
-    latents = [item["latents"] for item in items]
-    told = [item | {NEXT_SIGMA: value} for item, value in zip(items, target, strict=True)]
-    outputs = run(model, latents, level, told)
-    random = torch.Generator().manual_seed(5)
-    loss = sum(
-        (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
-        .square()
-        .sum()
-        for out in outputs
-    )
-    loss.backward()
-    return {
-        **{f"output {i}": out for i, out in enumerate(outputs)},
-        **{name: x.grad for name, x in leaves.items()},
-    }
-
-
-def run_ours(model, latents, level, items):
-    return model(make_inputs(latents, level, items, 1.0))
-
-
-def run_theirs(model, latents, level, items):
-    """One sample at a time: diffusers has one layout for all of a batch."""
-    outputs = []
-    for i, item in enumerate(items):
-        inputs = make_inputs([latents[i]], level[i : i + 1], [item], 1.0)
-        arguments = diffusers_arguments(inputs, latents[i].dtype, model.config.flow_map)
-        out = model(**arguments, return_dict=False)[0][0]
-        outputs.append(rearrange(out, "(h w) c -> c 1 h w", h=latents[i].shape[2]))
-    return outputs
-
-
-def both(arch, batch, dtype):
-    chosen, grids = BATCHES[batch]
-    level, target = (
-        torch.tensor(values, dtype=torch.float64)[list(chosen)] for values in (SIGMA, TARGET)
-    )
-    theirs = diffusers_model(arch).to(dtype)
-    ours = loaded(theirs, arch, dtype)
-    results = []
-    with exact_diffusers(dtype):
-        for model, run in ((ours, run_ours), (theirs, run_theirs)):
-            items = samples(*chosen, grids=grids, dtype=dtype)
-            results.append(outcome(items, model, run, level, target))
-    gradients = {name: p.grad for name, p in ours.named_parameters()}
-    expected = native({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None})
-    return (results[0] | gradients, results[1] | expected)
-
-
-ARCHS = {"base": ARCH, "flow map": replace(ARCH, flow_map=True)}
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_outputs_and_every_gradient_are_those_of_diffusers(arch, batch, dtype, bar):
-    ours, theirs = both(ARCHS[arch], batch, dtype)
-    without = {name for name, gradient in ours.items() if gradient is None}
-    assert ours.keys() - without == theirs.keys()
-    # Weights that only references use get no gradient without them, here as there.
-    assert bool(without) == (BATCHES[batch][1] is NONE)
-    assert all("image_cond" in name for name in without)
-    errors = {name: relative(ours[name], theirs[name]) for name in theirs}
-    assert max(errors.values()) <= bar, max(errors.items(), key=lambda pair: pair[1])
-
-
-def test_bf16_is_closer_to_fp64_than_diffusers():
-    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
-    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
-    all parameters together."""
-    errors: dict[str, list[tuple[float, float]]] = {}
-    level, target = (torch.tensor(values[:1], dtype=torch.float64) for values in (SIGMA, TARGET))
-    for seed in range(4):
-        theirs = diffusers_model(ARCH, seed)
+    def test_the_reference_preset_rounds_where_diffusers_does(self):
+        """diffusers' roundings in bf16, place by place: what is left is the order of summation, a
+        tenth of what they cost."""
+        theirs = self.diffusers_model(ARCH)
         for parameter in theirs.parameters():
             parameter.data = parameter.data.bfloat16().float()
-        exact = loaded(theirs, ARCH, torch.float64)
-        half = loaded(theirs, ARCH, torch.bfloat16, cast=False)
-        for name, parameter in half.named_parameters():
-            if not FLUX3.precision.keep_fp32(name):
-                parameter.data = parameter.data.bfloat16()
-        for name, parameter in theirs.named_parameters():
-            if ".norm_" not in name:
-                parameter.data = parameter.data.bfloat16()
-        results = []
-        for model, dtype, run in (
-            (exact, torch.float64, run_ours),
-            (half, torch.bfloat16, run_ours),
-            (theirs, torch.bfloat16, run_theirs),
-        ):
-            items = [
-                {name: x.to(dtype) for name, x in item.items()}
-                for item in samples(0, dtype=torch.bfloat16)
-            ]
-            result = outcome(items, model, run, level, target)
-            gradients = {
-                name: parameter.grad.double() for name, parameter in model.named_parameters()
-            }
-            gradients = gradients if run is run_ours else native(gradients)
-            result["parameters"] = torch.cat([gradients[n].flatten() for n in sorted(gradients)])
-            results.append(result)
-        truth, mine, them = results
-        assert mine["output 0"].dtype == torch.float32
-        for name in truth:
-            pair = relative(mine[name], truth[name]), relative(them[name], truth[name])
-            errors.setdefault(name, []).append(pair)
-    for name, pairs in errors.items():
-        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        assert ours < 0.8 * diffusers, (name, ours, diffusers)
+        exact, preset = (
+            self.our_model(theirs, ARCH, torch.float64),
+            PrecisionConfig(preset="reference"),
+        )
+        ours = Flux3Transformer(ARCH, preset.precision(torch.bfloat16, FLUX3.precision.reference))
+        ours.load_state_dict(self.native(theirs.state_dict()))
+        for model, norms in ((ours, "_norm."), (theirs, ".norm_")):
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data if norms in name else parameter.data.bfloat16()
+        items, sigma = samples(0, dtype=torch.bfloat16), torch.tensor(SIGMA[:1]).double()
+        wide = [{name: x.double() for name, x in item.items()} for item in items]
+        with torch.no_grad():
+            (truth,), (mine,) = (
+                self.run_ours(exact, wide, sigma), self.run_ours(ours, items, sigma)
+            )  # fmt: skip
+            (them,) = self.run_theirs(theirs, items, sigma)
+        assert relative(mine, them) < 0.1 * relative(them, truth)
+
+    @pytest.mark.parametrize("flow_map", [False, True])
+    def test_official_files_are_without_heads_of_the_authors_training(self, flow_map):
+        model = make_model(FLUX3, replace(ARCH, flow_map=flow_map))
+        official = self.in_form("official", dict(model.named_parameters()))
+        assert "final_layer.image.adaLN_modulation.1.weight" in official
+        assert ("ref_time_in.in_layer.weight" in official) == flow_map
+        head = {"repa_projectors.0.weight": torch.zeros(1)}
+        converted = DIFFUSERS.convert({name: x.detach() for name, x in official.items()} | head)
+        assert (
+            converted.keys()
+            == self.diffusers_model(replace(ARCH, flow_map=flow_map)).state_dict().keys()
+        )
+        assert to_native("repa_projectors.0.weight") == ()
+        assert to_native("single_blocks.*.x") is None
+
+    @pytest.mark.parametrize("form", ["official", "diffusers"])
+    def test_the_rule_for_keys_of_alpha_names_them(self, tmp_path, form):
+        model = self.adapted_model("blocks")
+        file = self.adapter_file(model, tmp_path, form)
+        tensors = load_file(file)
+        stems = {name.rpartition(".lora_")[0] for name in tensors}
+        save_file(tensors | {f"{stem}.alpha": torch.tensor(3.0) for stem in stems}, file)
+        assert "rejects keys of alpha" in self.rule(file, model)
+
+    @pytest.mark.parametrize("form", ["official", "diffusers"])
+    def test_diffusers_has_no_reader_of_a_lokr(self, tmp_path, form):
+        from diffusers import Flux3DistilledModularPipeline
+
+        adapter = AdapterConfig(targets=("q_proj",), method="lokr", decompose_factor=4)
+        model = make_model(FLUX3, ARCH, adapter=adapter).eval()
+        file = self.adapter_file(model, tmp_path, form)
+        assert "no reader of LoKr" in self.rule(file, model)
+        pipeline = Flux3DistilledModularPipeline()
+        pipeline.update_components(transformer=DIFFUSERS.transformer(model))
+        with pytest.raises(ValueError, match="Invalid LoRA"):
+            pipeline.load_lora_weights(file)
 
 
-def test_the_reference_preset_rounds_where_diffusers_does():
-    """diffusers' roundings in bf16, place by place: what is left is the order of summation, a tenth
-    of what they cost."""
-    theirs = diffusers_model(ARCH)
-    for name, parameter in theirs.named_parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    exact = loaded(theirs, ARCH, torch.float64)
-    precision = PrecisionConfig(preset="reference").precision(
-        torch.bfloat16, FLUX3.precision.reference
-    )
-    ours = Flux3Transformer(ARCH, precision)
-    ours.load_state_dict(native(dict(theirs.state_dict())))
-    for model, norms in ((ours, "_norm."), (theirs, ".norm_")):
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data if norms in name else parameter.data.bfloat16()
-    level = torch.tensor(SIGMA[:1], dtype=torch.float64)
-    told = samples(0, dtype=torch.bfloat16)
-    wide = [{name: x.double() for name, x in item.items()} for item in told]
-    with torch.no_grad():
-        mine, them, truth = (
-            run(model, [item["latents"] for item in items], level, items)[0]
-            for run, model, items in (
-                (run_ours, ours, told), (run_theirs, theirs, told), (run_ours, exact, wide)
-            )
-        )  # fmt: skip
-    assert relative(mine, them) < 0.1 * relative(them, truth)
+TARGET = (0.5, 0.125, 0.0)
+"""Noise levels that a flow map is to jump to."""
 
 
 def test_a_flow_map_is_trained_at_jumps_of_no_length_and_sampled_at_its_steps():
@@ -544,22 +457,6 @@ def test_a_flow_map_is_trained_at_jumps_of_no_length_and_sampled_at_its_steps():
     assert torch.equal(trained, told) and relative(jump, trained) > 1e-3
 
 
-def test_names_and_parameters_are_those_of_diffusers_at_full_size():
-    from diffusers import Flux3Transformer2DModel
-
-    counted = {}
-    with torch.device("meta"):
-        for preset, arch in PRESETS.items():
-            theirs = Flux3Transformer2DModel(flow_map=arch.flow_map)
-            ours = Flux3Transformer(arch, Precision())
-            shapes = {to_diffusers(n)[0].name: x.shape for n, x in ours.state_dict().items()}
-            assert shapes == {name: x.shape for name, x in theirs.state_dict().items()}
-            assert arch_from_config(dict(theirs.config), {}) == arch
-            counted[preset] = sum(p.numel() for p in ours.parameters())
-            assert counted[preset] == sum(p.numel() for p in theirs.parameters())
-    assert counted == {"klein-base": 5_538_458_368, "klein": 5_548_681_984}
-
-
 def test_another_configuration_is_refused():
     config = DIFFUSERS.config(ARCH)
     with pytest.raises(ValueError, match="cond_in_channels 5"):
@@ -568,29 +465,6 @@ def test_another_configuration_is_refused():
         arch_from_config(config | {"axes_dims_rope": (8, 8)}, {})
     with pytest.raises(KeyError):
         arch_from_config({"num_attention_heads": 2, "in_channels": 4}, {})
-
-
-@pytest.mark.parametrize("flow_map", [False, True])
-def test_official_names_become_diffusers_by_its_own_converter(flow_map):
-    """Both ways, with the halves of the head's modulation exchanged, and without heads of the
-    authors' training."""
-    from diffusers.loaders.single_file_utils import (
-        convert_flux3_transformer_checkpoint_to_diffusers,
-    )
-
-    model = make_model(FLUX3, replace(ARCH, flow_map=flow_map))
-    state = {name: p.detach() for name, p in model.named_parameters()}
-    official = {to_official(name)[0].name: tensor for name, tensor in state.items()}
-    assert "final_layer.image.adaLN_modulation.1.weight" in official
-    assert ("ref_time_in.in_layer.weight" in official) == flow_map
-    converted = convert_flux3_transformer_checkpoint_to_diffusers(
-        official | {"repa_projectors.0.weight": torch.zeros(1)}
-    )
-    assert converted.keys() == diffusers_model(replace(ARCH, flow_map=flow_map)).state_dict().keys()
-    for tensors in (native(official), native(converted)):
-        assert tensors.keys() == state.keys()
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
-    assert to_native("repa_projectors.0.weight") == () and to_native("single_blocks.*.x") is None
 
 
 # Captions, samples
@@ -715,7 +589,6 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, language_mod
         torch.rand(3, 1, *sides, generator=torch.Generator().manual_seed(i)).mul(255).round()
         for i, sides in enumerate([(64, 80), (80, 64)][:count])
     ]
-    sampler = FLUX3.auxiliary.sampler(paths, CPU, torch.float32, ())
     vae = FLUX3.auxiliary.media_encoder(paths, CPU, WHOLE)
     vae.load()
     references = [vae.encode([image / 127.5 - 1])[0]["latents"] for image in pixels]
@@ -723,142 +596,32 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, language_mod
         conditions=prompt, negative=negative, references=references, frames=1, height=48, width=64,
         steps=3, guidance=guidance, shift=0.0, seed=7,
     )  # fmt: skip
-    seen: list[Tensor] = []
-
-    def run(model, inputs):
-        seen.append(inputs.latents[0])
-        return run_plain(model, inputs)
-
-    with torch.no_grad():
-        latents = generate_latents(sampler, job, model, run)
+    ours = sample_steps(FLUX3, model, paths, job)
     images = [Image.fromarray(x[:, 0].permute(1, 2, 0).byte().numpy()) for x in pixels]
     image = None if not images else images[0] if count == 1 else images
-    noise = torch.randn((64, 1, 3, 4), generator=generator(7, "sample"))
+    noise = first_noise(job, (64, 1, 3, 4))
     before, after, expected = run_pipeline(
         arch, model, checkpoint, language_model, guidance, image, noise[:, 0][None], prompts
     )
-    assert len(seen) == len(before) == (6 if "guided" in case.split() else 3)
-    scale = float(latents.std())
-    for ours, theirs in zip(seen, before, strict=True):
-        rows = rearrange(ours, "c 1 h w -> 1 (h w) c")
-        # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and
-        # sinusoid are fp32, ours fp64
-        assert (rows - theirs).abs().max() / scale < 2e-4
-    assert (latents[:, 0][None] - after).abs().max() / scale < 2e-4
-    assert (latents - seen[0]).abs().max() > 0.5
-    torch.testing.assert_close(sampler.decoder.decode(latents)[:, 0], expected, atol=2e-4, rtol=0)
+    calls = 2 if "guided" in case.split() else 1
+    assert len(before) == 3 * calls
+    steps = [rearrange(rows, "1 (h w) c -> c 1 h w", h=3) for rows in before[calls::calls]]
+    steps.append(after[0][:, None])
+    check_steps(ours, steps, calls=calls)
+    decoded = ours.sampler.decoder.decode(ours.latents)[:, 0]
+    torch.testing.assert_close(decoded, expected, atol=2e-4, rtol=0)
 
 
-# Adapters, run files
+# Run files
 
 
-def adapted(**config) -> torch.nn.Module:
-    return make_model(FLUX3, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
+class TestRunFiles(RunFileChecks):
+    spec = FLUX3
+    folder = Path(__file__).parents[1] / "configs"
+    count = 3
 
-
-def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
-    config = ExportConfig(forms=(form,), dtype="fp32")
-    (file,) = export_adapter(model, FLUX3, folder, "adapter", config, metadata={}, exact=True)
-    return file
-
-
-BLOCKS = ("q_proj", "k_proj", "v_proj", "attn_out", "mlp_in", "mlp_out")
-OUTSIDE = ("embed.txt_in", "emb_in.image", "emb_in.image_cond", "time_in.in_layer", "head.linear")
-OUTSIDE += ("early_stream_modulations.txt.lin", "single_stream_modulations.image_cond.lin")
-OUTSIDE += ("head.adaLN_modulation.1",)
-FILES: dict[str, tuple[str, Callable[[str], str]]] = {
-    **{
-        form: (form, lambda name: name) for form in ("official", "diffusers", "diffsynth", "musubi")
-    },
-    "lora_up and lora_down": (
-        "official",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
-    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
-}
-
-
-def check_reader(path: Path, model: torch.nn.Module) -> str:
-    """What is said of diffusers and a file, if that is so."""
-    layers = {
-        name.removesuffix(".base_layer"): tuple(module.weight.shape)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
-    }
-    file = find_adapter(path, FLUX3, layers=layers)
-    reader = RULES.readers(file.layout, list(file.shapes))["diffusers"]
-    try:
-        line = DIFFUSERS.verify(path, ModelPaths(transformer="tiny.safetensors"), model, run_plain)
-        loads = "agrees with our model" in line
-    except UserError:
-        loads = False
-    assert loads == (reader == ""), reader
-    return reader
-
-
-@pytest.mark.parametrize("where", ["blocks", "outside"])
-@pytest.mark.parametrize("kind", FILES)
-def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, where):
-    """An adapter of every kind of layer, loaded by the pipeline's own loader, to the outputs of our
-    model."""
-    form, rename = FILES[kind]
-    model = adapted(targets=BLOCKS if where == "blocks" else OUTSIDE)
-    file = written(model, tmp_path, form)
-    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)
-    reader = check_reader(file, model)
-    assert (reader == "") == (form == kind and (form, where) in READ), reader
-
-
-READ = {("official", "blocks"), ("diffusers", "blocks"), ("diffusers", "outside")}
-
-
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_what_is_said_of_diffusers_and_dora_is_what_its_loader_does(tmp_path, form):
-    model = adapted(targets=BLOCKS, use_dora=True)
-    assert (check_reader(written(model, tmp_path, form), model) == "") == (form == "diffusers")
-
-
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_diffusers_rejects_keys_of_alpha(tmp_path, form):
-    model = adapted(targets=BLOCKS)
-    file = written(model, tmp_path, form)
-    tensors = load_file(file)
-    stems = {name.rpartition(".lora_")[0] for name in tensors}
-    save_file(tensors | {f"{stem}.alpha": torch.tensor(3.0) for stem in stems}, file)
-    assert "rejects keys of alpha" in check_reader(file, model)
-
-
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_diffusers_has_no_reader_of_a_lokr(tmp_path, form):
-    from diffusers import Flux3DistilledModularPipeline
-
-    model = adapted(targets=("q_proj",), method="lokr", decompose_factor=4)
-    file = written(model, tmp_path, form)
-    layers = {name: tuple(x.weight.shape) for name, x in adapter_layers(model).items()}
-    read = find_adapter(file, FLUX3, layers=layers)
-    assert "no reader of LoKr" in RULES.readers(read.layout, list(read.shapes))["diffusers"]
-    pipeline = Flux3DistilledModularPipeline()
-    pipeline.update_components(transformer=DIFFUSERS.transformer(model))
-    with pytest.raises(ValueError, match="Invalid LoRA"):
-        pipeline.load_lora_weights(file)
-
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
-
-
-@pytest.mark.parametrize("file", [*CONFIGS, FLUX3.demo.config], ids=lambda file: file.stem)
-def test_a_run_file_is_accepted(file):
-    config = resolve(RunConfig, file=file)
-    check_export(FLUX3, config.export, config.adapter)
-    run = create_run(FLUX3, replace(config, train=replace(config.train, threads=0)))
-    check_training(run)
-    assert config.model.preset in ("", "klein-base") and config.train.caption_dropout == 0.1
-
-
-def test_run_files_conform_to_the_schema_next_to_them():
-    assert len(CONFIGS) == 3
-    check_schema("ditkit_flux3", CONFIGS[0].parent)
+    def check(self, config):
+        assert config.model.preset in ("", "klein-base") and config.train.caption_dropout == 0.1
 
 
 def test_the_flow_map_is_advised_against_and_only_adapted():

@@ -9,16 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.export import check_export
-from ditkit_core.adapters.files.identify import find_adapter
-from ditkit_core.adapters.files.write import trained_adapters, write_adapter
-from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
-from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.families.first_frame import first_frame_mask
 from ditkit_core.io.rng import generator
@@ -26,14 +19,16 @@ from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.encoders import WHOLE, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.rope import timestep_features
-from ditkit_core.run.checks import check_training
-from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_diffusers import (
+    Comparison,
+    DiffusersChecks,
+    check_steps,
+    sample_steps,
+)
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
@@ -41,8 +36,7 @@ from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
-from ditkit_core.testing.run_files import check_schema
-from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_ltx.demo.write import ARCH as DEMO
@@ -51,8 +45,8 @@ from ditkit_ltx.encoders import seconds_of
 from ditkit_ltx.model import LtxTransformer, make_inputs
 from ditkit_ltx.presets import PRESETS, LtxArch, arch_from_config, config_of
 from ditkit_ltx.spec import LTX, distilled_levels
-from ditkit_ltx.state_dict import NAMES, RULES, to_diffusers, to_native, to_official
-from ditkit_ltx.verify import DIFFUSERS, diffusers_arguments
+from ditkit_ltx.state_dict import to_official
+from ditkit_ltx.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 ARCH = LtxArch(dim=64, heads=4, layers=2, in_channels=16, text_dim=32, freq_dim=256)
@@ -110,168 +104,92 @@ class TestFirstFrame(Conformance):
         return [item(i % 3 if ragged else 0, first=i % 2 == 0) for i in range(count)]
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    return float((ours - theirs).norm() / theirs.norm())
+OUTSIDE = (
+    "embed.proj_in",
+    *(f"embed.time_embed.{name}" for name in ("linear_1", "linear_2", "linear")),
+    *(f"embed.caption_projection.{name}" for name in ("linear_1", "linear_2")),
+    "head.proj_out",
+)
+"""Layers that are not in blocks."""
 
 
-def loaded(state: dict[str, Tensor], dtype: torch.dtype, *, cast: bool = True) -> LtxTransformer:
-    """Our model with weights that have diffusers' names."""
-    ours = LtxTransformer(ARCH, Precision(matmul=dtype))
-    ours.load_state_dict({to_native(name): tensor.clone() for name, tensor in state.items()})
-    return ours.to(dtype) if cast else ours
-
-
-def diffusers_model(seed: int = 0) -> torch.nn.Module:
-    """diffusers' model with random weights, none at an initial one."""
-    from diffusers import LTXVideoTransformer3DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LTXVideoTransformer3DModel(**config_of(ARCH))
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            small = "norm" in name or parameter.ndim == 1 or "table" in name
-            parameter.data = 0.2 * noise if small else noise / parameter.shape[-1] ** 0.5
-            if "norm" in name:
-                parameter.data += 1
-    return model
-
-
-def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: its sinusoid, its rotary tables, the
-    variance of its norms and the rotation."""
-    exact_tables(monkeypatch)
-    to = Tensor.to
-
-    def unrounded(self, *arguments, **options):
-        arguments = tuple(torch.float64 if x is torch.float32 else x for x in arguments)
-        return to(self, *arguments, **options)
-
-    monkeypatch.setattr(Tensor, "to", unrounded)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
-def exact_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without frequencies in fp32: angles of noise levels and positions are thousands of radians,
-    of which fp32 has three digits behind the point."""
-    from diffusers.models.embeddings import Timesteps
-
-    linspace = torch.linspace
-
-    def wide(*arguments, **options):
-        narrow = options.get("dtype") == torch.float32
-        return linspace(*arguments, **options | ({"dtype": torch.float64} if narrow else {}))
-
-    monkeypatch.setattr(torch, "linspace", wide)
-    monkeypatch.setattr(
-        Timesteps, "forward", lambda self, t: timestep_features(t.double(), self.num_channels)
+class TestDiffusers(Clips, DiffusersChecks):
+    diffusers = DIFFUSERS
+    parameters: ClassVar = {
+        f"{preset}{task}": count
+        for task in ("", "_i2v")
+        for preset, count in {
+            "2b": 1_923_385_472,
+            "2b_0.9.5": 1_923_385_472,
+            "13b": 13_042_569_344,
+            "13b_distilled": 13_042_569_344,
+        }.items()
+    }
+    idle = TestLtx.idle
+    converter = (
+        "official",
+        lambda state: DIFFUSERS.convert(
+            {f"model.diffusion_model.{n}": x for n, x in state.items()}
+        ),
     )
+    """Of files with the prefix that published ones have."""
+    targets: ClassVar = {
+        "blocks": LTX.adapters.targets["blocks"],
+        "every layer": (*LTX.adapters.targets["blocks"], *OUTSIDE),
+    }
 
-
-class Samples:
-    """Inputs of both models; latents and text get gradients. diffusers runs one sample at a time:
-    what pads a batch in our model changes nothing."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        chosen: tuple[int, ...],
-        causal: bool = False,
-        exact: bool = False,
-        first: bool = False,
-    ):
-        """`first`: the samples begin with an image, except for the second of them."""
-        drawn = [item(i, causal, first=first and n != 1) for n, i in enumerate(chosen)]
-        self.firsts = [
-            {name: sample[name].to(dtype) for name in ("first_frame",) if name in sample}
-            for sample in drawn
-        ]
-        random = torch.Generator().manual_seed(1)
-
-        def leaf(values: Tensor) -> Tensor:
-            return (values.bfloat16() if exact else values).to(dtype).requires_grad_()
-
-        self.latents, self.text = (
-            [leaf(sample[name].double()) for sample in drawn] for name in ("latents", "text")
-        )
-        self.seconds = [sample["seconds"] for sample in drawn]
-        self.target = [
-            torch.randn(x.shape, generator=random, dtype=torch.float64)
-            for x in (sample["latents"] for sample in drawn)
-        ]
-        self.dtype = dtype
-        self.sigma = torch.tensor([0.8125, 0.25, 0.5], dtype=torch.float64)[list(chosen)]
-
-    def inputs(self, samples: slice):
-        texts = [
-            {"text": text, "seconds": seconds, **first}
-            for text, seconds, first in zip(
-                self.text[samples], self.seconds[samples], self.firsts[samples], strict=True
+    def cases(self):
+        chosen = {"one": (0,), "alike": (0, 2), "ragged": (0, 1, 2)}
+        return {
+            f"{name}{', causal' * causal}{', first frame' * first}": Comparison(
+                [item(i, causal, first=first and n != 1) for n, i in enumerate(numbers)]
             )
-        ]
-        return make_inputs(self.latents[samples], self.sigma[samples], texts, 1.0)
+            for name, numbers in chosen.items()
+            for causal in (False, True)
+            for first in (False, True)
+        }
 
-    def ours(self, model: LtxTransformer) -> list[Tensor]:
-        return model(self.inputs(slice(None)))
+    def exact(self, patch, dtype):
+        """Angles of noise levels and positions are thousands of radians, of which fp32 has three
+        digits behind the point."""
+        from diffusers.models.embeddings import Timesteps
 
-    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
-        outputs = []
-        for i, latents in enumerate(self.latents):
-            arguments = diffusers_arguments(self.inputs(slice(i, i + 1)), self.dtype)
-            (rows,) = model(**arguments, return_dict=False)[0]
-            outputs.append(rows.T.reshape(latents.shape))
-        return outputs
+        linspace = torch.linspace
 
-    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Outputs and the gradients of inputs."""
-        sum(
-            (out.double() - target).square().sum()
-            for out, target in zip(outputs, self.target, strict=True)
-        ).backward()
-        results = {f"output {i}": out for i, out in enumerate(outputs)}
-        for name, tensors in (("latents", self.latents), ("text", self.text)):
-            for i, tensor in enumerate(tensors):
-                results[f"{name} {i}"], tensor.grad = tensor.grad, None
-        return results
+        def wide(*arguments, **options):
+            narrow = options.get("dtype") == torch.float32
+            return linspace(*arguments, **options | ({"dtype": torch.float64} if narrow else {}))
 
+        patch.setattr(torch, "linspace", wide)
+        patch.setattr(
+            Timesteps, "forward", lambda self, t: timestep_features(t.double(), self.num_channels)
+        )
 
-def compare(
-    ours: LtxTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float
-) -> None:
-    mine, them = samples.run(samples.ours(ours)), samples.run(samples.theirs(theirs))
-    mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
-    them |= {to_native(name): parameter.grad for name, parameter in theirs.named_parameters()}
-    assert mine.keys() == them.keys()
-    errors = {name: relative(mine[name], them[name]) for name in mine}
-    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
+    def class_arguments(self, arch):
+        return config_of(arch)
+
+    def index(self, arch):
+        return {"_class_name": "LTXConditionPipeline" if arch.causal else "LTXPipeline"}
+
+    def arch_in_files(self, arch):
+        """No file says that it is distilled, and another pipeline begins with an image."""
+        return replace(arch, distilled=False, first_frame=False)
 
 
-BATCHES = [(0,), (0, 2), (0, 1, 2)]
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["text", "first frame"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp64_equals_diffusers_run_in_fp64(chosen, causal, first, monkeypatch):
-    theirs = diffusers_model().double()
-    ours = loaded(theirs.state_dict(), torch.float64)
-    exact_diffusers(monkeypatch)
-    compare(ours, theirs, Samples(torch.float64, chosen, causal, first=first), 1e-10)
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["text", "first frame"])
-@pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp32_equals_diffusers(chosen, first, monkeypatch):
-    """1e-5: with exact tables on both sides, the order of summation is all that differs."""
-    exact_tables(monkeypatch)
-    theirs = diffusers_model()
-    compare(
-        loaded(theirs.state_dict(), torch.float32),
-        theirs,
-        Samples(torch.float32, chosen, first=first),
-        1e-5,
-    )
+def test_architectures_are_those_of_their_files():
+    for preset in ("2b", "2b_0.9.5", "13b", "13b_distilled"):
+        assert PRESETS[f"{preset}_i2v"] == replace(PRESETS[preset], first_frame=True)
+    official = map(to_official, LtxTransformer(ARCH, Precision()).state_dict())
+    assert "adaln_single.emb.timestep_embedder.linear_1.weight" in set(official)
+    index = {"_class_name": "LTXImageToVideoPipeline"}
+    assert arch_from_config(config_of(ARCH), index) == replace(ARCH, first_frame=True)
+    for changes, index, said in (
+        ({"patch_size": 2}, {"_class_name": "LTXPipeline"}, "patch_size is 2"),
+        ({"cross_attention_dim": 32}, {"_class_name": "LTXPipeline"}, "cross_attention_dim is 32"),
+        ({}, {}, "no model_index.json names their pipeline"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            arch_from_config(config_of(ARCH) | changes, index)
 
 
 def test_a_first_frame_is_not_trained_and_has_no_noise():
@@ -288,87 +206,7 @@ def test_a_first_frame_is_not_trained_and_has_no_noise():
     assert make_inputs([image["latents"]], torch.tensor([0.5]), [image], 1.0).late is None
 
 
-def test_names_and_parameters_are_those_of_diffusers_at_full_size():
-    from diffusers import LTXVideoTransformer3DModel
-    from diffusers.loaders.single_file_utils import convert_ltx_transformer_checkpoint_to_diffusers
-
-    counts = {"2b": 1_923_385_472, "2b_0.9.5": 1_923_385_472, "13b": 13_042_569_344}
-    counts["13b_distilled"] = counts["13b"]
-    assert list(PRESETS) == [*counts, *(f"{preset}_i2v" for preset in counts)]
-    for preset, count in counts.items():
-        arch = PRESETS[preset]
-        assert PRESETS[f"{preset}_i2v"] == replace(arch, first_frame=True)
-        with torch.device("meta"):
-            theirs = LTXVideoTransformer3DModel(**config_of(arch))
-            ours = LtxTransformer(arch, Precision()).state_dict()
-        assert sum(tensor.numel() for tensor in ours.values()) == count
-        shapes = {to_diffusers(name): tensor.shape for name, tensor in ours.items()}
-        assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
-        pipeline = "LTXConditionPipeline" if arch.causal else "LTXPipeline"
-        read = arch_from_config(theirs.config, {"_class_name": pipeline})
-        assert replace(read, distilled=arch.distilled) == arch, "no file says that it is distilled"
-        official = {to_official(name): tensor for name, tensor in ours.items()}
-        assert "adaln_single.emb.timestep_embedder.linear_1.weight" in official
-        for name in ours:
-            assert to_native(to_official(name)) == to_native(to_diffusers(name)) == name
-        prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in official.items()}
-        converted = convert_ltx_transformer_checkpoint_to_diffusers(prefixed)
-        assert {name: tensor.shape for name, tensor in converted.items()} == shapes
-    index = {"_class_name": "LTXImageToVideoPipeline"}
-    assert arch_from_config(config_of(ARCH), index) == replace(ARCH, first_frame=True)
-    for changes, index, said in (
-        ({"patch_size": 2}, {"_class_name": "LTXPipeline"}, "patch_size is 2"),
-        ({"cross_attention_dim": 32}, {"_class_name": "LTXPipeline"}, "cross_attention_dim is 32"),
-        ({}, {}, "no model_index.json names their pipeline"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            arch_from_config(config_of(ARCH) | changes, index)
-
-
-# bf16
-
-
-def test_bf16_is_closer_to_fp64_than_diffusers():
-    """Equal values of weights and inputs, all parameters of diffusers in bf16. The mean of several
-    weights, because one may be lucky: outputs, gradients of inputs, and of all parameters
-    together."""
-    errors: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(4):
-        theirs = diffusers_model(seed)
-        for parameter in theirs.parameters():
-            parameter.data = parameter.data.bfloat16().float()
-        exact = loaded(theirs.state_dict(), torch.float64)
-        half = loaded(theirs.state_dict(), torch.bfloat16, cast=False)
-        for name, parameter in half.named_parameters():
-            if not LTX.precision.keep_fp32(name):
-                parameter.data = parameter.data.bfloat16()
-        results = []
-        for dtype, run, model in (
-            (torch.float64, "ours", exact),
-            (torch.bfloat16, "ours", half),
-            (torch.bfloat16, "theirs", theirs.bfloat16()),
-        ):
-            samples = Samples(dtype, (0, 2), exact=True)
-            results.append(samples.run(getattr(samples, run)(model)))
-            gradients = {
-                to_native(name) if run == "theirs" else name: p.grad
-                for name, p in model.named_parameters()
-            }
-            results[-1]["parameters"] = torch.cat(
-                [gradients[name].double().flatten() for name in sorted(gradients)]
-            )
-        truth, mine, them = results
-        for name in truth:
-            errors.setdefault(name, []).append(
-                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
-            )
-        assert mine["output 0"].dtype == torch.float32
-    for name, pairs in errors.items():
-        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        assert ours < 0.9 * diffusers, (name, ours, diffusers)
-
-
-# Samples, captions, latents, adapters
+# Captions, latents, samples
 
 
 @pytest.fixture(scope="session")
@@ -469,17 +307,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         conditions=prompt | conditions, negative=negative, frames=17, height=64, width=96,
         steps=num_steps, guidance=guidance, shift=0.0, seed=7,
     )  # fmt: skip
-    sampler = spec.auxiliary.sampler(ModelPaths(base=str(folder)), CPU, torch.float32, ())
-    inputs_of_calls: list[Tensor] = []
-
-    def run(model, inputs):
-        inputs_of_calls.append(inputs.latents[0])
-        return run_plain(model, inputs)
-
-    with torch.no_grad():
-        latents = generate_latents(sampler, job, model, run)
+    ours = sample_steps(spec, model, ModelPaths(base=str(folder)), job)
     calls = 2 if guidance > 1 else 1
-    assert len(inputs_of_calls) == num_steps * calls
     kind = LTXImageToVideoPipeline if begins and not causal else None
     pipeline = pipeline_of(
         folder, causal, kind, transformer=DIFFUSERS.transformer(model), text_encoder=None,
@@ -522,19 +351,15 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         guidance_scale=guidance, decode_timestep=0.05, decode_noise_scale=0.025,
         callback_on_step_end=keep, output_type="pt",
     ).frames[0]  # fmt: skip
-    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels, sinusoid and
-    # positions are fp32, ours fp64
-    steps = [*inputs_of_calls[calls::calls], latents]
-    trained = slice(int(begins), None)
-    for ours, theirs in zip(steps, after, strict=True):
-        assert (ours - theirs)[:, trained].abs().max() / theirs.std() < 2e-3
-    assert (latents - inputs_of_calls[0])[:, trained].abs().max() > 0.5 and noise == []
+    # positions are fp32 in diffusers, too, ours fp64
+    assert len(after) == num_steps and noise == []
+    check_steps(ours, after, calls=calls, bar=2e-3, frames=slice(int(begins), None))
     if begins:
-        assert torch.equal(latents[:, :1], conditions["first_frame"])
+        assert torch.equal(ours.latents[:, :1], conditions["first_frame"])
         if causal:  # the pipeline's has the noise of the last step, and so has what it decodes
             return
     monkeypatch.undo()
-    pixels = sampler.decoder.decode(latents, seed=7)
+    pixels = ours.sampler.decoder.decode(ours.latents, seed=7)
     torch.testing.assert_close(pixels.transpose(0, 1), clip, atol=2e-3, rtol=0)
 
 
@@ -557,85 +382,21 @@ def test_seconds_are_of_the_rate_of_the_data():
     assert seconds_of(1, 0.0, causal=True).tolist() == [0], "a still image"
 
 
-def adapted(**config) -> torch.nn.Module:
-    return make_model(LTX, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
-
-
-def written(model: torch.nn.Module, path: Path, form: str) -> Path:
-    adapters = trained_adapters(adapter_layers(model))
-    write_adapter(path, adapters, NAMES, form=form, dtype=torch.float32, metadata={})
-    return path
-
-
-OUTSIDE = (
-    "embed.proj_in",
-    *(f"embed.time_embed.{name}" for name in ("linear_1", "linear_2", "linear")),
-    *(f"embed.caption_projection.{name}" for name in ("linear_1", "linear_2")),
-    "head.proj_out",
-)
-LAYERS = LTX.adapters.targets["blocks"]
-FILES = {
-    "official": ("official", lambda name: name),
-    "diffusers": ("diffusers", lambda name: name),
-    "diffsynth": ("diffsynth", lambda name: name),
-    "musubi": ("musubi", lambda name: name),
-    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
-    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
-    "lora_up and lora_down": (
-        "official",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-}
-
-
-@pytest.mark.parametrize("alpha", [False, True])
-@pytest.mark.parametrize("targets", [LAYERS, (*LAYERS, *OUTSIDE)], ids=["blocks", "every layer"])
-@pytest.mark.parametrize("kind", FILES)
-def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, targets, alpha):
-    """Loaded by the pipeline's own loader, to the outputs of our model."""
-    form, rename = FILES[kind]
-    model = adapted(targets=targets)
-    file = written(model, tmp_path / "adapter.safetensors", form)
-    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
-    assert any(name.endswith(".alpha") for name in tensors) == (kind == "musubi")
-    if alpha:
-        stems = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-        tensors |= {f"{stem}.alpha": torch.tensor(3.0) for stem in stems}
-    save_file(tensors, file)
-    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
-    found = find_adapter(file, LTX, layers=layers)
-    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
-    try:
-        line = DIFFUSERS.verify(file, ModelPaths(transformer="tiny.safetensors"), model, run_plain)
-        loads = "agrees with our model" in line
-    except UserError as error:
-        loads, line = False, str(error)
-    assert loads == (said == ""), (said, line)
-
-
 @pytest.mark.parametrize("module", OUTSIDE[:4])
 def test_official_names_are_refused_where_diffusers_does_not_know_them(module):
     with pytest.raises(UserError, match=r"export\.forms"):
         LTX.adapters.check("official", [module])
     LTX.adapters.check("diffusers", [module])
-    LTX.adapters.check("official", [f"transformer_blocks.0.{LAYERS[0]}", *OUTSIDE[4:]])
+    LTX.adapters.check("official", ["transformer_blocks.0.attn1.to_q", *OUTSIDE[4:]])
 
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+class TestRunFiles(RunFileChecks):
+    spec = LTX
+    folder = Path(__file__).parents[1] / "configs"
+    count = 3
 
-
-@pytest.mark.parametrize("file", [*CONFIGS, LTX.demo.config], ids=lambda file: file.stem)
-def test_a_run_file_is_accepted(file):
-    config = resolve(RunConfig, file=file)
-    check_export(LTX, config.export, config.adapter)
-    run = create_run(LTX, replace(config, train=replace(config.train, threads=0)))
-    check_training(run)
-    assert config.train.caption_dropout == 0.1, "guidance needs the empty caption"
-
-
-def test_run_files_conform_to_the_schema_next_to_them():
-    assert len(CONFIGS) == 3
-    check_schema("ditkit_ltx", CONFIGS[0].parent)
+    def check(self, config):
+        assert config.train.caption_dropout == 0.1, "guidance needs the empty caption"
 
 
 class TestKeptBytes(KeptBytesConformance):

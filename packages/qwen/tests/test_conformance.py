@@ -10,33 +10,29 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from einops import rearrange
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.files.export import check_export, export_adapter
-from ditkit_core.adapters.files.identify import find_adapter
-from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.commands import cli
-from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.families.references import area_size
-from ditkit_core.io.rng import generator
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.rope import timestep_features
-from ditkit_core.run.checks import check_training
-from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run
 from ditkit_core.testing.conformance import CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_diffusers import (
+    Comparison,
+    DiffusersChecks,
+    check_steps,
+    first_noise,
+    sample_steps,
+)
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
@@ -47,19 +43,16 @@ from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.plans import check_kept, step_of
-from ditkit_core.testing.run_files import check_schema
-from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
-from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_qwen.demo.write import write_checkpoint
 from ditkit_qwen.encoders import TEXT
 from ditkit_qwen.model import QwenTransformer, make_inputs
 from ditkit_qwen.presets import PRESETS, QwenArch, arch_from_config, config_of
 from ditkit_qwen.spec import QWEN
-from ditkit_qwen.state_dict import RULES, to_comfyui, to_diffusers, to_native
-from ditkit_qwen.verify import DIFFUSERS, diffusers_arguments
+from ditkit_qwen.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 ARCH = QwenArch(dim=64, heads=2, layers=2, in_channels=8, text_dim=12, axes=(8, 12, 12))
@@ -151,169 +144,58 @@ class TestReplicasOfEdits(Edits, ReplicaConformance):
     """One rank has references where another has none."""
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    return float((ours - theirs).norm() / theirs.norm())
-
-
-def native(name: str) -> str:
-    (part,) = to_native(name) or ()
-    return part.name
-
-
-def loaded(state: dict[str, Tensor], dtype: torch.dtype, *, cast: bool = True) -> QwenTransformer:
-    """Our model with weights that have diffusers' names."""
-    ours = QwenTransformer(ARCH, Precision(matmul=dtype))
-    ours.load_state_dict({native(name): tensor.clone() for name, tensor in state.items()})
-    return ours.to(dtype) if cast else ours
-
-
-def diffusers_model(seed: int = 0) -> torch.nn.Module:
-    """diffusers' model with random weights, none at an initial one."""
-    from diffusers import QwenImage21Transformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = QwenImage21Transformer2DModel(**config_of(ARCH))
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.data = (
-                0.2 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5
-            )
-    return model
-
-
-def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary
-    tables, and the squares of its RMS norm."""
-    from diffusers.models.normalization import RMSNorm
-    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rope
-
-    def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
-        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
-        return torch.polar(torch.ones_like(angles), angles)
-
-    def rms_norm(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, tuple(self.dim), self.weight, self.eps)
-
-    exact_sinusoid(monkeypatch)
-    monkeypatch.setattr(QwenImage21Rope, "rope_params", rope_params)
-    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
-def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the embedding's frequencies and products in fp32."""
-    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TemporalTimesteps
-
-    def forward(self, timestep: Tensor) -> Tensor:
-        return timestep_features(1000 * timestep.double(), self.timestep_dim).to(timestep.dtype)
-
-    monkeypatch.setattr(QwenImage21TemporalTimesteps, "forward", forward)
-
-
-def outcome(
-    chosen: tuple[int, ...],
-    model: torch.nn.Module,
-    run: Any,
-    dtype: torch.dtype,
-    exact: bool = False,
-) -> dict[str, Tensor]:
-    """Outputs and the gradients of inputs: of `EDITS`, whose values are bf16's where `exact`."""
-    drawn = edits(*chosen, dtype=torch.bfloat16 if exact else torch.float64)
-    samples = [{name: x.to(dtype).requires_grad_() for name, x in item.items()} for item in drawn]
-    sigma = torch.tensor([0.8125, 0.25, 0.5, 0.625], dtype=torch.float64)[list(chosen)]
-    outputs = run(model, samples, sigma)
-    random = torch.Generator().manual_seed(5)
-    sum(
-        (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
-        .square()
-        .sum()
-        for out in outputs
-    ).backward()
-    gradients = {
-        f"{name} {i}": x.grad for i, item in enumerate(samples) for name, x in item.items()
+class TestDiffusers(Edits, DiffusersChecks):
+    diffusers = DIFFUSERS
+    parameters: ClassVar = {"2.1": 7_115_124_736}
+    converter = ("comfyui", DIFFUSERS.convert)
+    nearer_cases = ("an edit and an image from text",)
+    targets: ClassVar = {
+        "blocks": QWEN.adapters.targets["blocks"],
+        "two layers": ("attn.to_q", "img_mlp.proj"),
+        "every layer": (
+            *QWEN.adapters.targets["blocks"],
+            "embed.img_in",
+            "embed.txt_in.in_layer",
+            "embed.txt_in.out_layer",
+            "embed.timestep_embedder.linear_1",
+            "embed.timestep_embedder.linear_2",
+            "embed.modulation",
+            "head.norm_out.linear",
+            "head.proj_out",
+        ),
     }
-    return gradients | {f"output {i}": out for i, out in enumerate(outputs)}
 
+    def cases(self):
+        return {
+            "an edit": Comparison(edits(0)),
+            "an image from text": Comparison(edits(1)),
+            "references that touch": Comparison(edits(2)),
+            "alike": Comparison(edits(0, 0)),
+            "an edit and an image from text": Comparison(edits(0, 1)),
+            "three": Comparison(edits(0, 1, 3)),
+            "four": Comparison(edits(0, 1, 2, 3)),
+        }
 
-def run_ours(model: torch.nn.Module, samples: Any, sigma: Tensor) -> list[Tensor]:
-    return model(make_inputs([item["latents"] for item in samples], sigma, samples, 1.0))
+    def exact(self, patch, dtype):
+        import diffusers.models.transformers.transformer_qwenimage21 as theirs
 
+        def sinusoid(self, timestep: Tensor) -> Tensor:
+            return timestep_features(1000 * timestep.double(), self.timestep_dim).to(timestep.dtype)
 
-def run_theirs(model: torch.nn.Module, samples: Any, sigma: Tensor) -> list[Tensor]:
-    """One sample at a time: diffusers has one layout for all of a batch."""
-    outputs = []
-    for item, level in zip(samples, sigma, strict=True):
-        latents = item["latents"]
-        inputs = make_inputs([latents], level[None], [item], 1.0)
-        (rows,) = model(**diffusers_arguments(inputs, latents.dtype), return_dict=False)[0]
-        _, _, height, width = latents.shape
-        outputs.append(rearrange(rows[-height * width :], "(h w) c -> c 1 h w", h=height))
-    return outputs
+        def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
+            steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+            angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
+            return torch.polar(torch.ones_like(angles), angles)
 
+        patch.setattr(theirs.QwenImage21TemporalTimesteps, "forward", sinusoid)
+        if dtype == torch.float64:
+            patch.setattr(theirs.QwenImage21Rope, "rope_params", rope_params)
 
-def compare(
-    ours: QwenTransformer, theirs: torch.nn.Module, chosen: tuple[int, ...], dtype: torch.dtype,
-    tolerance: float,
-) -> None:  # fmt: skip
-    mine, them = (
-        outcome(chosen, ours, run_ours, dtype), outcome(chosen, theirs, run_theirs, dtype)
-    )  # fmt: skip
-    mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
-    them |= {native(name): parameter.grad for name, parameter in theirs.named_parameters()}
-    assert mine.keys() == them.keys()
-    errors = {name: relative(mine[name], them[name]) for name in mine if mine[name].numel()}
-    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
-
-
-BATCHES = [(0,), (1,), (2,), (0, 0), (0, 1, 3), (0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp64_equals_diffusers_run_in_fp64(chosen, monkeypatch):
-    exact_diffusers(monkeypatch)
-    theirs = diffusers_model().double()
-    ours = loaded(theirs.state_dict(), torch.float64)
-    compare(ours, theirs, chosen, torch.float64, 1e-10)
-
-
-@pytest.mark.parametrize("chosen", BATCHES, ids=str)
-def test_fp32_equals_diffusers(chosen, monkeypatch):
-    """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
-    exact_sinusoid(monkeypatch)
-    theirs = diffusers_model()
-    compare(loaded(theirs.state_dict(), torch.float32), theirs, chosen, torch.float32, 1e-5)
-
-
-def test_names_and_parameters_are_those_of_diffusers_at_full_size():
-    """And ComfyUI's, which diffusers' converter reads."""
-    from diffusers import QwenImage21Transformer2DModel
-    from diffusers.loaders.single_file_utils import (
-        convert_qwen_image21_transformer_checkpoint_to_diffusers,
-    )
-
-    (arch,) = PRESETS.values()
-    with torch.device("meta"):
-        diffusers = QwenImage21Transformer2DModel()
-        ours = QwenTransformer(arch, Precision()).state_dict()
-    assert sum(tensor.numel() for tensor in ours.values()) == 7_115_124_736
-    shapes = {to_diffusers(name)[0].name: tensor.shape for name, tensor in ours.items()}
-    assert shapes == {name: tensor.shape for name, tensor in diffusers.state_dict().items()}
-    assert arch_from_config(config_of(arch), {}) == arch == arch_from_config(diffusers.config, {})
-    for name in ours:
-        assert native(to_diffusers(name)[0].name) == name
-    fused = FusedTensors()
-    for name in ours:
-        fused.add(name, to_comfyui(name))
-    comfyui = {
-        name: torch.cat([ours[part.name] for part in parts])
-        for name, parts in fused.complete.items()
-    }
-    assert comfyui["transformer_blocks.0.img_mlp.gate_up.weight"].shape == (6 * 4096, 4096)
-    converted = convert_qwen_image21_transformer_checkpoint_to_diffusers(comfyui)
-    assert {name: tensor.shape for name, tensor in converted.items()} == shapes
+    def test_comfyui_has_both_halves_of_the_unit_in_one_tensor(self):
+        with torch.device("meta"):
+            ours = QwenTransformer(PRESETS["2.1"], Precision()).state_dict()
+        comfyui = self.in_form("comfyui", ours)
+        assert comfyui["transformer_blocks.0.img_mlp.gate_up.weight"].shape == (6 * 4096, 4096)
 
 
 @pytest.mark.parametrize(
@@ -331,49 +213,7 @@ def test_a_switch_that_is_not_known_is_refused(changed, index, said):
         arch_from_config(config_of(PRESETS["2.1"]) | changed, index)
 
 
-# bf16
-
-
-def test_bf16_is_closer_to_fp64_than_diffusers():
-    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
-    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
-    all parameters together."""
-    errors: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(4):
-        theirs = diffusers_model(seed)
-        for parameter in theirs.parameters():
-            parameter.data = parameter.data.bfloat16().float()
-        exact = loaded(theirs.state_dict(), torch.float64)
-        half = loaded(theirs.state_dict(), torch.bfloat16, cast=False)
-        for name, parameter in half.named_parameters():
-            if not QWEN.precision.keep_fp32(name):
-                parameter.data = parameter.data.bfloat16()
-        results = []
-        for dtype, run, model in (
-            (torch.float64, run_ours, exact),
-            (torch.bfloat16, run_ours, half),
-            (torch.bfloat16, run_theirs, theirs.bfloat16()),
-        ):
-            results.append(outcome((0, 1), model, run, dtype, exact=True))
-            gradients = {
-                native(name) if run is run_theirs else name: p.grad
-                for name, p in model.named_parameters()
-            }
-            results[-1]["parameters"] = torch.cat(
-                [gradients[name].double().flatten() for name in sorted(gradients)]
-            )
-        truth, mine, them = results
-        for name in truth:
-            errors.setdefault(name, []).append(
-                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
-            )
-        assert mine["output 0"].dtype == torch.float32
-    for name, pairs in errors.items():
-        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        assert ours < 0.9 * diffusers, (name, ours, diffusers)
-
-
-# VAE, captions, samples, adapters
+# VAE, captions, samples
 
 
 @pytest.fixture(scope="session")
@@ -544,17 +384,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         width=96, steps=3, guidance=guidance, shift=0.0, seed=7,
         references=[vae.encode([image[:, None]])[0]["latents"] for image in pictures],
     )  # fmt: skip
-    sampler = QWEN.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
-    inputs_of_calls: list[Tensor] = []
-
-    def run(model, inputs):
-        inputs_of_calls.append(inputs.latents[0])
-        return run_plain(model, inputs)
-
-    with torch.no_grad():
-        latents = generate_latents(sampler, job, model, run)
+    ours = sample_steps(QWEN, model, ModelPaths(base=str(checkpoint)), job)
     calls = 2 if guidance > 1 else 1
-    assert len(inputs_of_calls) == 3 * calls
     pipeline = QwenImage21Pipeline(
         FlowMatchEulerDiscreteScheduler.from_pretrained(
             checkpoint / "scheduler", local_files_only=True
@@ -571,7 +402,7 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         after.append(pipeline._unpack_latents(values["latents"], 64, 96, 16)[0])
         return values
 
-    noise = torch.randn((16, 1, 4, 6), generator=generator(7, "sample"))
+    noise = first_noise(job, (16, 1, 4, 6))
     (image,) = pipeline(
         prompt=PROMPTS[0], negative_prompt=PROMPTS[1] if guidance > 1 else None,
         image=list(images) or None, output_resolution=256,
@@ -579,113 +410,17 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         latents=pipeline._pack_latents(noise[:, 0][None], 1, 16, 4, 6),
         callback_on_step_end=keep, output_type="pt",
     ).images  # fmt: skip
-    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
-    # are fp32, ours fp64
-    steps = [*inputs_of_calls[calls::calls], latents]
-    for ours, theirs in zip(steps, after, strict=True):
-        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
-    assert (latents - inputs_of_calls[0]).abs().max() > 0.5
+    assert len(after) == 3
+    check_steps(ours, after, calls=calls)
     over_white = image[:3] * image[3:] + (1 - image[3:])
-    decoded = sampler.decoder.decode(latents)[:, 0]
+    decoded = ours.sampler.decoder.decode(ours.latents)[:, 0]
     torch.testing.assert_close(decoded, over_white, atol=2e-4, rtol=0)
 
 
-def adapted(**config) -> torch.nn.Module:
-    return make_model(QWEN, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
-
-
-def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
-    config = ExportConfig(forms=(form,), dtype="fp32")
-    (file,) = export_adapter(model, QWEN, folder, "adapter", config, metadata={}, exact=True)
-    return file
-
-
-BLOCKS = QWEN.adapters.targets["blocks"]
-OTHERS = (
-    "embed.img_in",
-    "embed.txt_in.in_layer",
-    "embed.txt_in.out_layer",
-    "embed.timestep_embedder.linear_1",
-    "embed.timestep_embedder.linear_2",
-    "embed.modulation",
-    "head.norm_out.linear",
-    "head.proj_out",
-)
-FILES = {
-    "official": ("official", lambda name: name),
-    "diffusers": ("diffusers", lambda name: name),
-    "diffsynth": ("diffsynth", lambda name: name),
-    "musubi": ("musubi", lambda name: name),
-    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
-    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
-    "lora_up and lora_down": (
-        "official",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-    "diffusers, lora_up and lora_down": (
-        "diffusers",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-}
-
-
-@pytest.mark.parametrize("alpha", [False, True])
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize(
-    "targets", [BLOCKS, ("attn.to_q", "img_mlp.proj"), (*BLOCKS, *OTHERS)], ids=len
-)
-def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, alpha, targets):
-    """Adapters on layers of the blocks and on every layer, loaded by the pipeline's own loader, to
-    the outputs of our model."""
-    form, rename = FILES[kind]
-    model = adapted(targets=targets)
-    file = written(model, tmp_path, form)
-    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
-    if alpha:
-        ends = (".lora_A.", ".lora_down.", ".lora_A.default.")
-        stems = {name.partition(end)[0] for name in tensors for end in ends if end in name}
-        # the rank, as where there is none; musubi has its own
-        tensors = {f"{stem}.alpha": torch.tensor(3.0) for stem in stems} | tensors
-    save_file(tensors, file)
-    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
-    found = find_adapter(file, QWEN, layers=layers)
-    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
-    assert verified(file, model) == (said == ""), said
-
-
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_what_is_said_of_doras_is_what_diffusers_does(tmp_path, form):
-    model = adapted(targets=BLOCKS, use_dora=True)
-    file = written(model, tmp_path, form)
-    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
-    found = find_adapter(file, QWEN, layers=layers)
-    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
-    assert verified(file, model) == (said == "") == (form == "diffusers"), said
-
-
-def verified(file: Path, model: torch.nn.Module) -> bool:
-    """Whether diffusers reads what our model has from the file."""
-    try:
-        paths = ModelPaths(transformer="tiny.safetensors")
-        return "agrees with our model" in DIFFUSERS.verify(file, paths, model, run_plain)
-    except UserError:
-        return False
-
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
-
-
-@pytest.mark.parametrize("file", [*CONFIGS, QWEN.demo.config], ids=lambda file: file.stem)
-def test_a_run_file_is_accepted(file):
-    config = resolve(RunConfig, file=file)
-    check_export(QWEN, config.export, config.adapter)
-    run = create_run(QWEN, replace(config, train=replace(config.train, threads=0)))
-    check_training(run)
-
-
-def test_run_files_conform_to_the_schema_next_to_them():
-    assert len(CONFIGS) == 3
-    check_schema("ditkit_qwen", CONFIGS[0].parent)
+class TestRunFiles(RunFileChecks):
+    spec = QWEN
+    folder = Path(__file__).parents[1] / "configs"
+    count = 3
 
 
 def test_a_repository_of_the_distilled_form_is_refused_in_a_line(tmp_path, checkpoint):

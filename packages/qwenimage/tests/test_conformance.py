@@ -3,7 +3,7 @@ samples, adapters."""
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,29 +12,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.files.export import check_export, export_adapter
-from ditkit_core.adapters.files.identify import find_adapter
-from ditkit_core.adapters.inject import adapter_layers
-from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.families.language_models import QWEN2_5_VL_TOWER
-from ditkit_core.io.rng import generator
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.encoders import WHOLE, GenerationRequest, Prompt
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import Precision
-from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.rope import timestep_features
-from ditkit_core.run.checks import check_training
-from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run
 from ditkit_core.testing.conformance import CoreChecks
 from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_diffusers import (
+    Comparison,
+    DiffusersChecks,
+    check_steps,
+    first_noise,
+    sample_steps,
+)
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
@@ -42,17 +37,16 @@ from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
-from ditkit_core.testing.run_files import check_schema
-from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_qwenimage.demo.write import write_checkpoint
 from ditkit_qwenimage.encoders import PREFIX_TOKENS, TEXT, TEXT_TOKENS, VAE
-from ditkit_qwenimage.model import Grid, QwenImageTransformer, make_inputs
+from ditkit_qwenimage.model import Grid
 from ditkit_qwenimage.presets import PRESETS, TASKS, QwenImageArch, arch_from_config, config_of
 from ditkit_qwenimage.spec import QWENIMAGE
-from ditkit_qwenimage.state_dict import RULES, to_diffusers, to_native
-from ditkit_qwenimage.verify import DIFFUSERS, diffusers_arguments, image_of
+from ditkit_qwenimage.state_dict import to_native
+from ditkit_qwenimage.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 ARCH = QwenImageArch(dim=64, heads=2, layers=2, in_channels=4, text_dim=12, axes=(8, 12, 12))
@@ -121,199 +115,81 @@ class TestSomeReferences(Images, CoreChecks):
         return samples(*(i % 3 if ragged else 1 for i in range(count)), grids=SOME)
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    return float((ours - theirs).norm() / theirs.norm())
-
-
-def native(name: str) -> str:
-    (part,) = to_native(name) or ()
-    return part.name
-
-
-def loaded(
-    theirs: torch.nn.Module, arch: QwenImageArch, dtype: torch.dtype, *, cast: bool = True
-) -> QwenImageTransformer:
-    """Our model with the weights of diffusers'."""
-    ours = QwenImageTransformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict(
-        {native(name): tensor.clone() for name, tensor in theirs.state_dict().items()}
-    )
-    return ours.to(dtype) if cast else ours
-
-
-def diffusers_model(arch: QwenImageArch, seed: int = 0) -> torch.nn.Module:
-    """diffusers' model with random weights, none at an initial one."""
-    from diffusers import QwenImageTransformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = QwenImageTransformer2DModel(**config_of(arch))
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.data = (
-                0.2 * noise if parameter.ndim == 1 else noise / parameter.shape[-1] ** 0.5
-            )
-    return model
-
-
-def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary
-    tables, and the squares of its RMS norm."""
-    from diffusers.models.normalization import RMSNorm
-    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
-
-    def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
-        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
-        return torch.polar(torch.ones_like(angles), angles)
-
-    def rms_norm(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, tuple(self.dim), self.weight, self.eps)
-
-    exact_sinusoid(monkeypatch)
-    monkeypatch.setattr(QwenEmbedRope, "rope_params", rope_params)
-    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
-def exact_sinusoid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the embedding's frequencies and products in fp32."""
-    from diffusers.models.embeddings import Timesteps
-
-    def forward(self, timesteps: Tensor) -> Tensor:
-        features = timestep_features(1000 * timesteps.double(), self.num_channels)
-        return features.to(timesteps.dtype)
-
-    monkeypatch.setattr(Timesteps, "forward", forward)
-
-
-SIGMA = (0.8125, 0.25, 0.5)
-
-
-class Samples:
-    """Inputs of both models, all with gradients. diffusers runs one sample at a time: its rotary
-    tables are those of the first."""
-
-    def __init__(
-        self, dtype: torch.dtype, grids: Sequence[Sequence[Grid]], chosen: Sequence[int] = (0, 1, 2)
-    ):
-        self.dtype = dtype
-        # in bf16 first, so that the values are those of every dtype
-        items = samples(*chosen, grids=grids, dtype=torch.bfloat16)
-        self.items = [
-            {name: x.to(dtype).requires_grad_() for name, x in item.items()} for item in items
-        ]
-        self.sigma = torch.tensor([SIGMA[i] for i in chosen], dtype=torch.float64)
-
-    def ours(self, model: QwenImageTransformer) -> list[Tensor]:
-        latents = [item["latents"] for item in self.items]
-        return model(make_inputs(latents, self.sigma, self.items, 1.0))
-
-    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
-        outputs = []
-        for item, sigma in zip(self.items, self.sigma, strict=True):
-            inputs = make_inputs([item["latents"]], sigma[None], [item], 1.0)
-            (rows,) = model(**diffusers_arguments(inputs, self.dtype), return_dict=False)[0]
-            outputs.append(image_of(rows, item["latents"]))
-        return outputs
-
-    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Outputs and the gradients of inputs."""
-        random = torch.Generator().manual_seed(5)
-        sum(
-            (out.double() - torch.randn(out.shape, generator=random, dtype=torch.float64))
-            .square()
-            .sum()
-            for out in outputs
-        ).backward()
-        results = {f"output {i}": out for i, out in enumerate(outputs)}
-        for i, item in enumerate(self.items):
-            for name, x in item.items():
-                results[f"{name} {i}"], x.grad = x.grad, None
-        return results
-
-
-def gradients(model: torch.nn.Module, rename: Callable[[str], str] = str) -> dict[str, Tensor]:
-    return {
-        rename(name): torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
+class TestDiffusers(Images, DiffusersChecks):
+    diffusers = DIFFUSERS
+    parameters: ClassVar = dict.fromkeys(PRESETS, 20_430_401_088)
+    nearer_cases = ("text to image", "clean references")
+    targets: ClassVar = {
+        "blocks": QWENIMAGE.adapters.targets["blocks"],
+        "two layers": ("attn.to_q", "img_mlp.net.2"),
+        "every layer": (
+            *QWENIMAGE.adapters.targets["blocks"],
+            "embed.img_in",
+            "embed.txt_in",
+            "embed.timestep_embedder.linear_1",
+            "embed.timestep_embedder.linear_2",
+            "img_mod.1",
+            "txt_mod.1",
+            "head.norm_out.linear",
+            "head.proj_out",
+        ),
     }
 
+    def cases(self):
+        return {
+            "text to image": Comparison(samples(0, 1, 2, grids=NONE)),
+            "references": Comparison(samples(0, 1, 2), replace(ARCH, task="edit-plus")),
+            "clean references": Comparison(samples(0, 1, 2), EDITS),
+            "references of one sample": Comparison(samples(0, 1, 2, grids=SOME), EDITS),
+        }
 
-def compare(
-    ours: QwenImageTransformer, theirs: torch.nn.Module, inputs: Samples, tolerance: float
-) -> None:
-    mine = inputs.run(inputs.ours(ours)) | gradients(ours)
-    them = inputs.run(inputs.theirs(theirs)) | gradients(theirs, native)
-    assert mine.keys() == them.keys()
-    errors = {}
-    for name, expected in them.items():
-        if name.startswith(Images.idle):
-            assert not mine[name].any() and not expected.any(), name
-        else:
-            errors[name] = relative(mine[name], expected)
-    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
+    def exact(self, patch, dtype):
+        from diffusers.models.embeddings import Timesteps
+        from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
+        def sinusoid(self, timesteps: Tensor) -> Tensor:
+            features = timestep_features(1000 * timesteps.double(), self.num_channels)
+            return features.to(timesteps.dtype)
 
-BATCHES = {
-    "text to image": (ARCH, NONE),
-    "references": (replace(ARCH, task="edit-plus"), GRIDS),
-    "clean references": (EDITS, GRIDS),
-    "references of one sample": (EDITS, SOME),
-}
+        def rope_params(self, index: Tensor, dim: int, theta: int = 10000) -> Tensor:
+            steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+            angles = torch.outer(index.double(), 1.0 / torch.pow(theta, steps))
+            return torch.polar(torch.ones_like(angles), angles)
 
+        patch.setattr(Timesteps, "forward", sinusoid)
+        if dtype == torch.float64:
+            patch.setattr(QwenEmbedRope, "rope_params", rope_params)
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_fp64_equals_diffusers_run_in_fp64(batch, monkeypatch):
-    arch, grids = BATCHES[batch]
-    exact_diffusers(monkeypatch)
-    theirs = diffusers_model(arch).double()
-    compare(loaded(theirs, arch, torch.float64), theirs, Samples(torch.float64, grids), 1e-10)
+    def class_arguments(self, arch):
+        return {"zero_cond_t": arch.clean_references}
 
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_fp32_equals_diffusers(batch, monkeypatch):
-    """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
-    arch, grids = BATCHES[batch]
-    exact_sinusoid(monkeypatch)
-    theirs = diffusers_model(arch)
-    compare(loaded(theirs, arch, torch.float32), theirs, Samples(torch.float32, grids), 1e-5)
-
-
-def test_the_last_block_has_no_gradient_for_what_it_would_make_of_text(monkeypatch):
-    """Six tensors have none in diffusers either; the three of queries have zeros there."""
-    theirs, ours = diffusers_model(ARCH), make_model(QWENIMAGE, ARCH)
-    inputs = Samples(torch.float32, NONE, (0,))
-    inputs.run(inputs.ours(ours)), inputs.run(inputs.theirs(theirs))
-    absent = {name for name, parameter in ours.named_parameters() if parameter.grad is None}
-    assert len(absent) == 9 and all(name.startswith(Images.idle) for name in absent)
-    without = {native(name) for name, x in theirs.named_parameters() if x.grad is None}
-    assert len(without) == 6
-    assert {name for name in absent - without} == {
-        f"transformer_blocks.1.attn.{name}"
-        for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
-    }
-
-
-def test_names_and_parameters_are_those_of_diffusers_at_full_size():
-    """Of every preset, and of the VAE; ComfyUI's files have the same names."""
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-
-    for arch in PRESETS.values():
-        with torch.device("meta"):
-            diffusers = QwenImageTransformer2DModel(zero_cond_t=arch.clean_references)
-            ours = QwenImageTransformer(arch, Precision()).state_dict()
-        assert sum(tensor.numel() for tensor in ours.values()) == 20_430_401_088
-        shapes = {to_diffusers(name)[0].name: tensor.shape for name, tensor in ours.items()}
-        assert shapes == {name: tensor.shape for name, tensor in diffusers.state_dict().items()}
-        for name in ours:
-            assert native(to_diffusers(name)[0].name) == name
+    def index(self, arch):
         (pipeline,) = [name for name, task in TASKS.items() if task == arch.task]
-        index = {"_class_name": pipeline}
-        assert arch_from_config(config_of(arch), index) == arch
-        assert arch_from_config(diffusers.config, index) == arch
-    assert to_native("__index_timestep_zero__") == (), "a mark in ComfyUI's files of 2511"
+        return {"_class_name": pipeline}
+
+    def test_the_last_block_has_no_gradient_for_what_it_would_make_of_text(self):
+        """Six tensors have none in diffusers either; the three of queries have zeros there."""
+        theirs, items = self.diffusers_model(ARCH), samples(0, grids=NONE)
+        ours = self.our_model(theirs, ARCH, torch.float32)
+        mine = self.outcome(ours, self.run_ours, items, torch.float32)
+        them = self.outcome(theirs, self.run_theirs, items, torch.float32)
+        absent = {name for name, x in mine.items() if x is None}
+        assert len(absent) == 9 and all(name.startswith(self.idle) for name in absent)
+        without = {name for name, x in them.items() if x is None}
+        assert len(without) == 6
+        assert absent - without == {
+            f"transformer_blocks.1.attn.{name}"
+            for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+        }
+
+
+def test_a_mark_in_files_of_comfyui_is_no_parameter():
+    assert to_native("__index_timestep_zero__") == (), "of 2511"
+
+
+def test_the_vae_is_the_published_one():
+    from diffusers import AutoencoderKLQwenImage
+
     with torch.device("meta"):
         vae = VAE.build(VAE.published)
         published = AutoencoderKLQwenImage()
@@ -335,49 +211,7 @@ def test_a_switch_that_is_not_known_is_refused(changed, said):
         arch_from_config(config_of(PRESETS["t2i"]) | changed, {})
 
 
-# bf16
-
-
-@pytest.mark.parametrize("batch", ["text to image", "clean references"])
-def test_bf16_is_closer_to_fp64_than_diffusers(batch):
-    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves
-    it. The mean of several weights, because one may be lucky: outputs, gradients of inputs, and of
-    all parameters together."""
-    arch, grids = BATCHES[batch]
-    errors: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(4):
-        theirs = diffusers_model(arch, seed)
-        for parameter in theirs.parameters():
-            parameter.data = parameter.data.bfloat16().float()
-        exact = loaded(theirs, arch, torch.float64)
-        half = loaded(theirs, arch, torch.bfloat16, cast=False)
-        for name, parameter in half.named_parameters():
-            if not QWENIMAGE.precision.keep_fp32(name):
-                parameter.data = parameter.data.bfloat16()
-        results = []
-        for dtype, run, model in (
-            (torch.float64, "ours", exact),
-            (torch.bfloat16, "ours", half),
-            (torch.bfloat16, "theirs", theirs.bfloat16()),
-        ):
-            inputs = Samples(dtype, grids, (0, 2))
-            results.append(inputs.run(getattr(inputs, run)(model)))
-            rows = gradients(model, native if run == "theirs" else str)
-            results[-1]["parameters"] = torch.cat(
-                [rows[name].double().flatten() for name in sorted(rows)]
-            )
-        truth, mine, them = results
-        for name in truth:
-            errors.setdefault(name, []).append(
-                (relative(mine[name], truth[name]), relative(them[name], truth[name]))
-            )
-        assert mine["output 0"].dtype == torch.float32
-    for name, pairs in errors.items():
-        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        assert ours < 0.9 * diffusers, (name, ours, diffusers)
-
-
-# VAE, captions, samples, adapters
+# VAE, captions, samples
 
 
 @pytest.fixture(scope="session")
@@ -468,17 +302,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
         conditions=prompt, negative=negative if guidance > 1 else None, frames=1, height=64,
         width=96, steps=3, guidance=guidance, shift=0.0, seed=7,
     )  # fmt: skip
-    sampler = QWENIMAGE.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
-    inputs_of_calls: list[Tensor] = []
-
-    def run(model, inputs):
-        inputs_of_calls.append(inputs.latents[0])
-        return run_plain(model, inputs)
-
-    with torch.no_grad():
-        latents = generate_latents(sampler, job, model, run)
+    ours = sample_steps(QWENIMAGE, model, ModelPaths(base=str(checkpoint)), job)
     calls = 2 if guidance > 1 else 1
-    assert len(inputs_of_calls) == 3 * calls
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
         checkpoint / "scheduler", local_files_only=True
     )
@@ -493,20 +318,16 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, guidance):
         after.append(pipeline._unpack_latents(values["latents"], 64, 96, 8)[0])
         return values
 
-    noise = torch.randn((16, 1, 8, 12), generator=generator(7, "sample"))
+    noise = first_noise(job, (16, 1, 8, 12))
     options = {} if guidance == 1 else {"negative_prompt_embeds": negative["text"][None]}
     (image,) = pipeline(
         prompt_embeds=prompt["text"][None], true_cfg_scale=guidance, height=64, width=96,
         num_inference_steps=3, latents=pipeline._pack_latents(noise[None, :, 0], 1, 16, 8, 12),
         callback_on_step_end=keep, output_type="pt", **options,
     ).images  # fmt: skip
-    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid
-    # are fp32, ours fp64
-    steps = [*inputs_of_calls[calls::calls], latents]
-    for ours, theirs in zip(steps, after, strict=True):
-        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
-    assert (latents - inputs_of_calls[0]).abs().max() > 0.5
-    decoded = sampler.decoder.decode(after[-1])[:, 0]
+    assert len(after) == 3
+    check_steps(ours, after, calls=calls)
+    decoded = ours.sampler.decoder.decode(after[-1])[:, 0]
     torch.testing.assert_close(decoded, image, atol=5e-5, rtol=0)
 
 
@@ -666,15 +487,7 @@ def test_every_step_of_an_edit_is_that_of_the_pipeline(checkpoint, edited, monke
         conditions=prompt, negative=negative, references=references, frames=1, height=64, width=96,
         steps=3, guidance=4.0, shift=0.0, seed=7,
     )  # fmt: skip
-    sampler = spec.auxiliary.sampler(paths, CPU, torch.float32, ())
-    steps: list[Tensor] = []
-
-    def run(model, inputs):
-        steps.append(inputs.latents[0])
-        return run_plain(model, inputs)
-
-    with torch.no_grad():
-        latents = generate_latents(sampler, job, model, run)
+    ours = sample_steps(spec, model, paths, job)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
         checkpoint / "scheduler", local_files_only=True
     )
@@ -690,117 +503,21 @@ def test_every_step_of_an_edit_is_that_of_the_pipeline(checkpoint, edited, monke
         after.append(pipeline._unpack_latents(values["latents"], 64, 96, 8)[0])
         return values
 
-    noise = torch.randn((16, 1, 8, 12), generator=generator(7, "sample"))
+    noise = first_noise(job, (16, 1, 8, 12))
     pipeline(
         image=images if arch.task == "edit-plus" else images[0], prompt_embeds=prompt["text"][None],
         negative_prompt_embeds=negative["text"][None], true_cfg_scale=4.0, height=64, width=96,
         num_inference_steps=3, latents=pipeline._pack_latents(noise[None, :, 0], 1, 16, 8, 12),
         callback_on_step_end=keep, output_type="latent",
     )  # fmt: skip
-    for ours, theirs in zip([*steps[2::2], latents], after, strict=True):
-        assert (ours - theirs).abs().max() / theirs.std() < 2e-4
-    assert (latents - steps[0]).abs().max() > 0.5
+    assert len(after) == 3
+    check_steps(ours, after, calls=2)
 
 
-# Adapters
-
-
-def adapted(**config) -> torch.nn.Module:
-    return make_model(QWENIMAGE, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
-
-
-def written(model: torch.nn.Module, folder: Path, form: str) -> Path:
-    config = ExportConfig(forms=(form,), dtype="fp32")
-    (file,) = export_adapter(model, QWENIMAGE, folder, "adapter", config, metadata={}, exact=True)
-    return file
-
-
-BLOCKS = QWENIMAGE.adapters.targets["blocks"]
-OTHERS = (
-    "embed.img_in",
-    "embed.txt_in",
-    "embed.timestep_embedder.linear_1",
-    "embed.timestep_embedder.linear_2",
-    "img_mod.1",
-    "txt_mod.1",
-    "head.norm_out.linear",
-    "head.proj_out",
-)
-FILES = {
-    "official": ("official", lambda name: name),
-    "diffusers": ("diffusers", lambda name: name),
-    "diffsynth": ("diffsynth", lambda name: name),
-    "musubi": ("musubi", lambda name: name),
-    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
-    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
-    "lora_up and lora_down": (
-        "official",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-    "diffusers, lora_up and lora_down": (
-        "diffusers",
-        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
-    ),
-}
-
-
-@pytest.mark.parametrize("alpha", [False, True])
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize(
-    "targets", [BLOCKS, ("attn.to_q", "img_mlp.net.2"), (*BLOCKS, *OTHERS)], ids=len
-)
-def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind, alpha, targets):
-    """Adapters on layers of the blocks and on every layer, loaded by the pipeline's own loader, to
-    the outputs of our model."""
-    form, rename = FILES[kind]
-    model = adapted(targets=targets)
-    file = written(model, tmp_path, form)
-    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
-    if alpha:
-        ends = (".lora_A.", ".lora_down.", ".lora_A.default.")
-        stems = {name.partition(end)[0] for name in tensors for end in ends if end in name}
-        # the rank, as where there is none; musubi has its own
-        tensors = {f"{stem}.alpha": torch.tensor(3.0) for stem in stems} | tensors
-    save_file(tensors, file)
-    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
-    found = find_adapter(file, QWENIMAGE, layers=layers)
-    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
-    assert verified(file, model) == (said == ""), said
-
-
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-def test_what_is_said_of_doras_is_what_diffusers_does(tmp_path, form):
-    model = adapted(targets=BLOCKS, use_dora=True)
-    file = written(model, tmp_path, form)
-    layers = {name: tuple(layer.weight.shape) for name, layer in adapter_layers(model).items()}
-    found = find_adapter(file, QWENIMAGE, layers=layers)
-    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
-    assert verified(file, model) == (said == "") == (form == "diffusers"), said
-
-
-def verified(file: Path, model: torch.nn.Module) -> bool:
-    """Whether diffusers reads what our model has from the file."""
-    try:
-        paths = ModelPaths(transformer="tiny.safetensors")
-        return "agrees with our model" in DIFFUSERS.verify(file, paths, model, run_plain)
-    except UserError:
-        return False
-
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
-
-
-@pytest.mark.parametrize("file", [*CONFIGS, QWENIMAGE.demo.config], ids=lambda file: file.stem)
-def test_a_run_file_is_accepted(file):
-    config = resolve(RunConfig, file=file)
-    check_export(QWENIMAGE, config.export, config.adapter)
-    run = create_run(QWENIMAGE, replace(config, train=replace(config.train, threads=0)))
-    check_training(run)
-
-
-def test_run_files_conform_to_the_schema_next_to_them():
-    assert len(CONFIGS) == 3
-    check_schema("ditkit_qwenimage", CONFIGS[0].parent)
+class TestRunFiles(RunFileChecks):
+    spec = QWENIMAGE
+    folder = Path(__file__).parents[1] / "configs"
+    count = 3
 
 
 # Plans, the demo, ranks

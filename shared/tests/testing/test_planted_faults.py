@@ -20,6 +20,7 @@ from ditkit_core.nn.attention.attention import attend
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing import toy
 from ditkit_core.testing.conformance import Conformance
+from ditkit_core.testing.conformance_diffusers import DiffusersChecks
 from ditkit_core.testing.lessons import FAILURES, GUIDE, LESSONS, lesson_of, teaching
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.specs import altered
@@ -378,15 +379,14 @@ def test_a_literal_has_its_lesson_in_any_check_and_a_plan_names_its_line() -> No
 
 
 def test_lessons_are_of_checks_that_are_there_and_headings_of_the_guide() -> None:
-    checks = {
-        name for owner in Conformance.__mro__ for name in vars(owner) if name.startswith("test_")
-    }
+    owners = (*Conformance.__mro__, DiffusersChecks)
+    checks = {name for owner in owners for name in vars(owner) if name.startswith("test_")}
     assert LESSONS.keys() <= checks
     page = GUIDE_PAGE.read_text(encoding="utf-8")
     headings: Sequence[str] = re.findall(r"^## (.+)$", page, re.MULTILINE)
     taught = [
         lesson_of(owner.__name__, name)
-        for owner in Conformance.__mro__
+        for owner in owners
         for name in vars(owner)
         if name in checks
     ]

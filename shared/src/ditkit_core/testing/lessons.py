@@ -57,6 +57,16 @@ _DTYPES = Lesson(
     "tensor, or a parameter in the wrong operation group",
     _PRECISION,
 )
+_RULES = Lesson(
+    "an adapter file means in diffusers what it means here, and its rules say where it does not",
+    "a row of the rules that is missing or comes too late, or a name in another form",
+    "6. Adapters",
+)
+_NAMES = Lesson(
+    "every form names each parameter once, and is read back as it was written",
+    "two names in the other order (q and k), or a name that one direction forgets",
+    "3. Names in files",
+)
 
 LESSONS = {
     "test_it_builds_on_meta_and_is_staged": Lesson(
@@ -85,11 +95,7 @@ LESSONS = {
         "a helper that is called twice with one name; pass it as an argument",
         _TRANSFORMER,
     ),
-    "test_names_go_to_every_form_and_back": Lesson(
-        "every form names each parameter once, and is read back as it was written",
-        "two names in the other order (q and k), or a name that one direction forgets",
-        "3. Names in files",
-    ),
+    "test_names_go_to_every_form_and_back": _NAMES,
     "test_default_targets_are_layers_of_the_model": Lesson(
         "each name of the first set of adapter targets is the end of a Linear layer's name",
         "a name of the official file instead of ours, or a layer that is no nn.Linear",
@@ -134,6 +140,15 @@ LESSONS = {
         "a stream that a block casts, or `patch` and `text_in_stream` of family_spec",
         _PRECISION,
     ),
+    "test_outputs_and_every_gradient_are_those_of_diffusers": Lesson(
+        "the model computes what diffusers' does, forward and backward",
+        "the order of an axis, a sign in the rotation, a bias that is left out, a constant that "
+        "diffusers multiplies the noise level with, or a table that it computes in fp32 (`exact`)",
+        _TRANSFORMER,
+    ),
+    "test_bf16_is_nearer_to_fp64_than_diffusers": _DTYPES,
+    "test_names_and_parameters_are_those_of_diffusers_at_full_size": _NAMES,
+    "test_the_values_of_each_form_are_those_that_diffusers_converts": _NAMES,
 }
 """By the name of a check."""
 
@@ -142,6 +157,7 @@ BY_CLASS = {
     "PrecisionChecks": _DTYPES,
     "AuditChecks": _DTYPES,
     "CoreChecks": _CARRY,
+    "DiffusersChecks": _RULES,
 }
 """By the class of a check that has no entry of its own; `_CARRY` for all others."""
 

@@ -6,17 +6,53 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
+
+from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import is_hub_id, repository_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.plan import make_report
+
+
+class RunFileChecks:
+    """Inherit, set `spec`, `folder` and `count`."""
+
+    spec: ClassVar[ModelSpec]
+    folder: ClassVar[Path]
+    """Of the run files that the package ships."""
+    count: ClassVar[int]
+    """How many there are."""
+
+    def check(self, config: RunConfig) -> None:
+        """Check what else is so in a run file of the family."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """The run files, and the demo's."""
+        if "file" in metafunc.fixturenames:
+            files = [*sorted(self.folder.glob("*.toml")), self.spec.demo.config]
+            metafunc.parametrize("file", files, ids=lambda file: file.stem)
+
+    def test_a_run_file_is_accepted(self, file: Path) -> None:
+        """Its adapter can be exported, and it trains."""
+        config = resolve(RunConfig, file=file)
+        check_export(self.spec, config.export, config.adapter)
+        run = create_run(self.spec, replace(config, train=replace(config.train, threads=0)))
+        check_training(run)
+        self.check(config)
+
+    def test_run_files_conform_to_the_schema_next_to_them(self) -> None:
+        """Which is what the command prints."""
+        assert len(list(self.folder.glob("*.toml"))) == self.count
+        check_schema(self.spec.import_path.partition(".")[0], self.folder)
 
 
 def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:
