@@ -8,9 +8,11 @@ import pytest
 import torch
 from flux2_items import Images
 
+from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_diffusers import DiffusersChecks
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
@@ -47,6 +49,36 @@ class TestPeers(Images, PeerChecks):
     assistant."""
 
     diffusers = DIFFUSERS
+
+
+class TestDiffusers(Images, DiffusersChecks):
+    """Adapter files are test_adapter_readers.py's."""
+
+    diffusers = DIFFUSERS
+    parameters: ClassVar = {
+        "dev": 32_223_281_152,
+        "klein-9b": 9_078_581_248,
+        "klein-base-9b": 9_078_581_248,
+        "klein-4b": 3_875_544_576,
+        "klein-base-4b": 3_875_544_576,
+    }
+    targets: ClassVar = {"blocks": FLUX2.adapters.targets["blocks"]}
+    test_rules_of_adapter_files_are_what_diffusers_loader_does = None
+    test_a_dora_is_read_by_diffusers_in_its_own_names_alone = None
+
+    def exact(self, patch, dtype):
+        from diffusers.models.embeddings import Timesteps
+
+        def sinusoid(self, timesteps):
+            return timestep_features(timesteps.double(), self.num_channels).to(dtype)
+
+        patch.setattr(Timesteps, "forward", sinusoid)
+
+    def class_arguments(self, arch):
+        return DIFFUSERS.config(arch)
+
+    def index(self, arch):
+        return {"is_distilled": arch.distilled}
 
 
 class TestAudit(Images, AuditChecks):

@@ -11,9 +11,11 @@ import pytest
 import torch
 from wan_items import SIZES, Clips, Images
 
+from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_diffusers import DiffusersChecks
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
@@ -86,6 +88,28 @@ class TestPeers(Clips, PeerChecks):
         """Captions as long as the model takes: its pipelines pad text, and its transformer in
         diffusers does not."""
         return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
+
+
+class TestDiffusers(Clips, DiffusersChecks):
+    """Names and parameters of all presets are test_presets.py's, which has those that diffusers
+    lacks, too; adapter files are test_adapter_rules.py's."""
+
+    diffusers = DIFFUSERS
+    test_names_and_parameters_are_those_of_diffusers_at_full_size = None
+    test_rules_of_adapter_files_are_what_diffusers_loader_does = None
+    test_a_dora_is_read_by_diffusers_in_its_own_names_alone = None
+
+    def sizes(self, index, grid):
+        """As in `TestPeers`."""
+        return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
+
+    def exact(self, patch, dtype):
+        from diffusers.models.embeddings import Timesteps
+
+        def sinusoid(self, timesteps):
+            return timestep_features(timesteps.double(), self.num_channels).to(dtype)
+
+        patch.setattr(Timesteps, "forward", sinusoid)
 
 
 class TestAudit(Clips, AuditChecks):
