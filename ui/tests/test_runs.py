@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.commands.options import train_line
-from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
@@ -18,7 +16,6 @@ from ditkit_ui import runs
 from ditkit_ui.families import family_of, installed_families
 from ditkit_ui.runs import (
     leave_to_queue,
-    processes_of,
     run_state,
     start_run,
     start_sheet,
@@ -147,23 +144,12 @@ def test_a_run_that_processes_divide_is_started_by_torchrun(
 ) -> None:
     monkeypatch.setattr(runs, "program", lambda family, name: "/bin/toy-train")
     monkeypatch.chdir(tmp_path)
-    for present, shard, context, expected in (
-        (0, 1, 1, 1),
-        (8, 1, 1, 1),
-        (8, 4, 1, 8),
-        (0, 2, 4, 4),
-    ):
-        monkeypatch.setattr(runs, "num_listed_gpus", lambda present=present: present)
-        assert processes_of(RanksConfig(shard=shard, context=context)) == expected
     started = list[Sequence[str]]()
     monkeypatch.setattr(runs, "_start", lambda words, output: started.append(words))
     start_run("toy", tmp_path / "a.toml", RunFolder(tmp_path / "run"), 2)
     (words,) = started
     assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert words[-3:] == ["--no-python", "/bin/toy-train", str(tmp_path / "a.toml")]
-    assert train_line("toy", Path("a.toml"), 2).endswith(
-        "torchrun --nproc-per-node 2 -m ditkit_toy.train a.toml"
-    )
 
 
 def test_a_command_that_prints_nothing_still_says_how_it_ended(

@@ -14,6 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from toy_world import World, equal
 
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.queue import work_on_queue
 from ditkit_core.diagnostics.report.words import format_duration
 from ditkit_core.io.run_dir import is_locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
@@ -230,6 +232,22 @@ def test_a_gpu_has_one_worker(machine: Machine) -> None:
     assert machine.call("--queue", "stop").returncode == 0
     assert machine.started[0].wait(SECONDS) == 0
     assert machine.call("--queue", "stop").returncode == 1
+
+
+def test_a_run_of_several_processes_needs_a_worker_with_as_many_gpus(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.queue.add(
+        QueuedRun(run="/a", command=("x",), cwd="/", steps=9, log="a.log", group_size=2)
+    )
+    monkeypatch.setattr("ditkit_core.commands.queue.num_listed_gpus", lambda: 4)
+    assert work_on_queue(TrainOptions(queue="start", worker="3", until_empty=True)) == 0
+    (run,) = machine.queue.runs()
+    assert run.state == "failed"
+    assert run.error == (
+        "ranks.shard or ranks.context needs 2 GPUs, and this worker has 1; start one with --queue "
+        "start --worker 0,1"
+    )
 
 
 def test_a_run_outlives_its_worker_and_is_not_started_twice(machine: Machine) -> None:

@@ -11,9 +11,13 @@ import pytest
 from toy_world import World
 
 from ditkit_core.commands.cli import Family, start
+from ditkit_core.commands.launch import launch_words
+from ditkit_core.commands.recipe import gpus_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_config_file
+from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.recipes import Recipe
 from ditkit_core.testing.scripts import output_of
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -174,10 +178,13 @@ def test_a_recipe_for_several_processes_is_planned_for_a_rank_and_started_by_tor
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_processes_train_a_recipe_and_continue_it(world, tmp_path, monkeypatch):
-    """What takes the place of this process runs once. The same command again starts the same, whose
-    ranks are then forked: torchrun's three processes import everything."""
+def test_two_processes_train_a_recipe_and_continue_it_in_the_queue(
+    world, tmp_path, monkeypatch, capsys
+):
+    """What takes the place of this process trains in forked ranks: torchrun's three processes
+    import everything, and run once, for the queue."""
     program = SUPPORT / "queue_program.py"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "argv", [str(program)])
     started = []
 
@@ -185,24 +192,33 @@ def test_two_processes_train_a_recipe_and_continue_it(world, tmp_path, monkeypat
         started.append(words)
         raise SystemExit(0)
 
+    def steps() -> list[int]:
+        rows = (tmp_path / "runs" / "ranks" / "metrics.jsonl").read_text().splitlines()
+        sent = [json.loads(line) for line in rows if "sent_bytes" in line]
+        assert sent[-1]["sent_bytes"] > 0
+        return [row["step"] for row in sent]
+
     monkeypatch.setattr(os, "execv", execv)
     for _ in range(2):
         with pytest.raises(SystemExit):
             begin(world, "ranks", "--gpus", "2x8GiB", "--train.device", "cpu")
     words, again = started
-    assert words == again
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = (tmp_path / "runs" / "ranks" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in rows if "sent_bytes" in line]
-    assert [row["step"] for row in steps] == [1, 2] and steps[1]["sent_bytes"] > 0
-    file = words[words.index(str(program)) + 1]
+    file = str(Path("runs", "ranks", "recipe.toml"))
+    assert words == again == launch_words([sys.executable, str(program), file], 2)
     ranks = tmp_path / "ranks.py"
     ranks.write_text(
         f"import runpy, sys\nsys.argv = {[str(program), file]}\n"
         f"runpy.run_path({str(program)!r}, run_name='__main__')\n"
     )
-    assert "complete" in output_of(SUPPORT / "program_on_ranks.py", str(tmp_path), str(ranks))
+    output_of(SUPPORT / "program_on_ranks.py", str(tmp_path), str(ranks))
+    assert steps() == [1, 2]
+    capsys.readouterr()
+    assert train(world, file, "--train.steps", "3", "--queue", "add") == 0
+    assert capsys.readouterr().out.endswith("--queue start --worker 0,1\n")
+    worker = [sys.executable, str(program), "--queue", "start", "--until-empty"]
+    done = subprocess.run(worker, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "ranks is complete" in done.stdout, done.stdout + done.stderr
+    assert steps() == [1, 2, 3]
 
 
 def test_nothing_is_overwritten(world, capsys):
@@ -280,3 +296,20 @@ def test_a_list_has_a_line_for_each(world, capsys):
 def test_what_it_refuses(world, argv, said, capsys):
     assert train(world, "--recipe", *argv) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("promised", "present", "used"),
+    [
+        ("24GiB", "8GiB,24GiB", "24GiB"),
+        ("24GiB", "8GiB", ""),
+        ("2x24GiB", "24GiB", ""),
+        ("24GiB,8GiB", "8GiB,12GiB,24GiB", "24GiB,12GiB"),
+        ("24GiB,16GiB", "24GiB,12GiB", ""),
+    ],
+)
+def test_the_largest_gpus_are_those_that_a_recipe_is_for(promised, present, used):
+    recipe = Recipe(
+        name="x", path=Path("x"), goal="style", model="", gpus=promised, hours=1, section=""
+    )
+    assert gpus_for(recipe, parse_gpus(present)) == (parse_gpus(used) if used else ())

@@ -1,17 +1,16 @@
 """Run: start and continue a run, tell it what to do, and see its page."""
 
 import asyncio
-from pathlib import Path
 
 from nicegui import ui
 
-from ditkit_core.commands.options import train_line
+from ditkit_core.commands.launch import num_processes, train_line
+from ditkit_core.io.nvidia import num_listed_gpus
 from ditkit_core.io.run_requests import ask
 from ditkit_ui import texts
 from ditkit_ui.runs import (
     RunState,
     last_output,
-    processes_of,
     run_state,
     start_run,
 )
@@ -45,9 +44,9 @@ class RunPage:
                     )
                     for name, title in texts.REQUESTS.items()
                 }
-            self._processes = processes_of(subject.file.config.ranks)
-            file = Path(short_path(subject.file.path))
-            command = train_line(subject.family, file, self._processes)
+            group_size = subject.file.config.ranks.group_size
+            self._processes = num_processes(group_size, num_listed_gpus())
+            command = train_line(subject.family, short_path(subject.file.path), self._processes)
             ui.label(f"{texts.COMMAND}: {command}").classes("note")
             with ui.element("div").classes("titled") as self._longer:
                 steps = subject.file.config.train.steps

@@ -11,12 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditkit_core.commands.options import torchrun_words
+from ditkit_core.commands.launch import launch_words
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.server import last_lines
-from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
-from ditkit_core.io.nvidia import num_listed_gpus
 from ditkit_core.io.run_dir import ListedSample, RunFolder, is_locked, listed_samples
 from ditkit_core.io.run_queue import RunQueue
 from ditkit_ui import texts
@@ -105,13 +103,6 @@ def program(family: str, name: str) -> str:
     return path
 
 
-def processes_of(ranks: RanksConfig) -> int:
-    """The processes that train a run here: where it divides weights or tokens among several, one
-    for each GPU of this machine, and at least as many as divide them."""
-    divided = max(ranks.shard, ranks.context)
-    return max(divided, num_listed_gpus()) if divided > 1 else 1
-
-
 def start_run(family: str, file: Path, folder: RunFolder, processes: int = 1) -> None:
     """Start or continue the run of a run file, as the command in a shell would, in so many
     processes.
@@ -123,8 +114,8 @@ def start_run(family: str, file: Path, folder: RunFolder, processes: int = 1) ->
         if run_state(folder).is_alive:
             raise UserError(f"{folder.path} runs already")
         arguments = [program(family, "train"), str(file)]
-        arguments = torchrun_words(processes, arguments) if processes > 1 else arguments
-        _STARTED[folder.path.resolve()] = _start(arguments, folder.path / OUTPUT)
+        words = launch_words(arguments, processes)
+        _STARTED[folder.path.resolve()] = _start(words, folder.path / OUTPUT)
 
 
 def _start(arguments: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":

@@ -15,6 +15,7 @@ import torch
 
 from ditkit_core.commands.cli import start
 from ditkit_core.commands.comfyui import find_files
+from ditkit_core.commands.recipe import gpus_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.data.caption_files import caption_folders
@@ -29,7 +30,7 @@ from ditkit_core.errors import UserError, printable
 from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.planner.gpus import KNOWN_GPUS, parse_gpus
+from ditkit_core.planner.gpus import KNOWN_GPUS
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.jobs import jobs_of
@@ -129,13 +130,8 @@ def recipe(family: str, name: str, gpus: str) -> dict[str, Any]:
     spec = known.spec()
     (chosen,) = (recipe for recipe in read_recipes(known.recipes) if recipe.name == name)
     here, _ = gpus_to_fit(RunConfig(), gpus)
-    here = tuple(sorted(here, key=lambda gpu: -gpu.total))
-    promised = parse_gpus(chosen.gpus)
-    if len(promised) > len(here) or any(
-        one.total > gpu.total for one, gpu in zip(promised, here, strict=False)
-    ):
+    if not (used := gpus_for(chosen, here)):
         return {}
-    used = here[: len(promised)]
     with run_of_recipe(spec, chosen) as run:
         planned = PlannedRun.of(jobs_of(run), launch_of(chosen))
     devices = planned.devices(used)
@@ -203,7 +199,9 @@ def dataset(family: str, file: str) -> dict[str, Any]:
             if of_file:
                 first = of_file[0]
                 row |= {"trained": [first.height, first.width], "stored": first.file_size}
-                row |= {"crop": first.crop, "movable": not run.auxiliary.columns}
+                # A table of camera poses is about the middle of the picture.
+                has_table = any(kinds[name] == "table" for name in first.controls)
+                row |= {"crop": first.crop, "movable": not has_table}
                 row["text"] = row["text"] or first.captions[0]
             if _is_sendable(row):
                 rows[path] = row

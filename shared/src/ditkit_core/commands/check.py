@@ -1,6 +1,5 @@
 """`train --check`: check data and model of a run before its first step."""
 
-import math
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout, suppress
@@ -40,7 +39,7 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         )  # here and not per expert: only the run of all experts generates previews
         # One process checks what several will train, as a plan is of many: what no number of them
         # could train is refused.
-        several = math.lcm(config.ranks.shard, config.ranks.context)
+        several = config.ranks.group_size
         lacks_processes = current_ranks().size % several != 0
         for job in jobs_of(run):
             check_training(job.run)

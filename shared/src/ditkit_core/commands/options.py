@@ -5,12 +5,10 @@ import dataclasses
 import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ditkit_core.adapters.files.entry import check_strength
@@ -591,27 +589,6 @@ def command_line(program: str, *arguments: str) -> str:
     command begins with that."""
     prefix = ("uv", "run") if "UV_RUN_RECURSION_DEPTH" in os.environ else ()
     return shlex.join([*prefix, program, *arguments])
-
-
-def program_words() -> list[str]:
-    """The words that start the program that runs now."""
-    program = os.path.abspath(sys.argv[0])
-    is_script = program.endswith(".py") or not os.access(program, os.X_OK)
-    return [sys.executable, program] if is_script else [program]
-
-
-def train_line(family: str, file: Path, processes: int = 1) -> str:
-    """A command for the user's shell that trains a run file, in so many processes."""
-    if processes == 1:
-        return command_line(f"{family}-train", str(file))
-    launcher = ("torchrun", "--nproc-per-node", str(processes), "-m", f"ditkit_{family}.train")
-    return command_line(*launcher, str(file))
-
-
-def torchrun_words(processes: int, program: Sequence[str]) -> list[str]:
-    """The words that start a program in several processes of this machine, at a free port."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(processes), "--no-python", *program]
 
 
 def verb_of(command: str, options: Any) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ditkit_core.commands.options import TYPED, TrainOptions, command_line, program_words
+from ditkit_core.commands.launch import launch_words, num_processes, program_words
+from ditkit_core.commands.options import TYPED, TrainOptions, command_line
 from ditkit_core.diagnostics.report.words import format_duration
 from ditkit_core.documents.tables import Table
 from ditkit_core.errors import UserError
@@ -53,11 +54,14 @@ def change_queue(config: RunConfig, options: TrainOptions) -> None:
             cwd=os.getcwd(),
             steps=config.train.steps,
             log=str(log),
+            group_size=config.ranks.group_size,
         )
         position = queue.add(entry, options.position or 0)
     say(f"queue:    {run} waits at position {position}")
     if not queue.workers():
-        start = command_line(Path(sys.argv[0]).stem, "--queue", "start")
+        indices = ",".join(map(str, range(config.ranks.group_size)))
+        on = ("--worker", indices) if config.ranks.group_size > 1 else ()
+        start = command_line(Path(sys.argv[0]).stem, "--queue", "start", *on)
         say(f"          no worker trains it yet: {start}")
 
 
@@ -215,6 +219,14 @@ def _train(run: QueuedRun, is_stopping: Callable[[], bool]) -> QueuedRun:
     killed worker has left at work is waited for instead."""
     folder, process, begin = RunFolder(Path(run.run)), None, 0
     if not is_locked(folder.path):
+        present, chosen = num_listed_gpus(), run.worker.split(",")
+        if present and len(chosen) < run.group_size:
+            indices = ",".join(map(str, range(run.group_size)))
+            reason = (
+                f"ranks.shard or ranks.context needs {run.group_size} GPUs, and this worker has "
+                f"{len(chosen)}; start one with --queue start --worker {indices}"
+            )
+            return replace(run, state="failed", error=reason)
         try:
             process, begin = _started(run)
         except OSError as error:
@@ -247,14 +259,16 @@ def _train(run: QueuedRun, is_stopping: Callable[[], bool]) -> QueuedRun:
 
 
 def _started(run: QueuedRun) -> "tuple[subprocess.Popen[bytes], int]":
-    """Start a run's command on the worker's GPUs, in a session of its own: it outlives the worker,
-    which passes on what it is asked. Also returns where its output begins in the log."""
+    """Start a run's command on the worker's GPUs, in as many processes as divide it, in a session
+    of its own: it outlives the worker, which passes on what it is asked. Also returns where its
+    output begins in the log."""
+    processes = num_processes(run.group_size, len(run.worker.split(",")))
     log = Path(run.log)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
-            list(run.command),
+            launch_words(run.command, processes),
             cwd=run.cwd,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": run.worker},
             stdin=subprocess.DEVNULL,

@@ -9,13 +9,8 @@ from dataclasses import replace
 import torch
 
 from ditkit_core.commands.comfyui import with_comfyui
-from ditkit_core.commands.options import (
-    command_line,
-    program_words,
-    torchrun_words,
-    train_line,
-    verb_of,
-)
+from ditkit_core.commands.launch import launch_words, num_processes, program_words, train_line
+from ditkit_core.commands.options import verb_of
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.cli_args import Flags
@@ -105,7 +100,9 @@ def _begin(
     for chosen in candidates:
         config = resolve(RunConfig, file=chosen.path, flags=flags.values)
         doing(f"planning {chosen.name}")
-        names = _of(chosen, gpus) if options.gpus else ""
+        # One that was named is planned for as many, also where it promises nothing.
+        used = gpus[: len(parse_gpus(chosen.gpus))] if options.gpus else ()
+        names = ",".join(gpu.name for gpu in used)
         report = make_report(create_run(spec, config), names, options.host, launch_of(chosen))
         if report.fits:
             break
@@ -126,8 +123,11 @@ def _begin(
     keys = {*read_config_file(RunConfig, chosen.path), *flags.values}
     text = f"# Recipe {chosen.name}: {GOALS[chosen.goal]}, {chosen.model}, for {chosen.machine}.\n\n{changes_to_toml(config, keys)}"
     out = local_path(options.write) if options.write else config.run_folder.path / RECIPE
+    processes = chosen.processes
+    if processes == 1:  # flags may divide it
+        processes = num_processes(config.ranks.group_size, len(gpus))
+    command = train_line(spec.name, str(out), processes)
     if out.exists() and read_text(out) != text:
-        command = command_line(f"{spec.name}-train", str(out))
         raise UserError(
             f"{out} exists with other settings, and nothing is overwritten; continue it "
             f"({command}), or give another run.folder"
@@ -135,7 +135,6 @@ def _begin(
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
-    command = train_line(spec.name, out, chosen.processes)
     devices = config.train.devices or (config.train.device,)
     if not torch.cuda.is_available() and "cpu" not in devices:
         warn(
@@ -143,8 +142,8 @@ def _begin(
         )
         return 0
     warn(f"written to {out}, from which this run is started and continued: {command}")
-    if chosen.processes > 1:
-        words = torchrun_words(chosen.processes, [*program_words(), str(out)])
+    if processes > 1:
+        words = launch_words([*program_words(), str(out)], processes)
         os.execv(words[0], words)  # with its signals and its exit status
     rest = replace(options, recipe="", gpus="", host="", write="")
     return replace(flags, common=replace(flags.common, config=str(out)), options=rest)
@@ -165,26 +164,23 @@ def _promised(recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> l
                 f"are some for {presets}"
             )
         recipes = [recipe for recipe in recipes if models[recipe.name] == preset]
-    fitting = [recipe for recipe in recipes if _is_for(recipe, gpus)]
+    fitting = [recipe for recipe in recipes if gpus_for(recipe, gpus)]
     return sorted(fitting, key=lambda recipe: (-_memory(recipe), recipe.hours))
 
 
-def _is_for(recipe: Recipe, gpus: Sequence[GPU]) -> bool:
-    """Whether it promises to fit the first of these GPUs, which are in the order of their
-    memory."""
-    recipe_gpus = parse_gpus(recipe.gpus)
-    return len(recipe_gpus) <= len(gpus) and all(
-        one.total <= gpu.total for one, gpu in zip(recipe_gpus, gpus, strict=False)
-    )
+def gpus_for(recipe: Recipe, gpus: Sequence[GPU]) -> tuple[GPU, ...]:
+    """Those of these GPUs that a recipe promises to fit, the largest first; empty where it is for
+    more GPUs or larger ones."""
+    promised = parse_gpus(recipe.gpus)
+    largest = sorted(gpus, key=lambda gpu: -gpu.total)[: len(promised)]
+    if len(largest) < len(promised):
+        return ()
+    fits = all(one.total <= gpu.total for one, gpu in zip(promised, largest, strict=True))
+    return tuple(largest) if fits else ()
 
 
 def _memory(recipe: Recipe) -> int:
     return sum(gpu.total for gpu in parse_gpus(recipe.gpus))
-
-
-def _of(recipe: Recipe, gpus: Sequence[GPU]) -> str:
-    """As many of the GPUs as a recipe is for, as `--gpus` takes them."""
-    return ",".join(gpu.name for gpu in gpus[: len(parse_gpus(recipe.gpus))])
 
 
 def _names(gpus: Sequence[GPU]) -> str:
@@ -231,10 +227,9 @@ def _print_table(
     for recipe in recipes:
         first, want, of = _words(recipe)
         line = f"{first:{name}}  {want:{goal}}  {of:{model}}  "
-        if not _is_for(recipe, gpus):
+        if not (used := gpus_for(recipe, gpus)):
             say(f"{line}{'–':>11}  {'–':>8}  {'–':>5}  for {recipe.machine}")
             continue
-        used = tuple(gpus[: len(parse_gpus(recipe.gpus))])
         doing(f"planning {recipe.name}")
         with run_of_recipe(spec, recipe, flags.values) as run:
             planned = PlannedRun.of(jobs_of(run), launch_of(recipe))

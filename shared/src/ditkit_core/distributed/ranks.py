@@ -43,6 +43,11 @@ class RanksConfig:
     """Seconds without a heartbeat of a process after which the run ends. A process that works may
     take any time."""
 
+    @property
+    def group_size(self) -> int:
+        """Number of ranks that divide weights or tokens: a run has a multiple of it."""
+        return max(self.shard, self.context)
+
     def __post_init__(self) -> None:
         for name in ("shard", "context"):
             if getattr(self, name) < 1:

@@ -41,6 +41,9 @@ class QueuedRun:
     """Optimizer steps that it has in all."""
     log: str
     """File with the command's output."""
+    group_size: int = 1
+    """Processes that divide its weights or tokens: a multiple of so many trains it, with a GPU
+    each."""
     state: RunState = "waiting"
     worker: str = ""
     """Indices of the GPUs of the worker that trains it, or did."""
