@@ -14,7 +14,8 @@ from ditkit_core.data.masks import read_mask
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import Column
+from ditkit_core.families.first_frame import column_image, own_frame
+from ditkit_core.models.conditions import ClipInputs, Column
 
 
 @pytest.mark.parametrize("size", [(40, 16), (16, 40), (4096, 8)])
@@ -72,8 +73,33 @@ def test_a_sample_has_the_crop_of_its_file(config: DataConfig) -> None:
     with pytest.raises(UserError, match=r"data\.crops has 'a\.pgn', .* did you mean a\.png\?"):
         look(replace(config, crops=("a.pgn=0,0",)))
     pose = Column(name="pose", kind="video")
-    with pytest.raises(UserError, match=r"data\.crops is set, and this model's conditions \(pose"):
-        look(crops, (pose,))
+    assert [sample.crop for sample in look(crops, (pose,)).samples] == [CENTRE, Crop(0.0, 0.5)]
+
+
+def test_frames_of_a_clip_are_cropped_like_it_and_pictures_of_a_subject_are_not(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.png"
+    pixels = torch.linspace(0, 255, 32).round().to(torch.uint8).expand(3, 16, -1).permute(1, 2, 0)
+    Image.fromarray(pixels.contiguous().numpy()).save(path)
+    names = ("input_image", "end_image", "subject", "pose")
+    inputs = ClipInputs(
+        clip=path,
+        files=dict.fromkeys(names, str(path)),
+        frames=1,
+        height=16,
+        width=16,
+        fps=0.0,
+        crop=Crop(0.0, 0.5),
+    )
+    size = {"frames": 1, "fps": 0.0, "height": 16, "width": 16}
+    left = read_clip(path, **size, crop=Crop(0.0, 0.5))  # type: ignore[arg-type]
+    centre = read_clip(path, **size)  # type: ignore[arg-type]
+    for name in names[:2]:
+        assert torch.equal(column_image(inputs, name), left)
+    assert torch.equal(own_frame(inputs), left)
+    assert torch.equal(column_image(inputs, "pose", is_aligned=True), left)
+    assert torch.equal(column_image(inputs, "subject"), centre) and not torch.equal(left, centre)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
-"""Conditions of a mirrored clip (`data.flip`): those of the mirrored files, for every architecture
-and conditioner that reads any."""
+"""Conditions of a mirrored or a cropped clip (`data.flip`, `data.crops`): those of the mirrored or
+cropped files, for every architecture and conditioner that reads any."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, noise
 from narrow_vae import NARROW_2_2, narrow
 
-from ditkit_core.data.media.clip import write_image
+from ditkit_core.data.media.clip import read_clip, write_image
+from ditkit_core.data.media.crop import Crop
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
@@ -30,6 +32,13 @@ VISUAL = {
     "animate-14b": ["y", "pose", "face", "image"],
 }
 """Tensors that show something, by preset."""
+FREE = {
+    "animate-14b": {"face", "image"},
+    "fun-v1.1-control-1.3b": {"reference", "image"},
+    "fun-control-5b": {"reference"},
+    "wantodance-14b": {"refimage"},
+}
+"""Those that show a subject in a picture of its own."""
 
 
 def images_of(
@@ -44,10 +53,11 @@ def images_of(
     return {name: str(folder / f"{name}.png") for name in names}
 
 
-@pytest.mark.parametrize("preset", VISUAL)
-def test_conditions_are_mirrored_with_their_clip(
+def world_of(
     preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
-) -> None:
+) -> tuple[Any, tuple[Any, ...], list[str], dict[str, str], dict[str, int]]:
+    """A tiny model of a preset with its conditioners; names of images, the clip's among them; texts
+    of other columns; and the size of a clip."""
     arch = replace(
         PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32
     )
@@ -64,6 +74,14 @@ def test_conditions_are_mirrored_with_their_clip(
     ]
     keyframes = {"wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1))} if arch.music else {}
     size = {"height": 64, "width": 96} if arch.token_times else {"height": HEIGHT, "width": WIDTH}
+    return arch, found, names, keyframes, size
+
+
+@pytest.mark.parametrize("preset", VISUAL)
+def test_conditions_are_mirrored_with_their_clip(
+    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+) -> None:
+    _, found, names, keyframes, size = world_of(preset, checkpoint, clip_folder, tmp_path)
     stored = images_of(tmp_path / "stored", names, size, is_mirrored=False)
     flipped = images_of(tmp_path / "flipped", names, size, is_mirrored=True)
     seen = []
@@ -87,3 +105,34 @@ def test_conditions_are_mirrored_with_their_clip(
             assert not torch.equal(tensor, plain[name]), name
             seen.append(name)
     assert [name for name in seen if name not in IN_FRONT] == VISUAL[preset]
+
+
+@pytest.mark.parametrize("preset", VISUAL)
+def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_not(
+    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+) -> None:
+    arch, found, names, keyframes, size = world_of(preset, checkpoint, clip_folder, tmp_path)
+    wide = {**size, "width": 2 * size["width"]}
+    stored = images_of(tmp_path / "stored", names, wide, is_mirrored=False)
+    frames = {"clip", "input_image", "end_image"}
+    frames |= {column.name for column in columns(arch) if column.kind == "video"}
+    frames -= {"animate_face_video"}  # cut out of the clip already
+    cut = dict(stored)
+    for name in frames & stored.keys():
+        left = read_clip(Path(stored[name]), frames=1, fps=0.0, crop=Crop(0.0, 0.5), **size)
+        cut[name] = str(tmp_path / f"{name}.png")
+        write_image(Path(cut[name]), left[:, 0] / 2 + 0.5)
+    moved = set()
+    for conditioner in found:
+        if conditioner.kind in ("music", "camera"):
+            continue
+
+        def made(files: dict[str, str], **crop: Any) -> dict[str, torch.Tensor]:
+            others = {name: path for name, path in files.items() if name != "clip"} | keyframes
+            return encoded(conditioner, controls(files["clip"], others, **size, **crop))  # noqa: B023
+
+        ours, theirs, plain = made(stored, crop=Crop(0.0, 0.5)), made(cut), made(stored)
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+            moved |= {name} if not torch.equal(tensor, plain[name]) else set()
+    assert moved - {*IN_FRONT} == {*VISUAL[preset]} - FREE.get(preset, set())

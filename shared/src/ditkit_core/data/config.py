@@ -60,8 +60,8 @@ class DataConfig:
     than one folder, the folder's name comes first."""
     crops: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Where files are cropped, if not at their centre, as `NAME=RIGHT,DOWN`, with names as in
-    `exclude`: cat.png=0.5,0 keeps the upper end, 0 and 1 are the ends. Models with conditions take
-    none."""
+    `exclude`: cat.png=0.5,0 keeps the upper end, 0 and 1 are the ends. Masks, videos of poses and
+    first images are cropped alike; references are not."""
     frames: int = setting(0, resume="refused")
     """Frames per clip: 1 + a multiple of the model's frame step. Still images always have one
     frame. 0 means the model's default."""

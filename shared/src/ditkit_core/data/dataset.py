@@ -150,11 +150,6 @@ def scan(
     for folder in folders:
         _check_folder(folder, key, config)
     config.check_steps(frame_step, size_step)
-    if config.crops and columns:
-        raise UserError(
-            f"{argument('data.crops')} is set, and this model's conditions ({columns[0].name}) are "
-            f"cropped to their centre, so that they would not align; remove it, and crop the files"
-        )
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.families.vae import DiffusersVae
@@ -26,13 +27,24 @@ INPUT_IMAGE = Column(
     doc="The image that the clip begins with; defaults to the clip's first frame where the model needs one.",
 )
 
+_FRAMES = (INPUT_IMAGE.name, "end_image")
+"""Columns of images that are frames of their clip, and so are cropped like it (`data.crops`);
+others show a subject in a picture of its own, which is cropped to its centre."""
 ANY_RATE = 1.0
 """Frame rate at which a single frame is read: only its start time matters."""
 
 
-def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
+def column_image(
+    controls: ClipInputs, column: str, *, is_aligned: bool = False
+) -> Float[Tensor, "3 1 height width"]:
     """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in
     [-1, 1].
+
+    Args:
+        controls: The clip.
+        column: Name of the image's column.
+        is_aligned: Whether it is cropped where the clip is; the first and the last frame always
+            are.
 
     Raises:
         UserError: If it cannot be read.
@@ -45,6 +57,7 @@ def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height
         height=controls.height,
         width=controls.width,
         is_mirrored=controls.is_mirrored,
+        crop=Crop(*controls.crop) if is_aligned or column in _FRAMES else CENTRE,
     )
 
 
@@ -65,6 +78,7 @@ def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1
         width=controls.width,
         start_seconds=controls.start_seconds + after,
         is_mirrored=controls.is_mirrored,
+        crop=Crop(*controls.crop),
     )
 
 

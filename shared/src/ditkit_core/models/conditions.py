@@ -79,7 +79,7 @@ class ClipInputs:
     """Whether the clip is read mirrored left to right; images and videos of its conditions are then
     mirrored as well."""
     crop: tuple[float, float] = (0.5, 0.5)
-    """Where the clip and its mask are cropped: `data.media.crop.Crop`."""
+    """Where the clip, its mask and what is aligned with it are cropped: `data.media.crop.Crop`."""
 
 
 @runtime_checkable

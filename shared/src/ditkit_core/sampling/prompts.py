@@ -11,6 +11,7 @@ from torch import Tensor
 from ditkit_core.data.buckets import bucket_sizes, nearest_size
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import available, media_kind, probe
+from ditkit_core.data.media.crop import CENTRE
 from ditkit_core.data.media.files import status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError, argument
@@ -39,6 +40,8 @@ class SamplePrompt:
     """The clip with this caption, from which a model may take the first frame; None for a prompt of
     the user."""
     start_seconds: float = 0.0
+    crop: tuple[float, float] = CENTRE
+    """Where the clip is cropped, and what is aligned with it."""
     own_frames: int = 0
     """Frames of the clip in training; 0 without a clip."""
 
@@ -82,6 +85,7 @@ class SamplePrompt:
             height=self.height,
             width=self.width,
             fps=fps if self.frames > 1 else 0.0,
+            crop=self.crop,
         )
 
 
@@ -196,7 +200,7 @@ def choose_prompts(
                 frames=frames,
                 own_frames=sample.frames,
             )
-            prompt = replace(prompt, start_seconds=sample.start_seconds)
+            prompt = replace(prompt, start_seconds=sample.start_seconds, crop=sample.crop)
         # Windows of one file share caption and references: a preview of each would show the same.
         prompts_by_key.setdefault(
             (prompt.prompt, prompt.references, sample.id if columns else ""), prompt

@@ -14,6 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from ditkit_core.data.media.crop import CENTRE
 from ditkit_core.encoding.cache import key
 from ditkit_core.families.first_frame import VaeConditioner, column_or_own, own_frame
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
@@ -142,7 +143,9 @@ class Faces(ClipConditioner):
         self._bytes(controls)
 
     def _bytes(self, controls: ClipInputs) -> UInt8[Tensor, "3 frames size size"]:
-        pixels = video(replace(controls, height=self.size, width=self.size), FACE)
+        # Cut out of the clip already, so that it is not cropped where the clip is.
+        square = replace(controls, height=self.size, width=self.size, crop=CENTRE)
+        pixels = video(square, FACE)
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import MediaInfo, available, probe
+from ditkit_core.data.media.crop import CENTRE
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.families.first_frame import (
@@ -169,6 +170,11 @@ class Camera(ClipConditioner):
                 encoded.
         """
         files = controls.files
+        if PATH in files and controls.crop != CENTRE:
+            raise UserError(
+                f"{controls.clip} is in data.crops, and its {PATH} describes a lens that looks at "
+                f"the middle of the picture; take it out of data.crops, or give {DIRECTION}"
+            )
         if PATH in files:
             camera.read_poses(Path(files[PATH]))
             return (PATH,) if controls.clip is None else (PATH, "")

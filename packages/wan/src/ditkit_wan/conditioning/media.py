@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import media_kind, read_clip
+from ditkit_core.data.media.crop import Crop
 from ditkit_core.errors import UserError
 from ditkit_core.families.first_frame import ANY_RATE, column_image
 from ditkit_core.models.conditions import ClipInputs
@@ -40,7 +41,7 @@ def video(
     controls: ClipInputs, column: str, *, frames: int = 0
 ) -> Float[Tensor, "3 frames height width"]:
     """The video of a column at the clip's frame rate, from the clip's first frame on, cropped to
-    its size; pixels in [-1, 1].
+    its size where the clip is; pixels in [-1, 1].
 
     An image is repeated for all frames.
 
@@ -54,7 +55,7 @@ def video(
     """
     path, frames = Path(controls.files[column]), frames or controls.frames
     if media_kind(path) == "image":
-        return column_image(controls, column).expand(-1, frames, -1, -1)
+        return column_image(controls, column, is_aligned=True).expand(-1, frames, -1, -1)
     return read_clip(
         path,
         frames=frames,
@@ -63,6 +64,7 @@ def video(
         width=controls.width,
         start_seconds=controls.start_seconds,
         is_mirrored=controls.is_mirrored,
+        crop=Crop(*controls.crop),
     )
 
 

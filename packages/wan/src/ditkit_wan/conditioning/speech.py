@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import media_kind, probe, read_clip
+from ditkit_core.data.media.crop import Crop
 from ditkit_core.data.media.sound import decode_sound
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
@@ -225,4 +226,5 @@ class Motion(VaeConditioner):
             width=controls.width,
             start_seconds=start,
             is_mirrored=controls.is_mirrored,
+            crop=Crop(*controls.crop),
         )
