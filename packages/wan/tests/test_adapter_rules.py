@@ -265,12 +265,41 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
     assert "t2v-1.3b" in find_adapter(tmp_path / "x.safetensors", WAN).presets
 
 
-def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
-    save_file(
-        {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)},
-        tmp_path / "x.safetensors",
-    )
-    told = r"is a LoRA of another model \(its names look like those of FLUX\.2 or Qwen-Image, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*\): .* or use the flux2 commands for FLUX.2 and the qwenimage commands for Qwen-Image$"
+@pytest.mark.parametrize(
+    ("name", "models", "remedy"),
+    [
+        (
+            "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight",
+            r"FLUX\.2, or of FLUX\.1 or Chroma, .*",
+            "use the flux2 commands for FLUX.2",
+        ),
+        (
+            "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight",
+            r"FLUX\.1 or Chroma, .*, or of FLUX\.3",
+            "use the flux3 commands for FLUX.3",
+        ),
+        (
+            "transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight",
+            r"FLUX\.1",
+            "name a file of this one",
+        ),
+        (
+            "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj.lora_A.weight",
+            r"FLUX\.2, or of FLUX\.1 or Chroma, .*",
+            "use the flux2 commands for FLUX.2",
+        ),
+        (
+            "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight",
+            r"FLUX\.2 or Qwen-Image, or of FLUX\.1, Stable Diffusion 3 or Chroma, .*",
+            "use the flux2 commands for FLUX.2 and the qwenimage commands for Qwen-Image",
+        ),
+    ],
+)
+def test_a_lora_of_another_family_is_reported(
+    name: str, models: str, remedy: str, tmp_path: Path
+) -> None:
+    save_file({name: torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    told = rf"is a LoRA of another model \(its names look like those of {models}\): .* {remedy}$"
     with pytest.raises(UserError, match=told):
         find_adapter(tmp_path / "x.safetensors", WAN)
     layers = layers_of(WAN.architecture.build, PRESETS["t2v-1.3b"])

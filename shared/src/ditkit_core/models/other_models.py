@@ -197,16 +197,27 @@ SEVERAL_TWO_STREAMS = OtherModel(
     remedy="use the qwenimage commands for Qwen-Image; ditkit does not train the others",
 )
 """Names of many blocks of two streams, for a family without such names."""
+_ONE_PROJECTION_EACH = OtherModel(
+    # FLUX.2 has one projection for all three, and FLUX.3 its other blocks under other names.
+    name="FLUX.1 or Chroma, which ditkit does not train, or of FLUX.3",
+    keys=r"single_transformer_blocks[._]\d+[._]attn[._]to_[qkv]([._]|$)",
+    remedy="name another file, or use the flux3 commands for FLUX.3",
+)
+_FLUX = OtherModel(
+    # Stable Diffusion 3 and Qwen-Image have no blocks of one stream.
+    name="FLUX.2, or of FLUX.1 or Chroma, which ditkit does not train",
+    keys=_STREAMS,
+    classes=r"^Flux",
+    remedy="name another file, or use the flux2 commands for FLUX.2",
+)
 TWO_STREAMS = OtherModel(
     name="FLUX.2 or Qwen-Image, or of FLUX.1, Stable Diffusion 3 or Chroma, which ditkit does not "
     "train",
-    keys=rf"{_STREAMS}|transformer_blocks[._]\d+[._]attn[._](add_|to_)",
-    classes=r"^Flux",
+    keys=r"transformer_blocks[._]\d+[._]attn[._](add_|to_)",
     remedy="name another file, or use the flux2 commands for FLUX.2 and the qwenimage commands for "
     "Qwen-Image",
 )
-"""Names that FLUX.1, FLUX.2 and other models of two streams share, for a family without such
-names."""
+"""Names that all models of two streams share, for a family without such names."""
 
 _ARCHITECTURE_KEYS = ("modelspec.architecture", "ss_base_model_version")
 """Where the header of a LoRA names its model: the convention of Stability's model files, and
@@ -223,10 +234,13 @@ def others_than(family: str, *, has_two_streams: bool = False) -> tuple[OtherMod
             nothing.
     """
     families = (model for name, model in FAMILIES.items() if name != family)
-    several: tuple[OtherModel, ...] = (SEVERAL_TWO_STREAMS,)
+    several = SEVERAL_TWO_STREAMS
     if has_two_streams:
-        several = (replace(SEVERAL_TWO_STREAMS, keys=_LAYERS), replace(TWO_STREAMS, keys=_STREAMS))
-    return (*OTHER_MODELS, *families, *several)
+        several = replace(SEVERAL_TWO_STREAMS, keys=_LAYERS)
+    flux = {"flux2": (_ONE_PROJECTION_EACH,), "flux3": ()}.get(
+        family, (_ONE_PROJECTION_EACH, _FLUX)
+    )
+    return (*OTHER_MODELS, *families, *flux, several)
 
 
 def other_by_header(header: Mapping[str, str], others: Iterable[OtherModel]) -> OtherModel | None:
