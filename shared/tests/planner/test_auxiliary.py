@@ -1,7 +1,9 @@
 """What encoding and drawing hold, on a model whose bytes can be counted by hand, and on the toy."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.tiling import Tiles
+from ditkit_core.planner import measurement_cache
 from ditkit_core.planner.auxiliary import (
     AuxiliaryPlanner,
     AuxiliaryRow,
@@ -22,7 +25,7 @@ from ditkit_core.planner.auxiliary import (
     held_while_sampling,
     measure_model,
 )
-from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.memory_tracker import MemoryTracker, TooMuchMemory
 from ditkit_core.previews.decoding import first_that_fits
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY
@@ -100,6 +103,41 @@ def test_a_shared_weight_counts_once_and_activations_at_their_highest() -> None:
     found = measure_model(VAE, SIZE, dtype=torch.bfloat16)
     assert found == (2 * LAYER, 2 * LAYER + activations(SIZE))
     assert measure_model(TEXT, SIZE, dtype=torch.bfloat16).weights == LAYER
+
+
+def test_what_needs_more_than_a_limit_is_not_run_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measurement_cache, "_kept", OrderedDict())
+    ran = list[list[Tensor]]()
+    runs = SimpleNamespace(begun=ran)  # a key has the contents of a list
+
+    def films(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+        frames = list[Tensor]()
+        runs.begun.append(frames)
+        for _ in range(size[0]):
+            frames.append(module(torch.empty(16, WIDTH, device=device)))
+        return frames
+
+    film = replace(VAE, run=films)
+
+    def peak(limit: int | None = None) -> int:
+        return measure_model(film, (9, 4, 4), dtype=torch.float32, limit=limit).peak
+
+    frame = 4 * WIDTH * 16
+    with pytest.raises(TooMuchMemory):
+        peak(2 * LAYER + 4 * frame)
+    assert 0 < len(ran[0]) < 9
+    with pytest.raises(TooMuchMemory):
+        peak(2 * LAYER + 3 * frame)
+    assert len(ran) == 1, "less than what it was known to need"
+    whole = peak()
+    assert len(ran[-1]) == 9
+    number = len(ran)
+    assert peak(whole) == whole
+    with pytest.raises(TooMuchMemory):
+        peak(whole - 1)
+    assert len(ran) == number, "it was kept"
 
 
 def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:

@@ -92,9 +92,44 @@ def test_a_value_that_is_measured_is_measured_again(
     name: str, kept: OrderedDict[Any, Any], unchanged: Profile
 ) -> None:
     before = toy_job(clip_norm=0.0)
-    kept[profile, step_key(before), 3, None] = unchanged
+    kept[profile, step_key(before), 3, None, True] = unchanged
     assert profile(before) is unchanged
     assert profile(changed(name, MEASURED[name])) != unchanged
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("name", ["batch", "checkpointing", "quantize"])
+def test_the_optimizer_step_is_measured_once_for_batches_policies_and_formats(
+    name: str, method: Any, kept: OrderedDict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (name, method) == ("quantize", "full"):
+        pytest.skip("trained weights have no format")
+    before = replace(toy_job(clip_norm=1.0), adapter=AdapterConfig(method=method, rank=4))
+    after = changed(name, MEASURED[name], before)
+    profile(before, splits=False)
+    passes = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        passes.append(options.get("passes", "both"))
+        return measure(*arguments, **options)
+
+    measure = profiler.measure
+    monkeypatch.setattr(profiler, "measure", counted)
+    again = profile(after, splits=False)
+    assert passes == ["both"]
+    kept.clear()
+    assert again == profile(after, splits=False)
+
+
+def test_without_splits_nothing_else_is_missing() -> None:
+    job = toy_job(clip_norm=0.0, checkpointing="full")
+    measured, alone = profile(job), profile(job, splits=False)
+    assert any(measured.crossing)
+    nothing = (0,) * len(measured.crossing)
+    stages = [replace(cost, freed_at_cut=0) for cost in measured.stages]
+    expected = replace(measured, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
+    expected = replace(expected, crossing=nothing, crossing_back=nothing, targets=0)
+    assert alone == expected
 
 
 def test_a_second_micro_batch_is_measured_and_a_third_is_not() -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,14 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return _PROFILES[key][1]
 
     def remembered(
-        job: "StepJob", *, of_each: int | None = 3, like: "Profile | None" = None
+        job: "StepJob",
+        *,
+        of_each: int | None = 3,
+        like: "Profile | None" = None,
+        splits: bool = True,
     ) -> "Profile":
-        return once(job, of_each, lambda: profile(job, of_each=of_each, like=like))
+        make = partial(profile, job, of_each=of_each, like=like, splits=splits)
+        return once(job, (of_each, splits), make)
 
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
         return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))

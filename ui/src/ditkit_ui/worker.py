@@ -6,6 +6,7 @@ A request is a line of JSON on its standard input, and so is the answer on its s
 """
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -84,6 +85,8 @@ def main() -> None:
     from ditkit_ui import work
 
     keep_measurements()
+    # What was imported stays, so that no collection goes through it again.
+    gc.freeze()
     while True:
         name, arguments = json.loads(requests.get())
         try:

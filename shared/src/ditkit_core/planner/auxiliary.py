@@ -6,9 +6,9 @@ plan cannot diverge from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ditkit_core.planner.measurement_cache import (
     module_key,
     step_key,
 )
-from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
+from ditkit_core.planner.memory_tracker import MemoryTracker, TooMuchMemory, fake_tensors
 from ditkit_core.planner.planned_step import Size, StepJob
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
 from ditkit_core.training.config import EMAConfig, FlowConfig
@@ -113,20 +113,39 @@ def measure_model(
     dtype: torch.dtype,
     mode: Literal["whole", "layer by layer", "in tiles"] = "whole",
     kind: str = "cuda",
+    limit: int | None = None,
 ) -> MeasuredModel:
     """Measure an auxiliary model on fake tensors: as a whole, layer by layer, or on the largest
-    tile of an input of this size, if it supports that."""
+    tile of an input of this size, if it supports that.
+
+    Raises:
+        TooMuchMemory: If its peak is above the limit, as soon as it is; what a film needs is known
+            after its first frames.
+    """
     module = model.build(dtype)
-    return measured_once(
-        lambda: (measure_model, content_key(model), module_key(module), size, mode, kind),
-        lambda: _measured_module(model, module, size, mode, kind),
-    )
+    key = cache(lambda: (content_key(model), module_key(module), size, mode, kind))
+    least = measured_once(lambda: ("least", *key()), lambda: [0])
+    if limit is not None and least[0] > limit:
+        raise TooMuchMemory(least[0])
+    try:
+        measured = measured_once(
+            lambda: (measure_model, *key()),
+            lambda: _measured_module(model, module, size, mode, kind, limit),
+        )
+    except TooMuchMemory as error:
+        least[0] = error.num_bytes
+        raise
+    if limit is not None and measured.peak > limit:  # it was kept
+        raise TooMuchMemory(measured.peak)
+    return measured
 
 
 def _measured_module(
-    model: AuxiliaryModel, module: nn.Module, size: Size, mode: str, kind: str
+    model: AuxiliaryModel, module: nn.Module, size: Size, mode: str, kind: str, limit: int | None
 ) -> MeasuredModel:
     with fake_tensors(kind) as tracker, torch.no_grad():
+        if limit is not None:
+            tracker.limits[_DEVICE] = limit
         if mode == "layer by layer":
             assert model.run_streamed is not None
             model.run_streamed(module, _DEVICE, lambda: _passing(module, tracker))
@@ -284,9 +303,13 @@ class AuxiliaryPlanner:
         decodings = [
             candidate for candidate in self.decodings if model.tiles or not candidate.tiled
         ] or [WHOLE]
-        for decoding in decodings if room.kind == "cuda" else decodings[:1]:
-            row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
-            if row.fits is not False:
+        *others, last = decodings if room.kind == "cuda" else decodings[:1]
+        left = None if room.available is None else room.available - room.in_use
+        for decoding, limit in (*((other, left) for other in others), (last, None)):
+            with suppress(TooMuchMemory):
+                row = self._row(
+                    model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype, limit=limit
+                )
                 break
         return replace(row, mode=decoding.label)
 
@@ -298,6 +321,7 @@ class AuxiliaryPlanner:
         *,
         tiled: bool = False,
         dtype: torch.dtype | None = None,
+        limit: int | None = None,
     ) -> AuxiliaryRow:
         doing(f"planning the {model.name}")
         streams = self.streaming == "always"
@@ -319,7 +343,7 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
         measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=room.kind)
-        by_size = {size: measure(size, mode=mode) for size in sorted(worst)}
+        by_size = {size: measure(size, mode=mode, limit=limit) for size in sorted(worst)}
         size, measured = max(by_size.items(), key=lambda entry: entry[1].peak)
         return room.row(
             measured.peak,

@@ -56,6 +56,14 @@ def _flops_of_products(*operands: Any, out_val: Any = None, **named: Any) -> int
     return 2 * len(left) * left.shape[1] * right.shape[1]
 
 
+class TooMuchMemory(Exception):
+    """A device has more bytes than a limit."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
 class MemoryTracker(TorchDispatchMode):
     """A dispatch mode that counts the memory of each device while it is active.
 
@@ -63,6 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         live: Bytes by device and purpose.
         peak: The most bytes that were alive at once, by device, since `restart_peak`.
         at_peak: Bytes by device and purpose when the device's peak was reached.
+        limits: Bytes by device; the operation that allocates more raises `TooMuchMemory`.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -76,6 +85,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live: dict[torch.device, Counter[str]] = {}
         self.peak: Counter[torch.device] = Counter()
         self.at_peak: dict[torch.device, Counter[str]] = {}
+        self.limits: dict[torch.device, int] = {}
         self._total: Counter[torch.device] = Counter()
         self._rounding = rounding
         self._purpose = "activations"
@@ -179,6 +189,8 @@ class MemoryTracker(TorchDispatchMode):
         if self._total[device] > self.peak[device]:
             self.peak[device] = self._total[device]
             self.at_peak[device] = Counter(self.live[device])
+            if self._total[device] > self.limits.get(device, math.inf):
+                raise TooMuchMemory(self._total[device])
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._rounding) * self._rounding

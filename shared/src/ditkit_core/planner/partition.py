@@ -298,9 +298,9 @@ def weights_in_words(quantize: str) -> str:
     return "exact weights" if quantize == "none" else f"{quantize} weights"
 
 
-def profiles_of(job: StepJob) -> Callable[..., Profile]:
+def profiles_of(job: StepJob, *, splits: bool = True) -> Callable[..., Profile]:
     """A function from a policy of all blocks to the step's profile, and from a policy and a format
-    of the frozen weights; each is made once."""
+    of the frozen weights; each is made once. `splits` as for `profile`."""
     profiles: list[Profile] = []
 
     @cache
@@ -309,7 +309,8 @@ def profiles_of(job: StepJob) -> Callable[..., Profile]:
         doing(f"planning a training step, checkpointing {policy}{weights}")
         quantize = quantize or job.execution.quantize
         alone = job.with_execution(checkpointing=str(policy), quantize=quantize)
-        profiles.append(profile(alone, like=profiles[0] if profiles else None))
+        like = profiles[0] if profiles else None
+        profiles.append(profile(alone, like=like, splits=splits))
         return profiles[-1]
 
     return profile_of

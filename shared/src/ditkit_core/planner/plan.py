@@ -44,7 +44,7 @@ class StepPlan:
     placement: Placement
     """Device and policy of each block, and the streamed blocks; a loader takes it."""
     profile: Profile
-    """Costs of each stage."""
+    """Costs of each stage; on one device, splits have none."""
     chosen: str
     """One line on the policies that a checkpointing budget chose; empty without one."""
     work: Workload
@@ -151,7 +151,8 @@ def plan(
 def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) -> StepPlan:
     """Plan a step, with all its micro-batches, on the devices of one process; with a layout, of one
     of the ranks that divide it."""
-    profiles, work = profiles_of(job), job.work
+    splits = len(targets.devices) > 1 or job.schedule.uniform is None
+    profiles, work = profiles_of(job, splits=splits), job.work
     profile_of = profiles
     if layout is not None:
         work = work_of_rank(job.work, layout, adapts=not job.trains_all)
@@ -183,7 +184,8 @@ def notes_on_codes(
     it, or without rates."""
     if job.execution.compute == "dtype" or not gpus:
         return
-    exact = profile(job.with_execution(compute="dtype"), like=costs)
+    splits = len(division.blocks) > 1
+    exact = profile(job.with_execution(compute="dtype"), like=costs, splits=splits)
     gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
         costs, division, gpus, work
     )

@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -33,32 +33,38 @@ from ditkit_core.planner.memory_tracker import Kernel, KernelCounts, Meter, fake
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
 from ditkit_core.planner.replicas import RecordedRanks
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
 
-def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = None) -> Profile:
+def profile(
+    job: StepJob, *, of_each: int | None = 3, like: Profile | None = None, splits: bool = True
+) -> Profile:
     """Run the step of a reduced model on fake tensors, and measure the memory of each stage.
 
     The step runs twice: with all stages on one device, and with each on its own, which shows what a
     split there costs and frees. If blocks have different policies, there is a step for each policy,
-    in which all blocks have it. Policies name no devices.
+    in which all blocks have it. Policies name no devices. The optimizer's step, which depends on
+    neither the batch nor the policy, is run without the others.
 
     Args:
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
         like: A profile of the same step, optimizer included, under another policy, or with another
             format of the frozen weights. What depends on neither is taken from it, so that updates,
             and the backward with each stage on its own, need not be run again.
+        splits: Whether the profile is asked for splits or mixed with others. Else what they need is
+            not measured, and is 0: `crossing`, `crossing_back`, `freed_at_cut` and `targets`.
     """
     return measured_once(
-        lambda: (profile, step_key(job), of_each, like),
-        lambda: _measured(job, of_each, like),
+        lambda: (profile, step_key(job), of_each, like, splits),
+        lambda: _measured(job, of_each, like, splits),
     )
 
 
-def _measured(job: StepJob, of_each: int | None, like: Profile | None) -> Profile:
+def _measured(job: StepJob, of_each: int | None, like: Profile | None, splits: bool) -> Profile:
     schedule = job.schedule
     if job.kind == "cpu":
         schedule = schedule.on_the_host()
@@ -74,18 +80,27 @@ def _measured(job: StepJob, of_each: int | None, like: Profile | None) -> Profil
     model = reduced_model(job, of_each=of_each)
     job = job.with_execution(checkpointing=schedule)
     # An optimizer in the backward takes part in its peaks.
-    together = measure(
-        job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward
-    )
+    fused = job.optim.fused_backward
+    together = measure(job, model, [0] * len(model.stages()), updates=fused)
     # Each stage on a device of its own; one without parameters runs on the device of its input.
     has_parameters = [next(stage.parameters(), None) is not None for stage in model.stages()]
     devices = list(accumulate(has_parameters[1:], initial=0))
     # The cost of a split does not depend on other micro-batches, so one is enough.
-    apart = measure(
-        replace(job, micro_batches=1), model, devices, updates=like is None, backward=like is None
-    )
+    alone = replace(job, micro_batches=1)
+    apart = None
+    if like is None and fused:
+        apart = measure(alone, model, devices)
+    elif splits:
+        apart = measure(
+            alone, model, devices, updates=False, passes="both" if like is None else "forward"
+        )
+    updates = None
+    if like is None and fused and apart is not None:
+        updates = _updates(together, apart)
+    elif like is None:
+        updates = _measured_updates(job, model, devices, together.updated)
     return replace(
-        _profile(model, together, apart, like),
+        _profile(model, together, apart, updates, like),
         inputs=sum(
             x.nbytes
             for item in job.batch
@@ -94,6 +109,9 @@ def _measured(job: StepJob, of_each: int | None, like: Profile | None) -> Profil
         trains_all=job.adapter.method == "full",
         updates_in_backward=job.optim.fused_backward and job.micro_batches == 1,
     )
+
+
+Passes = Literal["both", "forward"]
 
 
 @dataclass
@@ -135,6 +153,8 @@ class MeasuredStep:
     update: StageMoment | None = None
     peaks: Counter[int] = field(default_factory=Counter)
     """The peak of the step, by device."""
+    updated: frozenset[str] = frozenset()
+    """Names of the trained parameters that the backward makes a gradient for."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks that recompute."""
 
@@ -145,20 +165,24 @@ def measure(
     stage_devices: Sequence[int],
     *,
     updates: bool = True,
-    backward: bool = True,
+    passes: Passes | Collection[str] = "both",
 ) -> MeasuredStep:
     """Run the second step of a training on fake tensors, for a first and a later micro-batch, and
     record every boundary.
 
     The model is on `meta`; its parameters get new, fake memory on the device of their stage, and
-    keep it. Without `updates`, peaks lack the optimizer's state; without `backward`, only the
-    boundaries of the first forward are recorded.
+    keep it.
+
+    Args:
+        updates: Whether the optimizer steps; else peaks lack its state.
+        passes: Whether forward and backward run, or the first forward alone, or, with the names of
+            some trained parameters, neither: these have a gradient.
     """
     with fake_tensors(job.kind) as meter:
         measuring = _Measuring(job, model, meter, stage_devices)
         try:
             with suppress(_ForwardDone):
-                measuring.run(updates=updates, backward=backward)
+                measuring.run(updates=updates, passes=passes)
         except RuntimeError as error:
             if not mixes_devices(error):
                 raise
@@ -244,7 +268,7 @@ class _Measuring:
         self.open: StageMoment | None = None
         self.in_backward: OptimizerInBackward | None = None
 
-    def run(self, *, updates: bool, backward: bool) -> None:
+    def run(self, *, updates: bool, passes: Passes | Collection[str]) -> None:
         job, meter, measured = self.job, self.meter, self.measured
         names = {id(module): name for name, module in self.model.full_model.named_modules()}
         stages = self.model.stages()
@@ -299,15 +323,21 @@ class _Measuring:
                 "micro_batches": min(2, job.micro_batches),
             }
             self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **options)
-        with self.in_backward or nullcontext():
-            measured.end = self._micro_batch(
-                batch, measured.forward, measured.backward, only_forward=not backward
-            )
-            if job.micro_batches > 1:
-                self._micro_batch(batch, [], measured.again)
+        if isinstance(passes, str):
+            with self.in_backward or nullcontext():
+                measured.end = self._micro_batch(
+                    batch, measured.forward, measured.backward, only_forward=passes == "forward"
+                )
+                if job.micro_batches > 1:
+                    self._micro_batch(batch, [], measured.again)
+        else:
+            for name in passes:
+                parameter = trained.optimizer.parameters[name]
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+        read = {name for name, p in trained.optimizer.parameters.items() if p.grad is not None}
+        read |= {*self.in_backward.updated} if self.in_backward else set()
+        measured.updated = frozenset(read)
         if job.uniform:
-            read = {name for name, p in trained.optimizer.parameters.items() if p.grad is not None}
-            read |= {*self.in_backward.updated} if self.in_backward else set()
             measured.static = [self._static(stage, read) for stage in stages]
         if updates:
             measured.update = self._boundary()
@@ -428,13 +458,67 @@ class _Measuring:
         )
 
 
+class Updates(NamedTuple):
+    """What the optimizer's step needs of each stage that is run."""
+
+    optimizer: tuple[int, ...]
+    sums: tuple[int, ...]
+    extra: tuple[int, ...]
+    launches: tuple[int, ...]
+    adds_up: bool
+
+
+def _measured_updates(
+    job: StepJob, model: ReducedModel, devices: Sequence[int], updated: frozenset[str]
+) -> Updates:
+    """Measure the optimizer's step of these parameters, without forward and backward. A page asks
+    for it again after changes of the batch, of a policy, or of the format of frozen weights."""
+    alone = replace(job, batch=(), stored={}, micro_batches=1, flow=FlowConfig()).with_execution(
+        checkpointing="none", quantize="none", compute="dtype"
+    )
+
+    def measured() -> Updates:
+        one = [0] * len(devices)
+        return _updates(*(measure(alone, model, on, passes=updated) for on in (one, devices)))
+
+    return measured_once(
+        lambda: (_measured_updates, step_key(alone), model.indices, updated), measured
+    )
+
+
+def _updates(together: MeasuredStep, apart: MeasuredStep) -> Updates:
+    """The same from a step on one device and one with each stage on its own."""
+    assert together.update is not None
+    update, together_extra = _extra(apart.update), _extra(together.update)[0]
+    costs, devices = together.static, apart.stage_devices
+    # Of the operations that updated all stages, the part of each by its trained tensors; 0 where
+    # that is in the backward.
+    trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
+    launched = together.update.kernels.total()
+    return Updates(
+        optimizer=tuple(cost.optimizer for cost in costs),
+        sums=tuple(cost.sums for cost in costs),
+        extra=tuple(
+            update[device] * (cost.adapters > 0)
+            for cost, device in zip(costs, devices, strict=True)
+        ),
+        launches=tuple(round(launched * number / max(1, sum(trained))) for number in trained),
+        adds_up=2 * together_extra > sum(update.values()) + max(update.values()),
+    )
+
+
 def _profile(
-    model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, like: Profile | None
+    model: ReducedModel,
+    together: MeasuredStep,
+    apart: MeasuredStep | None,
+    updates: Updates | None,
+    like: Profile | None,
 ) -> Profile:
     """The profile of the whole model from the stages that were run; `like` provides the values that
-    were not measured."""
+    were not measured, and without `apart` what a split costs is 0."""
     costs = _stage_costs(together)
-    sent, freed, sent_back = _splits(costs, apart)
+    nothing = [0] * len(costs)
+    sent, freed, sent_back = (nothing,) * 3 if apart is None else _splits(costs, apart)
     costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]
     blocks = [1 + index for index in model.stands_for]
     head = len(costs) - 1
@@ -451,25 +535,15 @@ def _profile(
         crossing=tuple(sent[stage] for stage in (*blocks, head)),
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
         targets=apart.forward[1].activations[apart.stage_devices[head]]
-        if apart.stage_devices[head]
+        if apart and apart.stage_devices[head]
         else 0,
         attention=together.attention,
     )
     if like is None:
-        assert together.update is not None
-        update, together_extra = _extra(apart.update), _extra(together.update)[0]
-        # Of the operations that updated all stages, the part of each by its trained tensors; 0
-        # where that is in the backward.
-        trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
-        launched = together.update.kernels.total()
-        launches = [round(launched * number / max(1, sum(trained))) for number in trained]
-        extras = [
-            (cost.optimizer, cost.sums, update[device] * (cost.adapters > 0), launched)
-            for cost, device, launched in zip(costs, apart.stage_devices, launches, strict=True)
-        ]
-        adds_up = 2 * together_extra > sum(update.values()) + max(update.values())
-        model_profile = replace(model_profile, update_adds_up=adds_up)
-        of_stages = [extras[stage] for stage in (0, *blocks, head)]
+        assert updates is not None
+        model_profile = replace(model_profile, update_adds_up=updates.adds_up)
+        rows = list(zip(*updates[:4], strict=True))
+        of_stages = [rows[stage] for stage in (0, *blocks, head)]
     else:
         model_profile = replace(
             model_profile, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up

@@ -153,9 +153,9 @@ def _added_on(
     after the other, the most."""
     spec, arch = sample_adapters.spec, sample_adapters.arch
     adapters = sample_adapters.opened(fetch=False)
-    model = build_on_meta(spec, arch, precision)
     if not any(adapters):
         return [0] * len(blocks)
+    model = build_on_meta(spec, arch, precision)
     devices = [torch.device("meta", index) for index in range(len(blocks))]
     of_blocks = tuple(device for device, span in zip(devices, blocks, strict=True) for _ in span)
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
