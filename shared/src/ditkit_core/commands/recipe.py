@@ -169,8 +169,8 @@ def _promised(recipes: Sequence[Recipe], flags: Flags, gpus: Sequence[GPU]) -> l
 
 
 def gpus_for(recipe: Recipe, gpus: Sequence[GPU]) -> tuple[GPU, ...]:
-    """Those of these GPUs that a recipe promises to fit, the largest first; empty where it is for
-    more GPUs or larger ones."""
+    """The largest of these GPUs, as many as a recipe promises to fit; empty where it is for more
+    GPUs or larger ones."""
     promised = parse_gpus(recipe.gpus)
     largest = sorted(gpus, key=lambda gpu: -gpu.total)[: len(promised)]
     if len(largest) < len(promised):
