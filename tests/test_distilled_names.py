@@ -5,6 +5,7 @@ import pytest
 from ditkit_core.loading.architecture import distilled_by_name
 from ditkit_core.models.spec import ModelSpec
 from ditkit_flux2.spec import FLUX2
+from ditkit_ltx.spec import LTX
 from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import ZIMAGE
 
@@ -20,6 +21,11 @@ from ditkit_zimage.spec import ZIMAGE
         (FLUX2, "klein-base-4b", "flux-2-klein-4b.safetensors", "klein-4b"),
         (FLUX2, "klein-base-4b", "flux-2-klein-base-4b.safetensors", ""),
         (FLUX2, "klein-4b", "flux-2-klein-4b.safetensors", ""),
+        (LTX, "13b", "files/LTX-Video-0.9.7-distilled", "13b_distilled"),
+        (LTX, "13b", "files/ltxv-13b-0.9.8-distilled.safetensors", "13b_distilled"),
+        (LTX, "13b_i2v", "files/LTX-Video-0.9.7-distilled", "13b_distilled_i2v"),
+        (LTX, "13b", "files/LTX-Video-0.9.7-dev", ""),
+        (LTX, "13b_distilled", "files/LTX-Video-0.9.7-distilled", ""),
         (WAN, "t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", ""),
     ],
 )

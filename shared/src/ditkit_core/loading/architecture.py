@@ -168,14 +168,21 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
 def distilled_by_name(spec: ModelSpec, arch: Any, named: str) -> str:
     """The preset of a distilled model that the name of a base's files has, where another
     architecture was chosen; empty if there is none. Both may have the same shapes, and no file of
-    some models says which it is."""
+    some models says which it is. Of a preset with the chosen one's name and more words, such as
+    `13b_distilled` next to `13b`, the words that are more are enough."""
 
     def parts(name: str) -> set[str]:
         return set(re.split(r"[^a-z0-9]+", name.lower()))
 
     presets, advice = spec.architecture.presets, spec.training.advice
     named_presets = {name: arch for name, arch in presets.items() if parts(name) <= parts(named)}
-    if advice(arch) or arch in named_presets.values():
+    if advice(arch):
+        return ""
+    for chosen in (parts(name) for name, preset_arch in presets.items() if preset_arch == arch):
+        for name, other in presets.items():
+            if advice(other) and chosen < parts(name) and parts(name) - chosen <= parts(named):
+                return name
+    if arch in named_presets.values():
         return ""
     return next((name for name, other in named_presets.items() if advice(other)), "")
 
