@@ -565,7 +565,7 @@ class TestSplit(FullSizeSplitConformance):
     spec = QWEN
     preset = "2.1"
     size = (1, 1024, 1024)
-    few: ClassVar = {"layers": 2}
+    few: ClassVar = {"layers": 4}
     all_blocks = ("full", 3)
     most_apart = 1.1 * 2 * 218e6  # no more than a block
 
@@ -574,8 +574,9 @@ class TestSplit(FullSizeSplitConformance):
             return [self.spec.training.empty_item(arch, self.size, [(512, 768)])]
 
     def crossing(self, arch, cut):
-        """Two streams, their modulations, time, rotary table. One image has no masks."""
-        return 6, 1
+        """Two streams, their modulations, time, rotary table. One image has no masks. Adapters are
+        behind both streams."""
+        return 6, 2
 
 
 @pytest.fixture(scope="module")
