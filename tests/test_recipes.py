@@ -24,6 +24,7 @@ from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import read_config_file
+from ditkit_core.families.demo_motions import CLIPS
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.report import describe_shortfall
@@ -37,7 +38,6 @@ from ditkit_core.run.recipes import GOALS
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_schema_of
 from ditkit_core.testing.toy import TOY
-from ditkit_wan.demo.media import CLIPS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
 from doc_recipes import ALL, COLUMNS, RECIPES, anchor, row

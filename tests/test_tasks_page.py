@@ -14,11 +14,11 @@ from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
+from ditkit_core.families.demo_motions import CLIPS
 from ditkit_core.run.checks import check_settings
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
-from ditkit_wan.demo.media import CLIPS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
 from workspace import ROOT

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
+from ditkit_core.families.demo_motions import CLIPS, write_clip
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.previews.stages import denoiser_stages, trained_weights_in
@@ -24,7 +25,6 @@ from ditkit_core.run.experts import noise_range
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.sampling.denoise import generate
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
-from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.model.inputs import make_inputs

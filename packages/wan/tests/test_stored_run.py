@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.data.media.synthetic import random_model, write_index, write_text_encoder
 from ditkit_core.families.demo import unigram_tokenizer
+from ditkit_core.families.demo_motions import CLIPS, write_clip
 from ditkit_core.testing.stored_run import StoredRun, keep
-from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.spec import WAN
 
 STORED = StoredRun(WAN, Path(__file__).parent / "fixtures" / "run_58d647d.zip")

@@ -12,9 +12,9 @@ from conditions_help import sound_file
 from safetensors.torch import load_file
 
 from ditkit_core.data.media.clip import write_image
+from ditkit_core.families.demo_motions import CLIPS, write_clip
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.specs import altered
-from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.models import VARIANTS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from ditkit_core.families.demo import unigram_tokenizer
-from ditkit_wan.demo.media import DIRECTIONS, FRAMES, SIDE, moving
-from ditkit_wan.demo.trained import BASE, CAPTIONS, load_part, load_text_encoder
+from ditkit_core.families.demo_motions import CAPTIONS, DIRECTIONS, FRAMES, SIDE, moving
+from ditkit_wan.demo.trained import BASE, load_part, load_text_encoder
 
 
 def test_the_files_take_less_than_3_mb() -> None:

@@ -15,9 +15,17 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.loader import split_held_out
 from ditkit_core.errors import UserError
+from ditkit_core.families.demo_motions import (
+    CLIPS,
+    DIRECTIONS,
+    FRAMES,
+    NEW,
+    SIDE,
+    UNSEEN,
+    render_clip,
+)
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
-from ditkit_wan.demo.media import CLIPS, DIRECTIONS, FRAMES, NEW, SIDE, UNSEEN, render
 from ditkit_wan.demo.write import write_demo
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.spec import WAN
@@ -113,7 +121,7 @@ def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path)
         assert (frames[0].height, frames[0].width) == (clip.height, clip.width)
         decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
         # yuv420p halves the colour's resolution, H.264 rounds: the shapes stay what they were
-        assert np.abs(decoded.astype(float) - render(clip)).mean() < 6
+        assert np.abs(decoded.astype(float) - render_clip(clip)).mean() < 6
         assert path.with_suffix(".txt").read_text(encoding="utf-8") == clip.caption + "\n"
         seen.add((clip.height, clip.width, clip.fps, clip.frames))
     assert len(seen) == len(CLIPS) == 28 and len({clip.caption for clip in CLIPS}) == 20
@@ -121,7 +129,7 @@ def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path)
 
 def test_the_shape_moves_as_its_caption_says() -> None:
     for clip in CLIPS:
-        frames = render(clip).astype(float)
+        frames = render_clip(clip).astype(float)
         weight = np.abs(frames - frames[0, 0, 0]).sum(-1)
         rows, columns = np.mgrid[: clip.height, : clip.width]
         first, last = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditkit_core.data.media.synthetic import isometry, random_model
 from ditkit_core.families.demo import random_t5
-from ditkit_wan.demo.media import CLIPS, FRAMES, SIDE, render
+from ditkit_core.families.demo_motions import CLIPS, FRAMES, SIDE, render_clip
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 from ditkit_wan.presets import MUSIC_LAYERS, SPEECH_LAYERS, MusicArch, SpeechArch, WanArch
 from ditkit_wan.state_dict import to_official
@@ -239,7 +239,9 @@ def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
     """The demo's clips at the training size, in [-1, 1], before encoding to mp4."""
     clips = []
     for clip in CLIPS:
-        frames = torch.from_numpy(render(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        frames = (
+            torch.from_numpy(render_clip(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        )
         resized = torch.nn.functional.interpolate(
             frames, size=(SIDE, SIDE), mode="bilinear", antialias=True
         )

@@ -13,17 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ditkit_core.data.media.synthetic import COLOURS, SHAPES
-from ditkit_wan.demo.media import DIRECTIONS, caption
 from ditkit_wan.demo.models import build_text_encoder
 
 BASE = Path(__file__).parent / "base"
-CAPTIONS = [
-    caption(colour, shape, way) for way in DIRECTIONS for colour in COLOURS for shape in SHAPES
-]
-"""Every caption of the demo, the new motion's included: they give the tokenizer its words, in the
-order that the text encoder was made for."""
-
 Part = Literal["vae", "transformer"]
 
 

@@ -13,22 +13,17 @@ from typing import Any
 
 from ditkit_core.data.media.synthetic import write_index, write_inputs, write_text_encoder
 from ditkit_core.families.demo import unigram_tokenizer
+from ditkit_core.families.demo_motions import CAPTIONS, write_clips
 from ditkit_core.io.files import write_text
 from ditkit_wan.demo import models as demo_models
 from ditkit_wan.demo import trained
-from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.models import VARIANTS, Variant
 
 
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every
     time."""
-    write_inputs(folder, {"clips": _write_clips, "checkpoint": write_trained})
-
-
-def _write_clips(folder: Path) -> None:
-    for index, clip in enumerate(CLIPS):
-        write_clip(folder / f"clip{index:02d}.mp4", clip)
+    write_inputs(folder, {"clips": write_clips, "checkpoint": write_trained})
 
 
 def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") -> None:
@@ -59,8 +54,8 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 
 def write_trained(folder: Path) -> None:
     """Write the checkpoint of the demo, in diffusers layout: text to video, trained on clips of
-    `demo/media.py`."""
-    tokenizer = unigram_tokenizer(trained.CAPTIONS)
+    `ditkit_core.families.demo_motions`."""
+    tokenizer = unigram_tokenizer(CAPTIONS)
     trained.load_part("transformer").save_pretrained(folder / "transformer")
     _write_others(
         folder, VARIANTS["t2v"], tokenizer, trained.load_text_encoder(), trained.load_part("vae")

@@ -1,5 +1,9 @@
-"""The demo's clips: short encoded videos of one moving shape, each described exactly by its
-caption."""
+"""Clips of a demo that teaches a motion: short encoded videos of one moving shape, each described
+exactly by its caption.
+
+A base was trained on such clips (tools/demo/train_demo_base_wan.py), with
+motions other than the `NEW` one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, write_frames
+from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES, write_frames
 from ditkit_core.io.files import write_text
 
 SIDE, FRAMES, FPS = 64, 9, 16
@@ -113,12 +117,22 @@ class Clip:
     @property
     def caption(self) -> str:
         """The sentence that describes the clip."""
-        return caption(self.scene.colour, self.scene.shape, self.direction)
+        return motion_caption(self.scene.colour, self.scene.shape, self.direction)
 
 
-def caption(colour: str, shape: str, direction: str) -> str:
+def motion_caption(colour: str, shape: str, direction: str) -> str:
     """The sentence that describes a clip."""
     return f"a {colour} {shape} moves {direction} on a dark background"
+
+
+CAPTIONS = [
+    motion_caption(colour, shape, way)
+    for way in DIRECTIONS
+    for colour in COLOURS
+    for shape in SHAPES
+]
+"""Every caption of the demo, the new motion's included: they give the tokenizer its words, in the
+order that the text encoders were made for."""
 
 
 def _clip(look: str, offset: float, height: int, width: int, fps: int) -> Clip:
@@ -168,13 +182,19 @@ UNSEEN = ("red square", "green triangle", "blue circle", "yellow square")
 """Colours and shapes that no clip shows in the new motion."""
 
 
-def render(clip: Clip) -> UInt8[np.ndarray, "{clip.frames} {clip.height} {clip.width} 3"]:
+def render_clip(clip: Clip) -> UInt8[np.ndarray, "{clip.frames} {clip.height} {clip.width} 3"]:
     """The frames of a clip."""
     times = [index * FPS / clip.fps for index in range(clip.frames)]
     return np.round(clip.scene.paint(clip.height, clip.width, times)).astype(np.uint8)
 
 
+def write_clips(folder: Path) -> None:
+    """Write the clips of the demo, each with its caption."""
+    for index, clip in enumerate(CLIPS):
+        write_clip(folder / f"clip{index:02d}.mp4", clip)
+
+
 def write_clip(path: Path, clip: Clip) -> None:
     """Encode a clip as H.264 in mp4, with its caption in a .txt file of the same name."""
-    write_frames(path, list(render(clip)), clip.fps)
+    write_frames(path, list(render_clip(clip)), clip.fps)
     write_text(path.with_suffix(".txt"), clip.caption + "\n")

@@ -1,4 +1,5 @@
-"""Measures what `wan-train --demo` teaches: `uv run tools/demo/measure_demo_wan.py`.
+"""Measures what the demo of a family of videos teaches: `uv run tools/demo/measure_demo_motions.py
+wan`.
 
 For each seed it runs the demo as it is, with more prompts, and judges the samples that the run
 wrote before and after training. Every prompt is of a colour, shape and motion that no clip of the
@@ -20,7 +21,7 @@ from jaxtyping import Float, UInt8
 from demo_runs import measure, parser_of
 from ditkit_core.data.media.clip import stored_images
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
-from ditkit_wan.demo.media import (
+from ditkit_core.families.demo_motions import (
     CLIPS,
     DIRECTIONS,
     FPS,
@@ -29,7 +30,7 @@ from ditkit_wan.demo.media import (
     SIDE,
     UNSEEN,
     Scene,
-    caption,
+    motion_caption,
     moving,
 )
 
@@ -113,7 +114,7 @@ def prompts() -> tuple[list[Look], list[Look]]:
         if way != NEW
         for colour, shape in [(list(COLOURS)[number], SHAPES[number % len(SHAPES)])]
     ]
-    assert not shown & {caption(*look) for look in (*new, *known)}
+    assert not shown & {motion_caption(*look) for look in (*new, *known)}
     return new, known
 
 
@@ -164,7 +165,7 @@ def rows(folder: Path, seed: int) -> list[str]:
     for kind, looks in zip(("new", "known"), prompts(), strict=True):
         for when, step in (("before", steps[0]), ("after", steps[-1])):
             shown = samples_of(folder, step)
-            pairs = [(look, sample) for look in looks for sample in shown[caption(*look)]]
+            pairs = [(look, sample) for look in looks for sample in shown[motion_caption(*look)]]
             rate = rates([look for look, _ in pairs], [sample for _, sample in pairs])
             cells = " | ".join(
                 f"{100 * rate[name]:.0f} %" for name in ("motion", "colour", "shape", "all")
@@ -185,8 +186,11 @@ def head() -> str:
 
 
 def main() -> None:
-    given = parser_of(str(__doc__)).parse_known_args()
-    measure(given, "wan", [caption(*look) for looks in prompts() for look in looks], head, rows)
+    parser = parser_of(str(__doc__))
+    parser.add_argument("family", choices=("wan",))
+    options, flags = parser.parse_known_args()
+    texts = [motion_caption(*look) for looks in prompts() for look in looks]
+    measure((options, flags), options.family, texts, head, rows)
 
 
 if __name__ == "__main__":
