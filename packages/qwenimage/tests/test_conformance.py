@@ -35,7 +35,7 @@ from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.suites import EverySuite
@@ -570,6 +570,13 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(TrainedBaseChecks):
+    spec = QWENIMAGE
+    vae = VAE
+    text_encoder = "Qwen2_5_VLForConditionalGeneration"
+    layers = (1, 2)
 
 
 @pytest.mark.slow  # minutes

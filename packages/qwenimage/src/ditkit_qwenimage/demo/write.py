@@ -1,8 +1,8 @@
-"""The demo's inputs: a complete tiny Qwen-Image checkpoint with random weights, and captioned images
-of simple shapes.
+"""The demo's inputs: a complete tiny Qwen-Image checkpoint, and captioned images.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
-layout.
+layout. Its transformer was trained on generated shapes by tools/demo/train_demo_base_qwenimage.py;
+the VAE is the one in Krea 2's demo. Their weights are part of the package, in bf16.
 """
 
 import re
@@ -15,13 +15,15 @@ from ditkit_core.data.media.synthetic import (
     write_inputs,
     write_text_encoder,
 )
-from ditkit_core.families.demo import word_tokenizer, write_vae
+from ditkit_core.families.demo import save_trained, separate_words, word_tokenizer
 from ditkit_core.families.demo_places import CAPTIONS, write_dataset
 from ditkit_qwenimage.encoders import SYSTEM, VAE
 from ditkit_qwenimage.presets import QwenImageArch, config_of
 
-ARCH = QwenImageArch(dim=64, heads=2, layers=3, text_dim=32, axes=(8, 12, 12))
+ARCH = QwenImageArch(dim=72, heads=3, layers=4, text_dim=32, axes=(8, 8, 8))
 """The tiny transformer."""
+WEIGHTS = Path(__file__).parent / "base"
+"""The trained weights of the checkpoint."""
 
 
 def write_demo(folder: Path) -> None:
@@ -32,14 +34,10 @@ def write_demo(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     """Write the complete tiny checkpoint in diffusers layout."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    write_text_encoder(folder, build_text_encoder(tokenizer), tied="lm_head.weight")
-    write_vae(folder, VAE)
-    transformer = random_model("transformer", QwenImageTransformer2DModel, **config_of(ARCH))
-    transformer.save_pretrained(folder / "transformer")
+    write_text(folder)
+    save_trained(folder, WEIGHTS, vae=build_vae(), transformer=build_transformer())
     FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -58,6 +56,13 @@ def write_checkpoint(folder: Path) -> None:
     write_index(folder, "QwenImagePipeline", index)
 
 
+def write_text(folder: Path) -> None:
+    """Write the tokenizer and the text encoder, which are not trained."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_text_encoder(folder, build_text_encoder(tokenizer), tied="lm_head.weight")
+
+
 def build_tokenizer() -> Any:
     """A tokenizer that has as many tokens for the template as the published one."""
     words = re.sub(r"[,:]", "", SYSTEM)
@@ -67,7 +72,7 @@ def build_tokenizer() -> Any:
 
 
 def build_text_encoder(tokenizer: Any) -> Any:
-    """A Qwen2.5-VL of three thin layers."""
+    """A Qwen2.5-VL of three thin layers, whose features of a word are its embedding."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     reading = {
@@ -89,4 +94,24 @@ def build_text_encoder(tokenizer: Any) -> Any:
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         architectures=["Qwen2_5_VLForConditionalGeneration"], dtype="float32",
     )  # fmt: skip
-    return random_model("text encoder", Qwen2_5_VLForConditionalGeneration, config)
+    model = random_model("text encoder", Qwen2_5_VLForConditionalGeneration, config)
+    separate_words(model.model.language_model, tokenizer, CAPTIONS)
+    return model
+
+
+def build_vae() -> Any:
+    """A VAE of few channels, untrained."""
+    from diffusers import AutoencoderKLQwenImage
+
+    return random_model(
+        "vae", AutoencoderKLQwenImage, base_dim=16, dim_mult=[1, 1, 2, 2], num_res_blocks=1,
+        z_dim=ARCH.in_channels, latents_mean=[0.0] * ARCH.in_channels,
+        latents_std=[1.0] * ARCH.in_channels,
+    )  # fmt: skip
+
+
+def build_transformer() -> Any:
+    """The tiny transformer, untrained."""
+    from diffusers import QwenImageTransformer2DModel
+
+    return random_model("transformer", QwenImageTransformer2DModel, **config_of(ARCH))
