@@ -33,7 +33,7 @@ def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan"])
+@pytest.mark.parametrize("family", ["ltx", "wan"])
 @pytest.mark.timeout(900)  # of a machine that does much else
 def test_the_demo_teaches_the_new_motion_and_keeps_the_known_ones(
     family: str, tmp_path: Path

@@ -1,5 +1,5 @@
 """Measures what the demo of a family of videos teaches: `uv run tools/demo/measure_demo_motions.py
-wan`.
+wan`, or ltx.
 
 For each seed it runs the demo as it is, with more prompts, and judges the samples that the run
 wrote before and after training. Every prompt is of a colour, shape and motion that no clip of the
@@ -187,7 +187,7 @@ def head() -> str:
 
 def main() -> None:
     parser = parser_of(str(__doc__))
-    parser.add_argument("family", choices=("wan",))
+    parser.add_argument("family", choices=("ltx", "wan"))
     options, flags = parser.parse_known_args()
     texts = [motion_caption(*look) for looks in prompts() for look in looks]
     measure((options, flags), options.family, texts, head, rows)

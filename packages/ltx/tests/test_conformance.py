@@ -3,17 +3,22 @@ latents, samples, adapters."""
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
 from ditkit_core.commands import cli
+from ditkit_core.data.media.synthetic import COLOURS, SHAPES
 from ditkit_core.errors import UserError
+from ditkit_core.families.demo_motions import CLIPS, DIRECTIONS, FRAMES, SIDE, moving
 from ditkit_core.families.first_frame import first_frame_mask
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.io.rng import generator
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.encoders import WHOLE, GenerationRequest
@@ -34,14 +39,14 @@ from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import BaseFilesChecks, Demo
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
 from ditkit_ltx.demo.write import ARCH as DEMO
 from ditkit_ltx.demo.write import write_checkpoint
-from ditkit_ltx.encoders import seconds_of
+from ditkit_ltx.encoders import VAE, seconds_of
 from ditkit_ltx.model import LtxTransformer, make_inputs
 from ditkit_ltx.presets import PRESETS, LtxArch, arch_from_config, config_of
 from ditkit_ltx.spec import LTX, distilled_levels
@@ -445,6 +450,37 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(BaseFilesChecks):
+    spec = LTX
+    most_bytes = 3_600_000
+
+    def test_the_vae_reproduces_other_clips_at_22_db(self, demo: Demo) -> None:
+        vae = DiffusersVae(VAE, ModelPaths(base=str(demo.inputs / "checkpoint")), CPU)
+        vae.load()
+        shown, looks, wrong = {clip.scene for clip in CLIPS}, product(SHAPES, DIRECTIONS), []
+        for number, (shape, way) in enumerate(looks):
+            scene = moving(list(COLOURS)[number % 4], shape, way, 1.3 * number - 9.1)
+            assert scene not in shown
+            painted = torch.from_numpy(np.round(scene.paint(SIDE, SIDE, range(FRAMES))))
+            pixels = painted.float().movedim(-1, 0) / 255
+            decoded = vae.decode(vae.encode([pixels * 2 - 1])[0]["latents"])
+            wrong.append(float((decoded - pixels).square().mean()))
+        assert -10 * np.log10(np.mean(wrong)) >= 22
+
+    def test_words_of_captions_are_orthogonal_and_the_layers_leave_them_alone(
+        self, demo: Demo
+    ) -> None:
+        paths = ModelPaths(base=str(demo.inputs / "checkpoint"))
+        encoder = LTX.auxiliary.text_encoder(paths, CPU, torch.float32, "never")
+        encoder.load()
+        words = encoder.encode(["a red circle moves diagonally on a dark background"])[0]["text"]
+        unlike = [0, 1, 2, 3, 4, 5, 7, 8, 9]  # the seventh word is the first one
+        expected = words.shape[1] * torch.eye(len(unlike))
+        products = words[unlike] @ words[unlike].T
+        torch.testing.assert_close(products, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(words[6], words[0], rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -203,6 +203,19 @@ def random_t5(kind: str, vocabulary_size: int, *, width: int) -> Any:
     return random_model("text encoder", encoder, config)
 
 
+@torch.no_grad()
+def separate_pieces(encoder: Any, tokenizer: Any) -> None:
+    """Change the layers of a T5 of random weights, so that the features of a word are its
+    embedding, because its layers add nothing, and that the embeddings of the words and of the end of
+    a caption are orthogonal; `tokenizer` is a `unigram_tokenizer`."""
+    for name, weight in encoder.named_parameters():
+        if name.endswith(("o.weight", "wo.weight")):
+            weight.zero_()
+    pieces, width = tokenizer.convert_ids_to_tokens(range(len(tokenizer))), encoder.config.d_model
+    ids = [i for i, piece in enumerate(pieces) if piece == "</s>" or piece[0] == "▁" != piece]
+    encoder.shared.weight[ids] = torch.eye(width)[: len(ids)] * width**0.5
+
+
 def save_trained(folder: Path, weights: Path, **models: Any) -> None:
     """Save models of diffusers into the folders of their names, such as `vae` and `transformer`,
     with the trained weights that `weights` has as `vae.safetensors` and so on."""

@@ -1,7 +1,7 @@
 """Clips of a demo that teaches a motion: short encoded videos of one moving shape, each described
 exactly by its caption.
 
-A base was trained on such clips (tools/demo/train_demo_base_wan.py), with
+A base was trained on such clips (tools/demo/train_demo_base_wan.py, train_demo_base_ltx.py), with
 motions other than the `NEW` one.
 """
 

@@ -184,16 +184,11 @@ def check_separate_words(
     )
 
 
-class TrainedBaseChecks:
-    """Checks of the trained base of a demo that teaches a place. Inherit, set what has no value
-    here, and have a fixture `demo` of the module: `Demo.write(spec, folder)`."""
+class BaseFilesChecks:
+    """Checks of the files of a demo's trained base. Inherit, set what has no value here, and have a
+    fixture `demo` of the module: `Demo.write(spec, folder)`."""
 
     spec: ClassVar[ModelSpec]
-    vae: ClassVar[VaeFamily]
-    text_encoder: ClassVar[str]
-    """Its class in transformers."""
-    layers: ClassVar[tuple[int, ...]]
-    """As of `check_separate_words`."""
     most_bytes: ClassVar[int] = 3_200_000
     """Of all weights."""
 
@@ -210,6 +205,16 @@ class TrainedBaseChecks:
             assert stored.keys() == written.keys()
             for name, tensor in stored.items():
                 assert torch.equal(written[name], tensor.to(written[name].dtype)), name
+
+
+class TrainedBaseChecks(BaseFilesChecks):
+    """Checks of the trained base of a demo that teaches a place; to inherit likewise."""
+
+    vae: ClassVar[VaeFamily]
+    text_encoder: ClassVar[str]
+    """Its class in transformers."""
+    layers: ClassVar[tuple[int, ...]]
+    """As of `check_separate_words`."""
 
     def test_the_vae_reproduces_other_images_at_30_db(self, demo: Demo) -> None:
         assert decibels_of_places(self.vae, demo.inputs / "checkpoint") >= 30

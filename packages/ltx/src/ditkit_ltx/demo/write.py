@@ -1,8 +1,8 @@
-"""The demo's inputs: a complete tiny LTX-Video checkpoint with random weights, and captioned clips of
-simple shapes.
+"""The demo's inputs: a complete tiny LTX-Video checkpoint, and captioned clips.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
-layout.
+layout. Its VAE and transformer were trained on generated clips by tools/demo/train_demo_base_ltx.py;
+their weights are part of the package, in bf16.
 """
 
 from pathlib import Path
@@ -15,44 +15,35 @@ from ditkit_core.data.media.synthetic import (
     write_text_encoder,
 )
 from ditkit_core.families.demo import (
-    CAPTIONS,
     random_t5,
+    save_trained,
+    separate_pieces,
     unigram_tokenizer,
-    write_shapes,
-    write_vae,
 )
-from ditkit_ltx.encoders import FPS, FRAMES, VAE
+from ditkit_core.families.demo_motions import CAPTIONS, write_clips
+from ditkit_ltx.encoders import VAE
 from ditkit_ltx.presets import LtxArch, config_of
 
-ARCH = LtxArch(dim=64, heads=4, layers=2, in_channels=16, text_dim=32)
+ARCH = LtxArch(dim=96, heads=4, layers=4, in_channels=48, text_dim=32)
 """The tiny transformer."""
-_STAGES = 4
+WEIGHTS = Path(__file__).parent / "base"
+"""The trained weights of the checkpoint."""
+_WIDTHS, _LAYERS = (24,) * 4, (1,) * 5
 
 
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every
     time."""
-    write_inputs(
-        folder,
-        {"clips": lambda clips: write_shapes(clips, FRAMES, FPS), "checkpoint": write_checkpoint},
-    )
+    write_inputs(folder, {"clips": write_clips, "checkpoint": write_checkpoint})
 
 
 def write_checkpoint(folder: Path, causal: bool = False) -> None:
     """Write the complete tiny checkpoint in diffusers layout: of a model up to 0.9.1 whose VAE
     decodes with a noise level, or (`causal`) of a later one."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
-    tokenizer = unigram_tokenizer(CAPTIONS)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    write_text_encoder(
-        folder,
-        random_t5("T5", len(tokenizer), width=ARCH.text_dim),
-        tied="encoder.embed_tokens.weight",
-    )
-    write_vae(folder, VAE, sizes())
-    transformer = random_model("transformer", LTXVideoTransformer3DModel, **config_of(ARCH))
-    transformer.save_pretrained(folder / "transformer")
+    write_text(folder)
+    save_trained(folder, WEIGHTS, vae=build_vae(), transformer=build_transformer())
     scheduler = {} if causal else SCHEDULER
     FlowMatchEulerDiscreteScheduler(**scheduler).save_pretrained(folder / "scheduler")
     index = {
@@ -76,14 +67,28 @@ SCHEDULER = {
 """Of the published models up to 0.9.1."""
 
 
-def sizes() -> dict[str, Any]:
-    """Arguments of a VAE with the published strides and thin layers."""
-    widths, layers = (8,) * _STAGES, (1,) * (_STAGES + 1)
-    return {
-        "latent_channels": ARCH.in_channels,
-        "block_out_channels": widths,
-        "decoder_block_out_channels": widths,
-        "layers_per_block": layers,
-        "decoder_layers_per_block": layers,
-        "timestep_conditioning": True,
-    }
+def write_text(folder: Path) -> None:
+    """Write the tokenizer and the text encoder, which are not trained."""
+    tokenizer = unigram_tokenizer(CAPTIONS)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    encoder = random_t5("T5", len(tokenizer), width=ARCH.text_dim)
+    separate_pieces(encoder, tokenizer)
+    write_text_encoder(folder, encoder, tied="encoder.embed_tokens.weight")
+
+
+def build_vae() -> Any:
+    """A VAE with the published strides and thin layers, untrained."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    return random_model(
+        "vae", AutoencoderKLLTXVideo, latent_channels=ARCH.in_channels,
+        block_out_channels=_WIDTHS, decoder_block_out_channels=_WIDTHS,
+        layers_per_block=_LAYERS, decoder_layers_per_block=_LAYERS, timestep_conditioning=True,
+    )  # fmt: skip
+
+
+def build_transformer() -> Any:
+    """The tiny transformer, untrained."""
+    from diffusers import LTXVideoTransformer3DModel
+
+    return random_model("transformer", LTXVideoTransformer3DModel, **config_of(ARCH))
