@@ -138,7 +138,7 @@ def families_in(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "pattern", "holds"),
     [
-        ("README.md", r"bases of (.*?) are random", has_random_demo),
+        ("README.md", r"the base of (.*?) is random", has_random_demo),
         ("README.md", r"\(images, but for (.*?)\)", makes_clips),
         ("docs/configuration.md", r"All but (.*?) take a folder of images", makes_clips),
         ("docs/tasks.md", r"For (.*?), photographs are clips", makes_clips),
