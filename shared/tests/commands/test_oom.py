@@ -219,7 +219,7 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(
         partition,
         "profile",
-        lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch)),
+        lambda job, **unused: made_profile(str(job.schedule), job.quantize, work=len(job.batch)),
     )
     monkeypatch.setattr(targets, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}

@@ -270,7 +270,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(
     machine(*(gpu.total / GIB for gpu in parse_gpus(named)))
     made, jobs = partition.profile, []
 
-    def once(job, like=None):
+    def once(job, **unused):
         jobs.append(
             {
                 **vars(job),
@@ -304,7 +304,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(
 
 def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
-    monkeypatch.setattr(partition, "profile", lambda job, like=None: pytest.fail("was planned"))
+    monkeypatch.setattr(partition, "profile", lambda job, **unused: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__split_points=(2,))
     assert place_run(run, unloaded_of(run), training=True).split_points == (2,)
 
