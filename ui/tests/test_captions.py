@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from ditkit_core.data.caption_files import CaptionFiles
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.list_text import RowEdit
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
@@ -29,7 +32,11 @@ class Edits(CaptionEdits):
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {file.name: file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())}
+    """What is in the files of a folder, without the locks next to lists, which are empty."""
+    files = {file.name: file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())}
+    locks = {name for name in files if name.startswith(".") and name.endswith(".lock")}
+    assert not any(files[name] for name in locks)
+    return {name: text for name, text in files.items() if name not in locks}
 
 
 def test_edits_are_undone_one_after_the_other_also_of_files_that_were_not_there(
@@ -150,6 +157,55 @@ def test_edits_at_the_same_moment_are_one_after_the_other(
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda change: edits.write({}, {str(file): [change]}), changes))
     assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == ["1", "2"]
+
+
+@pytest.mark.parametrize("first", ["page", "undo", "command"])
+def test_a_list_is_written_by_the_page_or_by_the_command_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Neither loses what the other writes into other rows between its reading and its writing.
+    Threads stand in for processes: each has a lock of its own."""
+    path = tmp_path / "metadata.jsonl"
+    names = ("a.png", "b.png")
+    for name in names:
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    path.write_text("".join(json.dumps({"file_name": name}) + "\n" for name in names))
+    edits = Edits(tmp_path)
+    if first == "undo":
+        edits.write({}, {str(path): [RowEdit(0, "a.png", "", "removed again")]})
+    files = CaptionFiles(tmp_path, DataConfig(folder=str(tmp_path)), (), edits=False)
+    item = next(item for item in files.items if item.name == "b.png")
+
+    def page() -> None:
+        if first == "undo":
+            assert edits.undo()
+        else:
+            edits.write({}, {str(path): [RowEdit(0, "a.png", "", "a person's")]})
+
+    def command() -> None:
+        assert files.write([(item, "a model's")], "settings") == []
+
+    begun, done = threading.Event(), threading.Event()
+
+    def slowly(path: Path, text: str) -> None:
+        begun.set()
+        done.wait(0.3)  # the other waits, as it should: it is done later
+        write_text(path, text)
+
+    def other() -> None:
+        begun.wait(10)
+        (page if first == "command" else command)()
+        done.set()
+
+    of_command = "ditkit_core.data.caption_files.write_text"
+    slow = of_command if first == "command" else "ditkit_ui.captions.write_text"
+    monkeypatch.setattr(slow, slowly)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(other)
+        (command if first == "command" else page)()
+        second.result()
+    captions = [json.loads(line).get("text", "") for line in path.read_text().splitlines()]
+    assert captions == ["" if first == "undo" else "a person's", "a model's"]
 
 
 def test_columns_of_the_same_name_are_refused_before_one_is_lost(tmp_path: Path) -> None:

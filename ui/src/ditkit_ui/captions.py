@@ -2,16 +2,19 @@
 undone."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ditkit_core.data.discovery import CAPTION_SUFFIXES
 from ditkit_core.data.list_text import RowEdit, edited_list, list_rows, row_caption
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text, write_text
+from ditkit_core.io.locks import alone_with
 from ditkit_ui import texts
 from ditkit_ui.folders import OpenedFolders
 
@@ -73,7 +76,7 @@ class CaptionEdits:
             if (pair[0] or "") != pair[1]
         }
         count = len(edits)
-        with self._lock:
+        with self._alone_with_lists(map(self._opened.checked, rows)):
             self.note_changes()
             for file, changes in rows.items():
                 path, changes = self._opened.checked(file), [*filter(_differs, changes)]
@@ -102,13 +105,22 @@ class CaptionEdits:
                 self._undos.append(partial(self._undo, edits))
 
     def _undo(self, edits: Mapping[Path, tuple[str | None, str | None]]) -> bool:
-        with self._lock:
+        with self._alone_with_lists(edits):
             self._write({file: (after, before or "") for file, (before, after) in edits.items()})
             for file, (before, _) in edits.items():
                 if before is None:
                     file.unlink()
             self._watch_again(edits)
         return True
+
+    @contextmanager
+    def _alone_with_lists(self, files: Iterable[Path]) -> Iterator[None]:
+        """Run the block while nobody else reads and rewrites the lists among some files, in this
+        process or in a command."""
+        with self._lock, ExitStack() as locks:
+            for file in sorted({file for file in files if file.suffix not in CAPTION_SUFFIXES}):
+                locks.enter_context(alone_with(file))
+            yield
 
     def _watch_again(self, files: Iterable[Path]) -> None:
         """What was written here is no change of a command."""

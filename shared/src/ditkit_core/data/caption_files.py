@@ -38,6 +38,7 @@ from ditkit_core.data.metadata import (
 from ditkit_core.data.references import references_by_name
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside, read_text, write_text
+from ditkit_core.io.locks import alone_with
 from ditkit_core.models.conditions import Column
 
 RECORD_NAME = ".ditkit-captions"
@@ -153,15 +154,18 @@ class CaptionFiles:
             for item, caption in kept:
                 write_text(self.folder / self.side_files[item.name], f"{caption}\n")
         else:
-            text = read_list(self._reader, self.list_path)
-            rows = list_rows(self.list_path, text)
-            changed = [
-                item for item, _ in captions if caption_now(rows, item.row, item.name) != item.text
-            ]
-            kept = [pair for pair in captions if pair[0] not in changed]
-            by_row = {item.row: caption for item, caption in kept if item.row is not None}
-            if by_row:
-                write_text(self.list_path, with_captions(self.list_path, text, by_row))
+            with alone_with(self.list_path):  # the page writes other rows of it
+                text = read_list(self._reader, self.list_path)
+                rows = list_rows(self.list_path, text)
+                changed = [
+                    item
+                    for item, _ in captions
+                    if caption_now(rows, item.row, item.name) != item.text
+                ]
+                kept = [pair for pair in captions if pair[0] not in changed]
+                by_row = {item.row: caption for item, caption in kept if item.row is not None}
+                if by_row:
+                    write_text(self.list_path, with_captions(self.list_path, text, by_row))
         lines = []
         for item, caption in kept:
             self.written[item.name] = WrittenCaption(_digest(caption), settings)

@@ -23,10 +23,10 @@ from torch import Tensor
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, changes_since_first
 from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.data.media.sound import sound_changes_since_first
-from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import atomic_write, file_hash, json_part, write_text
+from ditkit_core.io.locks import alone_with
 
 _SETTLED_NANOSECONDS = 2_000_000_000
 """Files that changed more recently may change again without another modification time (FAT stores
