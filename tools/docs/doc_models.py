@@ -21,6 +21,8 @@ from ditkit_zimage.spec import ZIMAGE
 
 SPECS = (WAN, FLUX2, FLUX3, KREA2, LTX, QWEN, QWENIMAGE, ZIMAGE)
 LICENCES = {
+    "black-forest-labs/FLUX.2-klein-4B": "Apache 2.0",
+    "black-forest-labs/FLUX.2-klein-9B": "FLUX Non-Commercial",
     "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
     "black-forest-labs/FLUX.2-klein-base-9B": "FLUX Non-Commercial",
     "black-forest-labs/FLUX.2-dev": "FLUX Non-Commercial",

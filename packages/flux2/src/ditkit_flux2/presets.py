@@ -79,7 +79,9 @@ PRESETS = {
 }
 HUB_PRESETS = {
     "black-forest-labs/FLUX.2-dev": "dev",
+    "black-forest-labs/FLUX.2-klein-9B": "klein-9b",
     "black-forest-labs/FLUX.2-klein-base-9B": "klein-base-9b",
+    "black-forest-labs/FLUX.2-klein-4B": "klein-4b",
     "black-forest-labs/FLUX.2-klein-base-4B": "klein-base-4b",
 }
 """The presets of published models, by hub id."""
