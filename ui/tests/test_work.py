@@ -16,6 +16,7 @@ from stand_in_hub import stand_in_hub
 from ditkit_core.data.media.clip import write_video
 from ditkit_core.errors import UserError
 from ditkit_ui import work
+from ditkit_ui.run_file import RunFile
 
 
 def pictures(folder: Path, *names: str) -> None:
@@ -101,6 +102,37 @@ def test_an_excluded_file_is_a_row_with_its_caption(tmp_path: Path) -> None:
     assert (rows["b.png"]["text"], rows["b.png"]["reason"]) == ("of b", "left out by data.exclude")
     assert rows["b.png"]["excluded"] and rows["b.png"]["id"] == "b.png"
     assert not rows["a.png"]["excluded"] and rows["a.png"]["trained"]
+
+
+def test_names_of_files_that_are_gone_are_said_and_can_be_removed(tmp_path: Path) -> None:
+    """Also with several folders, whose names come before the files'."""
+    for folder in (tmp_path / "photos", tmp_path / "more"):
+        pictures(folder, "a.png", "b.png")
+        for name in "ab":
+            (folder / f"{name}.txt").write_text(f"of {name}")
+    (tmp_path / "photos" / "b.png").unlink()
+    file, base = tmp_path / "run.toml", '[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n'
+    folders = [str(tmp_path / "photos"), str(tmp_path / "more")]
+    file.write_text(
+        f"{base}[data]\nfolders = {json.dumps(folders)}\nrepeats = [1, 1]\n"
+        'exclude = ["photos/b.png", "more/b.png"]\ncrops = ["photos/a.png=0,1", "more/c.png=0,1"]\n'
+    )
+    read = work.dataset("zimage", str(file))
+    assert (
+        "data.exclude has 'photos/b.png', which the dataset does not have"
+        in read["stale"]["reason"]
+    )
+    assert read["stale"]["settings"] == {
+        "data.exclude": ["more/b.png"],
+        "data.crops": ["photos/a.png=0,1"],
+    }
+    rows = {row["id"]: row for row in read["rows"]}
+    assert rows.keys() == {"photos/a.png", "more/a.png", "more/b.png"} and read["notes"] == []
+    assert rows["more/b.png"]["excluded"] and rows["photos/a.png"]["crop"] == (0.0, 1.0)
+    assert rows["photos/a.png"]["caption"], "can be written"
+    run_file = RunFile(file)
+    run_file.set(read["stale"]["settings"])
+    assert work.dataset("zimage", str(file))["stale"] is None
 
 
 def test_masks_and_references_are_with_their_picture_and_no_samples(tmp_path: Path) -> None:

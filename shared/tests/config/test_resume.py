@@ -13,6 +13,7 @@ from ditkit_core.config.removed import REMOVED
 from ditkit_core.config.resume import ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_fields, config_values
 from ditkit_core.config.toml import read_config_file
+from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
 
@@ -26,6 +27,7 @@ class Keys:
     rank: int = setting(16, resume="refused")
     targets: tuple[str, ...] = setting(("q",), resume="refused")
     targets_low: tuple[str, ...] = setting((), resume="refused", part_of="targets")
+    files: tuple[str, ...] = setting(("a", "b"), resume="refused", is_set=True)
     alpha: float | None = setting(None, resume="refused")
     kernels: str = setting("auto", resume="stated", asked_again=("triton",))
 
@@ -53,6 +55,17 @@ def test_each_change_goes_by_the_rule_of_its_key() -> None:
         ConfigChange("keys.targets", ["q"], ["q", "k"]),
         ConfigChange("keys.alpha", None, 2.0),
     ]
+
+
+def test_the_order_of_a_list_is_a_change_only_where_it_means_something() -> None:
+    assert compare(STORED, Tree(keys=Keys(files=("b", "a")))) == ([], [])
+    changes = compare(STORED, Tree(keys=Keys(files=("b", "c"))))
+    assert changes.refused == [ConfigChange("keys.files", ["a", "b"], ["b", "c"])]
+    stored = {**STORED, "keys.targets": ["q", "k"]}
+    assert compare(stored, Tree(keys=Keys(targets=("k", "q")))).refused != []
+    stored = {"data.exclude": ["a.png", "b.png"], "data.crops": ["c.png=0,1", "d.png=1,0"]}
+    data = DataConfig(exclude=("b.png", "a.png"), crops=("d.png=1,0", "c.png=0,1"))
+    assert compare(stored, RunConfig(data=data)).refused == []
 
 
 def test_a_key_that_an_older_version_did_not_store_counts_as_its_default() -> None:

@@ -144,6 +144,10 @@ class DataPage:
         with self._notes:
             for note in read["notes"]:
                 ui.label(note).classes("note")
+            if stale := read["stale"]:
+                ui.label(stale["reason"]).classes("bad")
+                remove = partial(self._set_and_read, stale["settings"])
+                ui.button(texts.REMOVE_NAMES, on_click=remove).props("outline dense")
         self._show_findings()
 
     def _counted(self) -> str:
@@ -334,8 +338,11 @@ class DataPage:
         """Leave a file out, or use it again."""
         names, id = [*self._subject.file.config.data.exclude], self._rows[path]["id"]
         names = [name for name in names if name != id] if id in names else [*names, id]
+        await self._set_and_read({"data.exclude": names or None})
+
+    async def _set_and_read(self, settings: Mapping[str, Any]) -> None:
         with errors_shown(self._page):
-            self._set({"data.exclude": names or None})
+            self._set(settings)
         await self._read()
 
     def _set(self, settings: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.data.caption_files import caption_folders
 from ditkit_core.data.captions import captions_of
+from ditkit_core.data.config import UnknownNames
 from ditkit_core.data.dataset import NothingToTrain, Sample
 from ditkit_core.data.discovery import lists_of, media_files, names_of
 from ditkit_core.data.media.clip import kind_by_name
@@ -159,7 +160,8 @@ def dataset(family: str, file: str) -> dict[str, Any]:
     """The media files of a run's dataset, with what training makes of each.
 
     Returns:
-        `folders`; `notes` about captions that are not written here; and `rows`, one for each file.
+        `folders`; `notes` about captions that are not written here; `stale`, why the run file names
+        files that are not there, and the settings without them, or None; and `rows`, one for each file.
         Its `names` are all by which a finding may call it, and `id` is the one in `data.exclude`. Its caption is in the file `caption`,
         or in the `row` of that list, which calls it `item`; `text` has it as it was read. If it is
         trained, `trained` is the size, `stored` its own, `crop` where it is cropped, which is
@@ -169,8 +171,14 @@ def dataset(family: str, file: str) -> dict[str, Any]:
     config, data = run.config, run.data  # with the model's own size where the file sets none
     folders = [local_path(folder) for folder in config.data.folders or (config.data.folder,)]
     reasons: dict[str, str]
+    lenient, stale = replace(config.data, on_bad="skip", short_clips="skip"), None
     try:
-        scan = data.scanned(replace(config.data, on_bad="skip", short_clips="skip"))
+        try:
+            scan = data.scanned(lenient)
+        except UnknownNames as error:
+            settings = {"data.exclude": [*error.exclude], "data.crops": [*error.crops]}
+            stale = {"reason": str(error), "settings": {k: v or None for k, v in settings.items()}}
+            scan = data.scanned(replace(lenient, exclude=error.exclude, crops=error.crops))
         samples, reasons = scan.samples, dict(scan.excluded)
     except NothingToTrain as error:
         samples, reasons = [], dict(error.excluded)
@@ -207,7 +215,12 @@ def dataset(family: str, file: str) -> dict[str, Any]:
                 rows[path] = row
             else:
                 notes.append(texts.NOT_UTF8.format(file=printable(str(folder / row["name"]))))
-    return {"folders": list(map(str, folders)), "notes": notes, "rows": list(rows.values())}
+    return {
+        "folders": list(map(str, folders)),
+        "notes": notes,
+        "stale": stale,
+        "rows": list(rows.values()),
+    }
 
 
 def _is_sendable(row: Mapping[str, Any]) -> bool:
@@ -223,7 +236,8 @@ def _stored_captions(run: RunContext, folder: Path, notes: list[str]) -> Iterato
     """Where the captions of a folder are, and those of files that no list names; a reason why they
     cannot be written is added to the notes."""
     named = set()
-    config = replace(run.config.data, folder=str(folder), folders=(), repeats=(), exclude=())
+    data = replace(run.config.data, exclude=(), crops=())  # as the dataset names its files
+    config = replace(data, folder=str(folder), folders=(), repeats=())
     try:
         edits = run.spec.data.reference_size is not None
         (files,) = caption_folders(config, run.auxiliary.columns, edits=edits)

@@ -28,6 +28,7 @@ def setting(
     asked_again: tuple[Any, ...] = (),
     after: str = "",
     written: Any = None,
+    is_set: bool = False,
 ) -> Any:
     """A dataclass field with a default and a resume rule.
 
@@ -48,6 +49,7 @@ def setting(
         after: For a field that sections inherit: the field of the section that it stands behind;
             empty for the inherited one before.
         written: The type in a run file, where programs may use others; None for the annotation.
+        is_set: Whether the order of a list means nothing, so that another order is no change.
     """
     metadata = {
         "resume": resume,
@@ -58,5 +60,6 @@ def setting(
         "asked_again": asked_again,
         "after": after,
         "written": written,
+        "is_set": is_set,
     }
     return dataclasses.field(default=default, metadata=metadata)

@@ -57,8 +57,11 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
             if key in REMOVED and old == REMOVED[key].default:
                 continue
             changes.stated.append(ConfigChange(key, old, None))
-        elif key not in stored and (
-            fields[key].asked_again or values[key] == stored.get(fields[key].part_of)
+        elif (
+            key not in stored
+            and (fields[key].asked_again or values[key] == stored.get(fields[key].part_of))
+            or fields[key].is_set
+            and sorted(old or ()) == sorted(values[key] or ())
         ):
             continue
         elif old != values[key] and fields[key].resume != "free":

@@ -39,6 +39,8 @@ class ConfigField:
     for none."""
     asked_again: tuple[Any, ...]
     """Stored values in whose place a command that continues from them takes the default."""
+    is_set: bool
+    """Whether the order of a list means nothing."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
@@ -75,6 +77,7 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
                 part_of=f"{section}.{parent}" if (parent := field.metadata["part_of"]) else "",
                 asked_again=field.metadata["asked_again"],
+                is_set=field.metadata["is_set"],
                 doc=docs.get(field.name, ""),
             )
     return MappingProxyType(described)

@@ -36,6 +36,15 @@ def folder_error(folder: str, key: str, *, folders: Iterable[Path] = ()) -> User
     )
 
 
+class UnknownNames(UserError):
+    """`data.exclude` or `data.crops` names a file that the dataset does not have."""
+
+    def __init__(self, message: str, exclude: tuple[str, ...], crops: tuple[str, ...]):
+        """Store the message and what remains of both keys without such names."""
+        super().__init__(message)
+        self.exclude, self.crops = exclude, crops
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The `[data]` section: the clips and captions to train on, and how clips are extracted from
@@ -55,10 +64,10 @@ class DataConfig:
     videos.txt or images.txt that lists media, with prompts.txt next to it. Empty: metadata.jsonl,
     metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption file next to
     each media file (or a .json with its caption), or such lists if no media file has one."""
-    exclude: tuple[str, ...] = setting((), resume="refused", holds="path")
+    exclude: tuple[str, ...] = setting((), resume="refused", holds="path", is_set=True)
     """Files that are not trained, by their path in the folder, such as ["sub/cat.png"]; with more
     than one folder, the folder's name comes first."""
-    crops: tuple[str, ...] = setting((), resume="refused", holds="path")
+    crops: tuple[str, ...] = setting((), resume="refused", holds="path", is_set=True)
     """Where files are cropped, if not at their centre, as `NAME=RIGHT,DOWN`, with names as in
     `exclude`: cat.png=0.5,0 keeps the upper end, 0 and 1 are the ends. Masks, videos of poses and
     first images are cropped alike; references are not."""
@@ -212,16 +221,24 @@ class DataConfig:
 
     def check_names(self, media: Iterable[str]) -> None:
         """Refuse a name in `exclude` or `crops` that no media file has; `media` are the names of
-        all files, as `exclude` has them."""
+        all files, as `exclude` has them.
+
+        Raises:
+            UnknownNames: If there is one.
+        """
         names = set(media)
+        exclude = tuple(name for name in self.exclude if name in names)
+        crops = tuple(entry for entry in self.crops if entry.rpartition("=")[0] in names)
         cropped = (entry.rpartition("=")[0] for entry in self.crops)
         for key, wanted in (("exclude", self.exclude), ("crops", cropped)):
             if unknown := sorted({*wanted} - names):
                 near = nearest_word(unknown[0], sorted(names))
                 hint = f"did you mean {near}?" if near else "correct the name, or remove it"
-                raise UserError(
+                raise UnknownNames(
                     f"{argument(f'data.{key}')} has {unknown[0]!r}, which the dataset does not "
-                    f"have; {hint}"
+                    f"have; {hint}",
+                    exclude,
+                    crops,
                 )
 
     def with_home(self) -> "DataConfig":
