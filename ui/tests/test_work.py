@@ -186,11 +186,11 @@ def test_a_caption_that_is_too_long_is_shortened_to_what_the_encoder_reads(
     (cut,) = (f for f in work.findings("zimage", "run.toml") if f["code"] == "D14")
     (row,) = work.dataset("zimage", "run.toml")["rows"]
     assert cut["where"] in row["names"]
-    shorter = work.shortened("zimage", "run.toml", long)
+    shorter = work.shortened("zimage", "run.toml", long, 0)
     assert long.startswith(shorter) and shorter.endswith("here.") and len(shorter) > 100
     (tmp_path / "photos" / "a.txt").write_text(shorter)
     assert not [f for f in work.findings("zimage", "run.toml") if f["code"] == "D14"]
-    assert work.shortened("zimage", "run.toml", "A card.") == "A card."
+    assert work.shortened("zimage", "run.toml", "A card.", 0) == "A card."
 
 
 def test_missing_model_files_are_named_with_sizes_and_fetched(

@@ -270,7 +270,7 @@ class Cutting(ToyTextEncoder):
         self.truncated += [item for item in items if self.cut_of(item)]
         return super().encode([item[:20] for item in items], *args)
 
-    def cut_of(self, caption: str) -> tuple[int, str] | None:
+    def cut_of(self, caption: str, num_pictures: int = 0) -> tuple[int, str] | None:
         return (len(caption) - 20, caption[:20]) if len(caption) > 20 else None
 
 

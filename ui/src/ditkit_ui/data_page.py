@@ -324,9 +324,14 @@ class DataPage:
         file, family = self._subject.file, self._subject.family
         with errors_shown(self._page):
             if "settings" not in remedy:
-                text = self._rows[path]["text"]
+                row = self._rows[path]
+                count = sum(extra["name"] == texts.REFERENCE for extra in row["extras"])
                 shorter = await self._bench.worker.ask(
-                    "shortened", family=family, file=str(file.path), text=text
+                    "shortened",
+                    family=family,
+                    file=str(file.path),
+                    text=row["text"],
+                    num_pictures=count,
                 )
                 await self._edit({"path": path, "text": shorter})
                 return

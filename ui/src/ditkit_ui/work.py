@@ -300,8 +300,9 @@ def findings(family: str, file: str) -> list[dict[str, Any]]:
     ]
 
 
-def shortened(family: str, file: str, text: str) -> str:
-    """A caption without the end that a run's text encoder would not read."""
+def shortened(family: str, file: str, text: str, num_pictures: int) -> str:
+    """A caption without the end that a run's text encoder would not read behind the references of
+    its sample."""
     run = _run(family, file)
     config, encoder = run.config.data, run.auxiliary.encoders[1]
     if not isinstance(encoder, CutsCaptions):
@@ -309,7 +310,8 @@ def shortened(family: str, file: str, text: str) -> str:
     lines = text.split("\n") if config.captions == "lines" else [text]
 
     def is_read(part: str) -> bool:
-        return all(encoder.cut_of(caption) is None for caption in captions_of((part,), config))
+        captions = captions_of((part,), config)
+        return all(encoder.cut_of(caption, num_pictures) is None for caption in captions)
 
     return "\n".join(shortened_caption(line, is_read) for line in lines)
 

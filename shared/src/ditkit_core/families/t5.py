@@ -262,9 +262,9 @@ class T5Encoder:
                 "again, or set model.tokenizer"
             )
 
-    def cut_of(self, caption: str) -> tuple[int, str] | None:
+    def cut_of(self, caption: str, num_pictures: int = 0) -> tuple[int, str] | None:
         """Number of tokens of a caption that are cut, and the part that is read; None if all of it
-        is read. Needs no weights.
+        is read. Needs no weights. It reads captions alone, whatever pictures their sample has.
 
         Raises:
             UserError: If the tokenizer cannot be read.

@@ -98,17 +98,22 @@ class Prompter:
         """Free the tokenizer."""
         self._tokenizer = None
 
-    def cut_of(self, caption: str) -> tuple[int, str] | None:
+    def cut_of(self, caption: str, pictures: str = "") -> tuple[int, str] | None:
         """Number of tokens that are cut, and the part of the caption that is read; None if all of
-        it is read."""
-        rendered = self._family.render(caption)
+        it is read. Arguments as for `tokens`."""
+        rendered, start = self._rendered(caption, pictures)
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         cut = len(encoding.ids) - self._num_tokens
         if cut <= 0:
             return None
         last = self._num_tokens - len(self._end()) - 1
         end = min(encoding.offsets[last][1], len(rendered) - len(self._family.after))
-        return cut, rendered[len(self._family.before) : end]
+        return cut, rendered[start:end]
+
+    def _rendered(self, caption: str, pictures: str) -> tuple[str, int]:
+        """A caption in its template behind its pictures, and where it starts there."""
+        rendered, start = self._family.render(caption), len(self._family.before)
+        return rendered[:start] + pictures + rendered[start:], start + len(pictures)
 
     def _end(self) -> list[int]:
         """The tokens that stay behind a caption that is cut."""
@@ -125,8 +130,7 @@ class Prompter:
     def tokens(self, caption: str, pictures: str = "") -> tuple[Tensor, Tensor, int]:
         """Ids [tokens] of a caption in its template, with the words of its pictures in front of it,
         a mask [tokens] that is False on padding, and the number of tokens that were cut."""
-        rendered, start = self._family.render(caption), len(self._family.before)
-        rendered = rendered[:start] + pictures + rendered[start:]
+        rendered, _ = self._rendered(caption, pictures)
         ids = self._tokenizer.encode(rendered, add_special_tokens=False).ids
         cut = max(0, len(ids) - self._num_tokens)
         if cut:
@@ -260,12 +264,20 @@ class LanguageModelEncoder:
             )
         self._mapping = mapping
 
-    def cut_of(self, caption: str) -> tuple[int, str] | None:
+    def cut_of(self, caption: str, num_pictures: int = 0) -> tuple[int, str] | None:
         """Number of tokens of a caption that are cut, and the part that is read; None if all of it
-        is read. Needs no weights."""
+        is read. Needs no weights.
+
+        Args:
+            num_pictures: References of its sample, whose words count where they are read with it.
+        """
         if not self._prompter.is_loaded:
             self._prompter.load(self._model.config.vocab_size)
-        return self._prompter.cut_of(caption)
+        return self._prompter.cut_of(*self._words(caption, num_pictures))
+
+    def _words(self, caption: str, num_pictures: int) -> tuple[str, str]:
+        """What is read of a caption, and the words of its pictures."""
+        return caption, ""
 
     def unload(self) -> None:
         """Free the weights, and print the peak of host memory."""

@@ -83,13 +83,18 @@ class VisionLanguageEncoder(LanguageModelEncoder):
             for text, slots, sizes in zip(texts, are_slots, grids, strict=True)
         ]
 
+    def _words(self, caption: str, num_pictures: int) -> tuple[str, str]:
+        vision = self.vision
+        while vision.slot in caption:  # removing one can make another
+            caption = caption.replace(vision.slot, "")
+        numbered = (
+            vision.picture.replace("{number}", str(number + 1)) for number in range(num_pictures)
+        )
+        return caption, vision.between.join(numbered)
+
     def _prompt_tokens(self, text: str, grids: Sequence[tuple[int, int]]) -> Int64[Tensor, " _"]:
         """Tokens of a text behind its pictures, with a slot for each row that is seen of one."""
-        vision = self.vision
-        pictures = vision.between.join(
-            vision.picture.replace("{number}", str(number + 1)) for number in range(len(grids))
-        )
-        padded, real = self._tokens(text.replace(vision.slot, ""), pictures)
+        padded, real = self._tokens(*self._words(text, len(grids)))
         tokens, sizes = padded[real], iter(grids)
         if int((tokens == self._prompter.slots[0]).sum()) != len(grids):
             raise UserError(

@@ -5,6 +5,7 @@ import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from ditkit_core.api.auxiliary import Auxiliary
@@ -111,12 +112,14 @@ def cut_captions(auxiliary: Auxiliary, samples: Sequence[Sample]) -> list[CutCap
         encoder = auxiliary.encoders[1]
         if not isinstance(encoder, CutsCaptions):
             return None
-        cuts = {
-            caption: encoder.cut_of(caption) for sample in samples for caption in sample.captions
-        }
+        cut_of = cache(encoder.cut_of)
+        sample_cuts = [
+            (sample.id, cut_of(caption, len(sample.references)))
+            for sample in samples
+            for caption in sample.captions
+        ]
     except UserError:  # the trial of the model reports it
         return None
-    sample_cuts = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
     return [
         CutCaption(sample=id, tokens=cut[0], kept=cut[1])
         for id, cut in sample_cuts

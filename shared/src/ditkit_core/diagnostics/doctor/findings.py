@@ -340,7 +340,11 @@ class CutsCaptions(Protocol):
     truncated: list[str]
     """A line for each caption that was truncated during encoding."""
 
-    def cut_of(self, caption: str) -> tuple[int, str] | None:
+    def cut_of(self, caption: str, num_pictures: int = 0) -> tuple[int, str] | None:
         """The number of tokens that are cut off, and the text that is read; None if the whole
-        caption is read."""
+        caption is read.
+
+        Args:
+            num_pictures: References of its sample.
+        """
         ...
