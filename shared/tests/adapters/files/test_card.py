@@ -72,6 +72,38 @@ def test_it_says_how_the_adapter_was_trained_and_is_loaded() -> None:
         assert said in body, body
 
 
+def test_a_model_that_edits_is_found_among_those_that_edit() -> None:
+    stills = replace(TOY, data=replace(TOY.data, frame_step=0))
+    edits = replace(stills, data=replace(stills.data, needs_references=True))
+    trained = {"ditkit.config": '[data]\nreferences = "before"\n'}
+    for spec, header, goal in (
+        (TOY, trained, "text-to-video"),
+        (stills, {}, "text-to-image"),
+        (stills, trained, "image-to-image"),
+        (edits, {}, "image-to-image"),
+    ):
+        metadata, _ = card(adapter("fox.safetensors", **header), spec=spec)
+        assert metadata["pipeline_tag"] == goal and goal in metadata["tags"]
+
+
+@pytest.mark.parametrize(
+    ("published", "base", "named"),
+    [
+        (("one/Tiny",), "models", "one/Tiny"),
+        (("one/Tiny", "one/Tiny-2512"), "tiny-2512", "one/Tiny-2512"),
+        (("one/Tiny", "one/Tiny-2512"), "models", None),
+    ],
+)
+def test_of_a_local_base_the_published_model_is_named_that_it_is(
+    published: tuple[str, ...], base: str, named: str | None
+) -> None:
+    """A preset of several published models is none of them."""
+    ids = dict.fromkeys(published, "tiny")
+    spec = replace(TOY, architecture=replace(TOY.architecture, hub_presets=ids))
+    metadata, body = card(adapter("fox.safetensors", **{"ditkit.base": base}), spec=spec)
+    assert metadata.get("base_model") == named and f'"{named or base}"' in body
+
+
 def test_values_are_written_as_people_mean_them() -> None:
     """In a configuration an alpha of 0 is the rank, and no targets are the model's first set."""
     header = {

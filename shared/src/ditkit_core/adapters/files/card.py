@@ -83,12 +83,24 @@ class Card:
 
     @property
     def _base(self) -> str:
-        """Hub id of the base, or the name of its file or folder."""
+        """Hub id of the base, or the name of its file or folder. A preset of several published
+        models does not say which; the name of a folder like one's does."""
         base, preset = self._header.get("ditkit.base", ""), self._header.get("ditkit.preset", "")
         if is_hub_id(base):
             return base
-        published = self.spec.architecture.hub_presets.items()
-        return next((id for id, name in published if name == preset), "") or base or self.spec.name
+        ids = [id for id, name in self.spec.architecture.hub_presets.items() if name == preset]
+        named = [id for id in ids if id.partition("/")[2].lower() == base.lower()] or ids
+        return named[0] if len(named) == 1 else base or self.spec.name
+
+    @property
+    def _goal(self) -> str:
+        """What the model does, in the hub's words."""
+        if self.spec.data.frame_step:
+            return "text-to-video"
+        arch = self.spec.architecture.presets.get(self._header.get("ditkit.preset", ""))
+        spec = self.spec if arch is None else self.spec.for_arch(arch)
+        edits = spec.data.needs_references or self._config.get("data.references")
+        return "image-to-image" if edits else "text-to-image"
 
     @property
     def _method(self) -> str:
@@ -107,7 +119,7 @@ class Card:
         return f"{kind} of rank {config['adapter.rank']}" if "adapter.rank" in config else kind
 
     def _metadata(self) -> dict[str, Any]:
-        goal = "text-to-video" if self.spec.data.frame_step else "text-to-image"
+        goal = self._goal
         kind = ["lora", "template:sd-lora"] if self._is_adapter else []
         trigger = self._config.get("data.trigger")
         return {
