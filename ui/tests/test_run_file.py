@@ -10,6 +10,7 @@ from ditkit_core.config.schema import config_fields, plain
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
 from ditkit_ui.run_file import RunFile, changed_values, checked, schema, text_of, value_of
+from ditkit_ui.settings_page import help_as_html
 
 TEXT = """# Mine.
 [run]
@@ -90,6 +91,16 @@ def test_the_form_has_every_key_and_a_default_that_is_typed_in_changes_nothing()
         default = plain(field.default)
         if default not in (None, ""):
             assert value_of(text_of(default), described[key]) == default, key
+
+
+def test_help_shows_code_as_code_and_nothing_else_as_markup() -> None:
+    described = schema(["base"])
+    assert any("`" in key["description"] for key in described.values())
+    for name, key in described.items():
+        shown, marks = help_as_html(key["description"]), key["description"].count("`")
+        assert "`" not in shown and marks == 2 * shown.count("<code>"), name
+    hostile = help_as_html("<b>`<i>&`")
+    assert hostile == "&lt;b&gt;<code>&lt;i&gt;&amp;</code>"
 
 
 def test_a_configuration_knows_what_differs() -> None:

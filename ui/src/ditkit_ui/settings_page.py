@@ -1,6 +1,7 @@
 """Settings: a form made of the schema, the run file next to it, and the plan after each change."""
 
 import asyncio
+import html
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,7 +109,7 @@ class SettingsPage:
                 )
                 field = ui.input(key, value=value, placeholder=shown)
                 field.props("stack-label debounce=300")
-            ui.label(described["description"]).classes("note")
+            ui.html(help_as_html(described["description"]), sanitize=False).classes("note")
         field.on_value_change(lambda event: self._set(key, event.value or ""))
         return field
 
@@ -270,6 +271,13 @@ def _choices(described: Mapping[str, Any]) -> list[Any]:
         else:
             return []
     return choices
+
+
+def help_as_html(text: str) -> str:
+    """The help of a key, in which backticks are around code. Nothing else in it is markup."""
+    parts = [html.escape(part) for part in text.split("`")]
+    code = (f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
+    return "".join(code)
 
 
 def _show_device(device: Mapping[str, Any]) -> None:
