@@ -153,7 +153,7 @@ class BeginPage:
             ui.button(texts.DEMO_CHOOSE, on_click=choose)
 
     async def _chosen(self, family: str, recipe: str, arguments: list[str]) -> None:
-        self._filled += 1  # plans of other cards would only keep it waiting
+        self._filled += 1  # plans of other cards would only keep the next page's plan waiting
         with errors_shown(self._page):
             await self._write(family, recipe, arguments)
 
@@ -175,8 +175,8 @@ class BeginPage:
             arguments = [*arguments, f"--gpus={self._gpu.value.strip()}"]
         if self._bench.comfyui and not is_demo:
             arguments = [*arguments, f"--comfyui={self._bench.comfyui}"]
-        process = self._bench.worker if is_demo else self._bench.planner  # the demo is not planned
-        printed = await process.ask(
+        # Not by the planner: a chosen recipe is not planned, and would wait for the card of another.
+        printed = await self._bench.worker.ask(
             "command",
             family=family,
             name="train",

@@ -133,10 +133,12 @@ class DataPage:
             self._count.text = str(error)
             self._count.classes("bad")
             return
+        # Not in the event loop, in which nobody else's page would answer: a file for each caption.
+        rows = await asyncio.to_thread(lambda: list(map(self._row, read["rows"])))
         if self._count.is_deleted:
             return
         self._count.classes(remove="bad")
-        self._rows = {row["path"]: self._row(row) for row in read["rows"]}
+        self._rows = {row["path"]: row for row in rows}
         self._count.text = self._counted() or texts.NO_MEDIA.format(
             folder=", ".join(read["folders"])
         )
