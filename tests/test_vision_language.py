@@ -3,6 +3,7 @@ with one and with two of different sizes."""
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from ditkit_core.families.language_models import (
 from ditkit_core.families.references import area_size
 from ditkit_core.families.text import text_model
 from ditkit_core.families.vision_language import VisionLanguageEncoder
-from ditkit_core.families.vision_tower import build_tower, mrope_positions, patches_of
+from ditkit_core.families.vision_tower import HOW_IT_SEES, build_tower, mrope_positions, patches_of
 from ditkit_core.models.encoders import Prompt
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
@@ -234,6 +235,20 @@ def test_pictures_become_the_patches_of_the_processor(model: Model, size: tuple[
     (grid,) = patches.grids
     assert [1, grid.rows, grid.columns] == expected["image_grid_thw"][0].tolist()
     assert torch.equal(patches.pixels, expected["pixel_values"])
+
+
+def test_other_patches_of_the_same_picture_have_other_words_in_the_identity_of_caches() -> None:
+    """The processor may change, and `patches_of` after it: then change `HOW_IT_SEES` and the numbers
+    here, which are as they were when its words were written."""
+    row, column = torch.meshgrid(torch.arange(90), torch.arange(110), indexing="ij")
+    picture = torch.stack([(row // 2 + column // (2 + c)) % 2 for c in range(3)]) * 1.6 - 0.8
+    config = SimpleNamespace(patch_size=16, spatial_merge_size=2, temporal_patch_size=2)
+    patches = patches_of(QWEN3_VL_TOWER, config, [picture])  # enlarged
+    now = patches.pixels[7, 5::257]
+    # steps of 8 bits, by which kernels of resizing may differ, are 0.008
+    before = torch.tensor([-0.3569, -0.4745, 0.1843, 0.4118, 0.3882, 0.3882])
+    torch.testing.assert_close(now, before, rtol=0, atol=0.02)
+    assert patches.pixels.shape == (288, 1536) and HOW_IT_SEES == "not padded, sees with"
 
 
 def test_pictures_that_touch_are_told_apart_by_their_sizes() -> None:

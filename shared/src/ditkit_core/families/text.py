@@ -28,7 +28,7 @@ from ditkit_core.families.text_model import (
     published,
     rotary_of,
 )
-from ditkit_core.families.vision_tower import Sight, patches_of, seen_rows
+from ditkit_core.families.vision_tower import HOW_IT_SEES, Sight, patches_of, seen_rows
 from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.memory import process_peak_bytes
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, Streaming
@@ -186,7 +186,7 @@ class LanguageModelEncoder:
             self.encoding.window
         )
         rows += ["cut in front of the template's end"] * self.encoding.keeps_end
-        rows += [f"not padded, sees with {self.family.vision}"] * bool(self.family.vision)
+        rows += [f"{HOW_IT_SEES} {self.family.vision}"] * bool(self.family.vision)
         settings = (
             repr(self.family),
             self.encoding.num_tokens,

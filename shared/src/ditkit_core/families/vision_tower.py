@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from ditkit_core.families.language_models import VisionTower
 from ditkit_core.models.encoders import LayerContext
 
+HOW_IT_SEES = "not padded, sees with"
+"""How pixels become patches and rows among tokens, in the identity of caches in front of the tower's
+fields. What encodes the same prompt otherwise, such as another resizing in `patches_of`, has other
+words, or caches would give out stale features."""
+
 
 def build_tower(tower: VisionTower, config: Mapping[str, Any], attention: str) -> nn.Module:
     """The tower of a configuration, on the default device."""
