@@ -351,6 +351,10 @@ def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Pa
         page.goto(page.url.replace("photos.toml", "listed.toml"))
         caption = page.get_by_label("Caption of a.png")
         expect(caption).to_have_value(HOSTILE)
+        expect(page.get_by_text("data.exclude has 'gone.png'")).to_be_visible()
+        page.get_by_role("button", name="Remove the names that no file has").click()
+        expect(page.get_by_text("data.exclude has 'gone.png'")).to_have_count(0)
+        assert "exclude" not in (tmp_path / "listed.toml").read_text()
         caption.fill('a "dog"')
         caption.press("Tab")
         expect(page.get_by_text("Caption saved: metadata.jsonl")).to_be_visible()
@@ -384,7 +388,7 @@ def write_world(folder: Path) -> Path:
     write_photos(folder / "listed", ["a.png", "b.png"])
     rows = [{"file_name": "a.png", "text": HOSTILE}, {"file_name": "b.png", "text": "b"}]
     (folder / "listed" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "listed.toml").write_text(f'{MODEL}folder = "listed"\n')
+    (folder / "listed.toml").write_text(f'{MODEL}folder = "listed"\nexclude = ["gone.png"]\n')
     write_captioner(folder / "captioner", "A red cat sits on the mat.")
     (folder / "photos.toml").write_text(WORLD)
     return folder / "photos.toml"
