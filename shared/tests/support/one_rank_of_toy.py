@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -32,6 +33,7 @@ from ditkit_core.commands import stage, train_job
 from ditkit_core.config.schema import config_fields
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.distributed import shared_folders, torchrun
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
@@ -152,11 +154,25 @@ def is_killed() -> None:
 def is_killed_on_another_machine() -> None:
     """The second of two machines, which know no processes of each other."""
     torchrun.siblings = lambda places: {}  # type: ignore[attr-defined]
+    waits, exchange = Path(f"{os.environ['TORCHELASTIC_RUN_ID']}.waits"), Ranks.exchange
+
+    def noted(ranks: Ranks, num_bytes: int) -> AbstractContextManager[None]:
+        waits.touch()
+        return exchange(ranks, num_bytes)
+
+    def end() -> None:
+        while not waits.exists():
+            time.sleep(0.05)
+        time.sleep(1)  # until the other one is inside of the exchange
+        os.kill(os.getpid(), 9)
+
     if os.environ["RANK"] == "1":
         torchrun.socket = SimpleNamespace(gethostname=lambda: "elsewhere")  # type: ignore[attr-defined]
         # By then the other one waits in an exchange: it cannot see this process, and its torchrun,
         # which would be another one, would not end it within the second.
-        at_step(3, lambda: (time.sleep(10), os.kill(os.getpid(), 9)))
+        at_step(3, end)
+    else:
+        at_step(3, lambda: setattr(Ranks, "exchange", noted))
 
 
 def is_killed_and_the_other_ends_slowly() -> None:
