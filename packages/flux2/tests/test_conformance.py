@@ -8,11 +8,12 @@ import pytest
 import torch
 from flux2_items import Images
 
+from ditkit_core.models.precision import Precision, set_precision
 from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
-from ditkit_core.testing.conformance_diffusers import DiffusersChecks
+from ditkit_core.testing.conformance_diffusers import FILES, Comparison, DiffusersChecks, relative
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
@@ -23,6 +24,7 @@ from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.stream_faults import StreamFaultChecks
+from ditkit_core.testing.world import make_model
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.verify import DIFFUSERS
 
@@ -51,8 +53,11 @@ class TestPeers(Images, PeerChecks):
     diffusers = DIFFUSERS
 
 
+BLOCKS = ("*.q", "*.k", "*.v", "*.linear1", "*.linear2", "*.proj", "*_mlp.0")
+
+
 class TestDiffusers(Images, DiffusersChecks):
-    """Adapter files are test_adapter_readers.py's."""
+    """With an embedding of guidance and without; samples with no reference, one, or two."""
 
     diffusers = DIFFUSERS
     parameters: ClassVar = {
@@ -62,9 +67,26 @@ class TestDiffusers(Images, DiffusersChecks):
         "klein-4b": 3_875_544_576,
         "klein-base-4b": 3_875_544_576,
     }
-    targets: ClassVar = {"blocks": FLUX2.adapters.targets["blocks"]}
-    test_rules_of_adapter_files_are_what_diffusers_loader_does = None
-    test_a_dora_is_read_by_diffusers_in_its_own_names_alone = None
+    targets: ClassVar = {
+        "blocks": BLOCKS,
+        "outside": (
+            *("embed.img_in", "embed.txt_in", "embed.time_in.in_layer", "head.linear"),
+            *("embed.guidance_in.in_layer", "embed.double_stream_modulation_img.lin"),
+        ),
+        "head's modulation": (*BLOCKS, "head.adaLN_modulation.1"),
+    }
+    files: ClassVar = FILES | {"a model's prefix": ("official", lambda name: f"model.{name}")}
+    nearer_cases = ("dev, ragged", "klein, ragged")
+
+    def cases(self):
+        alike, ragged = self.items(2), self.items(3, ragged=True)
+        none = [{name: x for name, x in ragged[0].items() if not name.startswith("reference")}]
+        batches = {"none": none, "two": alike, "ragged": none + ragged[1:]}
+        return {
+            f"{kind}, {name}": Comparison(items, replace(self.arch, guidance=kind == "dev"))
+            for kind in ("dev", "klein")
+            for name, items in batches.items()
+        }
 
     def exact(self, patch, dtype):
         from diffusers.models.embeddings import Timesteps
@@ -75,10 +97,58 @@ class TestDiffusers(Images, DiffusersChecks):
         patch.setattr(Timesteps, "forward", sinusoid)
 
     def class_arguments(self, arch):
-        return DIFFUSERS.config(arch)
+        return {
+            "num_layers": arch.double_layers,
+            "num_single_layers": arch.single_layers,
+            "num_attention_heads": arch.heads,
+            "joint_attention_dim": arch.text_dim,
+            "guidance_embeds": arch.guidance,
+        }
 
     def index(self, arch):
         return {"is_distilled": arch.distilled}
+
+    def _inputs(self, items, sigma):
+        """Each sample has a strength of guidance of its own."""
+        return super()._inputs(items, sigma)._replace(guidance=1 + 4 * sigma)
+
+    @pytest.mark.parametrize("guidance", [True, False])
+    def test_fp32_is_nearer_to_fp64_than_diffusers_as_it_is(self, guidance):
+        """With its own sinusoid, which is fp32 from 1000 · t rounded to fp32: that alone moves its
+        gradients by up to 6e-5. Values that bf16 can hold, so that all three get the same."""
+        arch = replace(self.arch, guidance=guidance)
+        items = [{name: x.bfloat16() for name, x in item.items()} for item in self.items(2)]
+        theirs = self.diffusers_model(arch)
+        exact, ours, diffusers = (
+            self.outcome(model, run, items, dtype)["output 0"]
+            for model, run, dtype in (
+                (self.our_model(theirs, arch, torch.float64), self.run_ours, torch.float64),
+                (self.our_model(theirs, arch, torch.float32), self.run_ours, torch.float32),
+                (theirs, self.run_theirs, torch.float32),
+            )
+        )
+        assert relative(ours, exact) < min(1e-6, relative(diffusers, exact))
+
+    def test_in_bf16_reference_is_nearer_to_diffusers_than_default(self):
+        """Its bf16 run rounds in the same places as the official code but for the norms of q and k,
+        and the timestep is rounded alike."""
+        theirs, sigma = self.diffusers_model(self.arch).bfloat16(), torch.tensor([0.7313, 0.2517])
+        ours = self.our_model(theirs, self.arch, torch.bfloat16)
+        items = [{name: x.bfloat16() for name, x in item.items()} for item in self.items(2)]
+
+        def error(precision):
+            set_precision(ours, precision)
+            return relative(torch.stack(self.run_ours(ours, items, sigma.double())), target)
+
+        with torch.no_grad():
+            target = torch.stack(self.run_theirs(theirs, items, sigma.double()))
+            reference = dict.fromkeys(FLUX2.precision.reference, torch.bfloat16)
+            assert error(Precision(**reference)) < 0.5 * error(Precision())
+
+    def test_a_model_that_embeds_guidance_will_not_do_without(self):
+        inputs = self.inputs(self.items(1))._replace(guidance=None)
+        with pytest.raises(AssertionError, match="guidance"):
+            make_model(self.spec, self.arch)(inputs)
 
 
 class TestAudit(Images, AuditChecks):

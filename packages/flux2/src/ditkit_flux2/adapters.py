@@ -90,6 +90,12 @@ ROWS = (
         alpha=True,
         misreads=f"rejects keys of alpha; {_CONVERT}",
     ),
+    _DIFFUSERS(
+        forms=("diffusers",),
+        kinds=_LORAS,
+        up_down=True,
+        misreads=f"loads nothing of lora_up and lora_down, and only warns; {_CONVERT}",
+    ),
     _DIFFUSERS(forms=("diffusers",), kinds=_LORAS),
     _IN_MUSUBI(
         present=_DROPPED,

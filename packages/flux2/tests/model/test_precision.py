@@ -1,5 +1,5 @@
 """Which dtypes the parts of FLUX.2 have; its presets are held against recordings and diffusers in
-test_against_*.py."""
+test_against_official.py and test_conformance.py."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.diffusers_model import Conversion, DiffusersModel
 from ditkit_core.adapters.files.export import export_adapter
-from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.files.identify import FoundAdapter, find_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.errors import UserError
@@ -317,12 +317,11 @@ class DiffusersChecks(ModelChecks):
         if "case" in metafunc.fixturenames:
             bf16 = metafunc.function.__name__ == "test_bf16_is_nearer_to_fp64_than_diffusers"
             metafunc.parametrize("case", self.nearer_cases if bf16 else list(self.cases()))
-        if "kind" in metafunc.fixturenames:
-            forms = ("official", "diffusers")
-            dora = metafunc.function.__name__.startswith("test_a_dora")
-            metafunc.parametrize("kind", forms if dora else list(self.files))
         if "targets" in metafunc.fixturenames:
-            metafunc.parametrize("targets", list(self.targets))
+            cases = product(self.files, self.targets, (False, True))
+            metafunc.parametrize(("kind", "targets", "alpha"), list(cases))
+        elif "kind" in metafunc.fixturenames:
+            metafunc.parametrize("kind", ("official", "diffusers"))
 
     @pytest.mark.parametrize("dtype", BARS, ids=["fp64", "fp32"])
     def test_outputs_and_every_gradient_are_those_of_diffusers(
@@ -417,7 +416,7 @@ class DiffusersChecks(ModelChecks):
                 assert {name: x.numel() for name, x in again.items()} == {
                     name: x.numel() for name, x in ours.items()
                 }, form
-            for form, convert in self._converters():
+            for form, convert in self.converters(arch):
                 converted = convert(self.in_form(form, ours))
                 assert {name: x.shape for name, x in converted.items()} == shapes, form
         assert self.parameters == {
@@ -432,7 +431,7 @@ class DiffusersChecks(ModelChecks):
             state = {name: x.detach() for name, x in model.named_parameters()}
             files = {form: self.in_form(form, state) for form in self.diffusers.names.from_native}
             assert files["diffusers"].keys() == self.diffusers_model(arch).state_dict().keys()
-            for form, convert in self._converters():
+            for form, convert in self.converters(arch):
                 files[f"{form}, converted"] = convert(dict(files[form]))
                 assert files[f"{form}, converted"].keys() == files["diffusers"].keys(), form
             for form, tensors in files.items():
@@ -441,12 +440,12 @@ class DiffusersChecks(ModelChecks):
                 for name, tensor in state.items():
                     assert torch.equal(again[name].view_as(tensor), tensor), (form, name)
 
-    def _converters(self) -> Sequence[tuple[str, Conversion]]:
+    def converters(self, arch: Any) -> Sequence[tuple[str, Conversion]]:
+        """Forms, and diffusers' conversions of an architecture's files of them."""
         if self.converter is not None:
             return [self.converter]
         return [("official", self.diffusers.convert)] if self.diffusers.convert else []
 
-    @pytest.mark.parametrize("alpha", [False, True])
     def test_rules_of_adapter_files_are_what_diffusers_loader_does(
         self, tmp_path: Path, kind: str, targets: str, alpha: bool
     ) -> None:
@@ -465,6 +464,7 @@ class DiffusersChecks(ModelChecks):
         expected = self.is_loaded(kind, targets, alpha)
         loads = self.check_rule(file, model) == ""
         assert expected is None or loads == expected
+        assert kind != form or alpha or self.find(file, model).layout.form == form
 
     def test_a_dora_is_read_by_diffusers_in_its_own_names_alone(
         self, tmp_path: Path, kind: str
@@ -490,14 +490,18 @@ class DiffusersChecks(ModelChecks):
         write_adapter(file, adapters, names, form=form, dtype=torch.float32, metadata={})
         return file
 
-    def rule(self, file: Path, model: nn.Module) -> str:
-        """What our rules have against diffusers for a file; empty if it loads all."""
+    def find(self, file: Path, model: nn.Module) -> FoundAdapter:
+        """What we find in a file."""
         layers = {
             name.removesuffix(".base_layer"): tuple(module.weight.shape)
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and ".lora_" not in name
         }
-        adapter = find_adapter(file, self.spec, layers=layers)
+        return find_adapter(file, self.spec, layers=layers)
+
+    def rule(self, file: Path, model: nn.Module) -> str:
+        """What our rules have against diffusers for a file; empty if it loads all."""
+        adapter = self.find(file, model)
         return self.spec.adapters.rules.readers(adapter.layout, list(adapter.shapes))["diffusers"]
 
     def check_rule(self, file: Path, model: Any) -> str:
