@@ -4,6 +4,7 @@ trainers.
 Variants that need more than a few lines are in test_conformance_controls.py.
 """
 
+import re
 from dataclasses import replace
 from typing import ClassVar
 
@@ -15,7 +16,12 @@ from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_audit import AuditChecks
 from ditkit_core.testing.conformance_context import ContextConformance
-from ditkit_core.testing.conformance_diffusers import DiffusersChecks
+from ditkit_core.testing.conformance_diffusers import (
+    FILES,
+    Comparison,
+    DiffusersChecks,
+    relative,
+)
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
@@ -27,6 +33,7 @@ from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.replicas import Divided
 from ditkit_core.testing.stream_faults import StreamFaultChecks
+from ditkit_core.testing.world import make_model
 from ditkit_wan.model.carry import token_streams
 from ditkit_wan.presets import PRESETS, WanArch
 from ditkit_wan.spec import WAN
@@ -78,6 +85,11 @@ class TestStreamOrder(Clips, StreamFaultChecks):
     arch = replace(Clips.arch, layers=6)
 
 
+PADDED = {"text": (SIZES["text_tokens"], 20)}
+"""Captions as long as the model takes: its pipelines pad text, and its transformer in diffusers
+does not."""
+
+
 class TestPeers(Clips, PeerChecks):
     """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an
     assistant."""
@@ -85,23 +97,84 @@ class TestPeers(Clips, PeerChecks):
     diffusers = DIFFUSERS
 
     def sizes(self, index, grid):
-        """Captions as long as the model takes: its pipelines pad text, and its transformer in
-        diffusers does not."""
-        return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
+        return super().sizes(index, grid) | PADDED
+
+
+ATTENTION = ("self_attn.q", "cross_attn.v")
+BLOCKS = (*(f"{part}_attn.{x}" for part in ("self", "cross") for x in "qkvo"), "ffn.0", "ffn.2")
+OUTSIDE = (
+    *("embed.time_embedding.0", "embed.text_embedding.2", "embed.time_projection.1"),
+    "head.head",
+)
+
+
+def with_their_modules(name):
+    """Modules as diffusers names them, behind the official names of blocks."""
+    name = name.replace("self_attn", "attn1").replace("cross_attn", "attn2")
+    return re.sub(r"\.([qkv])\.", r".to_\1.", name.replace(".o.", ".to_out.0."))
 
 
 class TestDiffusers(Clips, DiffusersChecks):
-    """Names and parameters of all presets are test_presets.py's, which has those that diffusers
-    lacks, too; adapter files are test_adapter_rules.py's."""
+    """Widths of heads, and variants whose embedding or blocks differ. Names and parameters of all
+    presets are test_presets.py's, which has those that diffusers lacks, too."""
 
     diffusers = DIFFUSERS
+    targets: ClassVar = {
+        "blocks": BLOCKS,
+        "attention": ATTENTION,
+        "outside": OUTSIDE,
+        "attention and head": (*ATTENTION, "head.head"),
+    }
+    files: ClassVar = FILES | {
+        "a model's prefix": ("official", lambda name: f"model.{name}"),
+        "their modules": ("official", with_their_modules),
+    }
     test_names_and_parameters_are_those_of_diffusers_at_full_size = None
-    test_rules_of_adapter_files_are_what_diffusers_loader_does = None
-    test_a_dora_is_read_by_diffusers_in_its_own_names_alone = None
 
     def sizes(self, index, grid):
-        """As in `TestPeers`."""
-        return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
+        return super().sizes(index, grid) | PADDED
+
+    def cases(self):
+        clips, latents = self.items(2), (4, 2, 4, 6)
+        widths = {
+            f"heads of {width}": Comparison(clips, replace(self.arch, dim=2 * width))
+            for width in (12, 16, 128)
+        }
+        # diffusers splits image tokens from exactly 512 rows of text
+        long = SIZES | {"text_tokens": 512, "in_channels": 10}
+        i2v, y = {"text": (512, 20), "y": (6, *latents[1:])}, {"y": (6, *latents[1:])}
+        vace = SIZES | {"layers": 5, "in_channels": 4, "vace_channels": 7}
+        variants = {
+            "i2v": (WanArch(**long, image_dim=14), i2v | {"image": (257, 14)}),
+            "flf2v": (
+                WanArch(**long, image_dim=14, image_positions=6),
+                i2v | {"image": (6, 14)},
+            ),
+            "i2v of two experts": (WanArch(**SIZES, in_channels=10), PADDED | y),
+            # hints behind the first block and the last but one: blocks without one between and after
+            "vace": (
+                WanArch(**vace, vace_layers=(0, 2, 3)),
+                PADDED | {"vace": (7, *latents[1:])},
+            ),
+        }
+        random = torch.Generator().manual_seed(1)
+        return {
+            **super().cases(),
+            **widths,
+            **{
+                name: Comparison(
+                    [
+                        {
+                            key: torch.randn(size, generator=random)
+                            for key, size in ({"latents": latents} | sizes).items()
+                        }
+                        for _ in range(2)
+                    ],
+                    arch,
+                )
+                for name, (arch, sizes) in variants.items()
+            },
+        }
 
     def exact(self, patch, dtype):
         from diffusers.models.embeddings import Timesteps
@@ -110,6 +183,71 @@ class TestDiffusers(Clips, DiffusersChecks):
             return timestep_features(timesteps.double(), self.num_channels).to(dtype)
 
         patch.setattr(Timesteps, "forward", sinusoid)
+
+    def converters(self, arch):
+        """diffusers' conversion leaves out the positions of two images."""
+        return [] if arch.image_positions else super().converters(arch)
+
+
+class OutcomesInDiffusers(TestDiffusers):
+    """Of models whose names and roundings `TestDiffusers` has."""
+
+    test_bf16_is_nearer_to_fp64_than_diffusers = None
+    test_the_values_of_each_form_are_those_that_diffusers_converts = None
+    test_rules_of_adapter_files_are_what_diffusers_loader_does = None
+    test_a_dora_is_read_by_diffusers_in_its_own_names_alone = None
+
+
+class TestTimesInDiffusers(OutcomesInDiffusers):
+    """A time of each token, no two of a sample alike; what pads a sample changes nothing."""
+
+    cases = DiffusersChecks.cases
+
+    def times(self, sample, tokens):
+        """Times of tokens, [sample, token], by that of each sample, [sample, 1]."""
+        return sample - torch.arange(tokens)
+
+    def _inputs(self, items, sigma):
+        inputs = super()._inputs(items, sigma)
+        tokens = max(item["latents"][0].numel() // 4 for item in items)
+        return inputs._replace(timestep=self.times(inputs.timestep[:, None], tokens))
+
+    def test_equal_times_of_all_tokens_are_the_time_of_the_sample(self):
+        """fp64, 1e-12: sums over as many rows as tokens instead of one."""
+        outcomes = []
+        for times in (
+            lambda sample, tokens: sample.expand(-1, tokens),
+            lambda sample, _: sample[:, 0],
+        ):
+            self.times, model = times, make_model(self.spec, self.arch, dtype=torch.float64)
+            outcomes.append(self.outcome(model, self.run_ours, self.items(2), torch.float64))
+        tokens, sample = outcomes
+        assert max(relative(tokens[name], sample[name]) for name in sample) < 1e-12
+
+
+class TestFirstFramesInDiffusers(OutcomesInDiffusers):
+    """Clean first frames, against what diffusers' image-to-video pipeline makes of them."""
+
+    arch = WanArch(**SIZES, in_channels=4, token_times=True)
+
+    def sizes(self, index, grid):
+        return super().sizes(index, grid) | ({} if index % 2 else {"first_frame": (4, 1, *grid)})
+
+    def cases(self):
+        return {**DiffusersChecks.cases(self), "none": Comparison(self.items(2)[1:])}
+
+    def run_theirs(self, model, items, sigma):
+        """A mask that is 0 on a clean first frame, thinned to a token each: `expand_timesteps`."""
+        outputs = []
+        for item, noise in zip(items, sigma, strict=True):
+            latents, clean = item["latents"][None], item.get("first_frame")
+            mask = torch.ones_like(latents[:, :1])
+            if clean is not None:
+                mask[:, :, 0] = 0
+                latents = (1 - mask) * clean + mask * latents
+            times = (mask[:, 0, :, ::2, ::2].double() * 1000 * noise).flatten(1)
+            outputs.append(model(latents, times, item["text"][None], return_dict=False)[0][0])
+        return outputs
 
 
 class TestAudit(Clips, AuditChecks):

@@ -79,6 +79,9 @@ _COMFYUI = partial(ProgramRow, program="ComfyUI")
 ROWS = (
     ProgramRow(program="diffusers", present=_NOT_IN_DIFFUSERS, misreads=_NO_MODEL),
     _DIFFUSERS(forms=("diffusers",), alpha=True, misreads=f"rejects keys of alpha; {_CONVERT}"),
+    _DIFFUSERS(
+        forms=("diffusers",), up_down=True, misreads=f"rejects lora_up and lora_down; {_CONVERT}"
+    ),
     _DIFFUSERS(forms=("diffusers",)),
     _DIFFUSERS(forms=("videox",), misreads=f"rejects lora_unet__ with two underscores; {_CONVERT}"),
     _IN_MUSUBI(present=_OUTSIDE, misreads=f"rejects {{module}} in these names; {_CONVERT}"),

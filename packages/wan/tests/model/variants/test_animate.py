@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers_pairs import assert_close, exact_diffusers, random_inputs
 from safetensors import safe_open
 
 from ditkit_core.adapters.config import ExportConfig
@@ -18,6 +17,7 @@ from ditkit_core.adapters.files.inspect import _is_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.precision import Precision
+from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.full_size_split import balanced, divided_step
 from ditkit_core.weights.load import StoredParameters
 from ditkit_wan.model.inputs import WanInputs, assemble, make_inputs
@@ -209,16 +209,25 @@ def test_animate_equals_diffusers(dtype, tolerance, monkeypatch) -> None:
     for fp64."""
     ours, theirs = diffusers_pair(dtype)
     if dtype == torch.float64:
+        from diffusers.models import embeddings
         from diffusers.models.transformers import transformer_wan_animate
 
-        exact_diffusers(monkeypatch)
+        sinusoid = lambda times, dim, **_: timestep_features(times, dim)
+        monkeypatch.setattr(embeddings, "get_timestep_embedding", sinusoid)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
         monkeypatch.setattr(transformer_wan_animate.WanRotaryPosEmbed, "forward", _tables)
         monkeypatch.setattr(torch, "float32", torch.float64)
     shapes = {
         "latents": (16, 4, *GRID), "y": (20, 4, *GRID), "text": (512, 20), "image": (257, 20),
         "pose": (16, 3, *GRID), "face": (3, 9, 32, 32),
     }  # fmt: skip
-    given = random_inputs({name: (2, *shape) for name, shape in shapes.items()}, dtype)
+    random = torch.Generator().manual_seed(1)
+    given = {
+        name: torch.randn(2, *shape, generator=random, dtype=torch.double)
+        .to(dtype)
+        .requires_grad_()
+        for name, shape in shapes.items()
+    }
     goal = torch.randn(
         given["latents"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.double
     )
@@ -249,7 +258,10 @@ def test_animate_equals_diffusers(dtype, tolerance, monkeypatch) -> None:
             [named[part.name].grad for part in NAMES.from_native["diffusers"](name)]
         )
         pairs.append((name, parameter.grad, theirs_of))
-    assert_close(pairs, tolerance)
+    norm = max(float(their.detach().norm()) for name, _, their in pairs if name != "output")
+    for name, mine, their in pairs:  # biases of k are rounding alone
+        off = float((mine.detach().double() - their.detach().double()).norm())
+        assert off <= tolerance * max(float(their.detach().norm()), 1e-2 * norm), (name, off)
 
 
 def _tables(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
