@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels import ops  # noqa: F401, declares the operations that are counted here
+from ditkit_core.planner.repeated_fakes import RepeatedFakes
 
 _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -207,13 +208,15 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _leaves(tree: Any) -> list[Tensor]:
-    """The tensors of an argument or a result, mostly a single one: a plan spent a tenth of its time
-    in torch's general trees."""
-    return (
-        [tree]
-        if isinstance(tree, Tensor)
-        else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    )
+    """The tensors of an argument or a result, mostly a single one or a list: a plan spent a tenth of
+    its time in torch's general trees."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [leaf for part in tree for leaf in _leaves(part)]
+    if tree is None or isinstance(tree, bool | int | float | torch.dtype | torch.device):
+        return []
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -228,7 +231,7 @@ def fake_tensors(kind: str) -> Iterator["Meter"]:
         # torchao compiles its step, which does not work with fake tensors
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(as_on(kind))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(RepeatedFakes())
         yield stack.enter_context(Meter(kind))
 
 
