@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
+from ditkit_core.planner.equal_updates import step_one_of_each
 from ditkit_core.planner.measurement_cache import measured_once, step_key
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts, Meter, fake_tensors
@@ -294,6 +296,9 @@ class _Measuring:
             self.trained = trained = TrainState(
                 staged, parameters, job.optim, job.ema, kernels=job.kernels
             )
+        if job.optim.kind.one_after_another:
+            for part in trained.optimizer.parts:
+                vars(part)["step"] = partial(step_one_of_each, part, meter)
         self.gradients = trained.optimizer.parameters.values()
         stage_of = stages_of(self.model.full_model, trained.optimizer.parameters)
         self.clipping = Clipping(

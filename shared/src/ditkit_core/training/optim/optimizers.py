@@ -36,6 +36,8 @@ class OptimizerKind:
     """Whether its step uses torch's compiler, which only one thread may enter at a time."""
     one_by_one: bool = False
     """Whether it can update one weight at a time, so that only that weight exists in fp32."""
+    one_after_another: bool = False
+    """Whether its step needs memory for one weight at a time; others work on all weights at once."""
     skips_on_device: bool = False
     """Whether its step does nothing where its attribute `found_inf`, a tensor on the device, is 1,
     as torch's GradScaler uses it."""
@@ -128,7 +130,12 @@ OPTIMIZERS = {
         build=_adamw, one_by_one=True, streams=True, by_element=True, skips_on_device=True
     ),
     "adamw8bit": OptimizerKind(
-        build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True, streams=True
+        build=_adamw8bit,
+        one_by_one=True,
+        one_after_another=True,
+        compiles=True,
+        averages_in_8_bits=True,
+        streams=True,
     ),
     "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True, waits=True),
     "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
