@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "library.md"
 ON_RANKS = ROOT / "shared" / "tests" / "support" / "program_on_ranks.py"
 STILL = re.compile(
     r"image_cond|layerwise_blocks\.0\.attn\.w[qk]\b"
-    r"|transformer_blocks\.2\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
+    r"|transformer_blocks\.3\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
 )
 """Layers that the data of a demo move nothing in: a tower that sees references alone, queries and
 keys over the layers of a text encoder that has them all alike, and of the last block the text that

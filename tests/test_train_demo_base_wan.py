@@ -13,7 +13,7 @@ from workspace import ROOT
 
 def test_an_update_has_singular_values_of_about_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
-    from train_demo_base_wan import orthogonalized
+    from motion_bases import orthogonalized
 
     for rows, columns in ((96, 96), (384, 96), (16, 432)):
         update = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))

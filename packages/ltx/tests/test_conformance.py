@@ -270,7 +270,7 @@ def test_latents_of_clips_are_those_of_the_pipeline(checkpoints, frames):
         mode = vae.encode(clip[None]).latent_dist.mode()
         expected = LTXPipeline._normalize_latents(mode, vae.latents_mean, vae.latents_std)
     assert torch.equal(ours["latents"], expected[0])
-    assert ours["latents"].shape == (16, 1 + frames // 8, 2, 3)
+    assert ours["latents"].shape == (DEMO.in_channels, 1 + frames // 8, 2, 3)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
@@ -293,7 +293,10 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
     from diffusers import LTXImageToVideoPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    arch = replace(ARCH, causal=causal, distilled=distilled, first_frame=begins)
+    channels = DEMO.in_channels
+    arch = replace(
+        ARCH, in_channels=channels, causal=causal, distilled=distilled, first_frame=begins
+    )
     folder, num_steps = checkpoints[causal], 8 if distilled else 5
     moments = [1000, 993, 987, 981, 975, 909, 725, 0.03] if distilled else None
     spec = LTX.for_arch(arch)
@@ -326,14 +329,14 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         return values
 
     first, last = (
-        torch.randn((16, 3, 2, 3), generator=generator(7, purpose))[None]
+        torch.randn((channels, 3, 2, 3), generator=generator(7, purpose))[None]
         for purpose in ("sample", "decode")
     )
     of_steps, noise = generator(7, "conditions"), [first]
     if begins and causal:  # noise of all tokens, of which the first frame's are used
         for _ in range(num_steps):
-            rows = torch.zeros(1, 18, 16)
-            drawn = torch.randn((16, 1, 2, 3), generator=of_steps)
+            rows = torch.zeros(1, 18, channels)
+            drawn = torch.randn((channels, 1, 2, 3), generator=of_steps)
             rows[0, :6] = drawn.flatten(1).T
             noise.append(rows)
     noise.append(last)
