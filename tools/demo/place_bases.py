@@ -16,11 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ditkit_core.families.demo_edits import edited
-from ditkit_core.families.demo_places import KNOWN, LOOKS, PLACES, DemoImage, paint_shapes, render
+from ditkit_core.families.demo_places import (
+    CAPTIONS,
+    KNOWN,
+    LOOKS,
+    PLACES,
+    DemoImage,
+    paint_shapes,
+    render,
+)
+from ditkit_core.families.euler import shifted_levels
 from ditkit_core.families.language_models import TextEncoding
 from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.families.vae import VaeFamily, patchify
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.flow_matching import shift_sigma
 from place_judge import HEADINGS, Look, judge, row
 
@@ -398,6 +408,59 @@ def started(options: argparse.Namespace) -> argparse.Namespace:
         folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     return options
+
+
+def train_base(
+    options: argparse.Namespace,
+    spec: ModelSpec,
+    encoding: TextEncoding,
+    demo: Any,
+    vae: tuple[VaeFamily, Any],
+    images: Sequence[Tensor],
+    velocity: Callable[..., Tensor],
+    *,
+    blocks: Sequence[str],
+    small: Sequence[str],
+    batch: int = 64,
+    captions: Sequence[str] = CAPTIONS,
+    edited: float = 0.0,
+) -> None:
+    """Train a transformer on the latents of a trained VAE, and `finish`.
+
+    Args:
+        options: Of `base_parser`; the last of `steps` is the transformer's.
+        spec: The family.
+        encoding: Its text encoder.
+        demo: Its module of the demo's checkpoint.
+        vae: The family's, and the trained one.
+        images: Latents, as of `encode_images`, normalised.
+        velocity: From model, noised latents, noise levels, features [rows, width] of each caption,
+            and references, if there are any.
+        blocks: As of `train_transformer`, likewise `small`, `batch` and `edited`.
+        captions: All that `edited` and sampling need.
+    """
+    demo.write_text(options.work / "text")
+    text = encode_captions(encoding, options.work / "text", captions)
+    model = demo.build_transformer()
+
+    def predicted(
+        noised: Tensor, sigma: Tensor, captions: Sequence[str], references: Tensor | None = None
+    ) -> Tensor:
+        others = () if references is None else (references,)
+        return velocity(model, noised, sigma, [text[caption] for caption in captions], *others)
+
+    def train() -> dict[str, Tensor]:
+        return train_transformer(
+            model, predicted, images, options.steps[-1],
+            blocks=blocks, small=small, batch=batch, edited=edited,
+        )  # fmt: skip
+
+    model.load_state_dict(kept(options.work / "transformer.safetensors", train))
+    levels = shifted_levels(20, spec.training.shift(images[0][0, 0, 0][:, None])).float()
+    finish(
+        vae[0], {"vae": vae[1], "transformer": model}, options.to,
+        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0),
+    )  # fmt: skip
 
 
 def finish(

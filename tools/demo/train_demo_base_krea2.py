@@ -15,8 +15,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.families.demo_places import CAPTIONS
-from ditkit_core.families.euler import shifted_levels
 from ditkit_core.nn.padding import padding_mask
 from ditkit_krea2.demo import write as demo
 from ditkit_krea2.encoders import TEXT, VAE
@@ -24,15 +22,12 @@ from ditkit_krea2.model import PATCH
 from ditkit_krea2.spec import KREA2
 from place_bases import (
     base_parser,
-    encode_captions,
     encode_images,
-    finish,
     in_bf16,
     kept,
     normalise,
-    sample,
     started,
-    train_transformer,
+    train_base,
     train_vae,
 )
 
@@ -77,27 +72,9 @@ def main() -> None:
     vae: Any = demo.build_vae()
     state = kept(options.work / "vae.safetensors", lambda: train_vae(VAE, vae, options.steps[0]))
     vae.requires_grad_(False).load_state_dict(of_images(vae, state))
-    images = encode_images(VAE, vae)
-    demo.write_text(options.work / "text")
-    text = encode_captions(TEXT, options.work / "text", CAPTIONS)
-    model = demo.build_transformer()
-
-    def predicted(
-        noised: Tensor, sigma: Tensor, captions: Sequence[str], references: Tensor | None = None
-    ) -> Tensor:
-        return velocity(model, noised, sigma, [text[caption] for caption in captions])
-
-    def train() -> dict[str, Tensor]:
-        return train_transformer(
-            model, predicted, images, options.steps[1], blocks=(".attn.", ".ff."),
-            small=("time_mod_proj", "scale_shift_table", "final_layer"),
-        )  # fmt: skip
-
-    model.load_state_dict(kept(options.work / "transformer.safetensors", train))
-    levels = shifted_levels(20, KREA2.training.shift(images[0][0, 0, 0][:, None])).float()
-    finish(
-        VAE, {"vae": vae, "transformer": model}, options.to,
-        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0),
+    train_base(
+        options, KREA2, TEXT, demo, (VAE, vae), encode_images(VAE, vae), velocity,
+        blocks=(".attn.", ".ff."), small=("time_mod_proj", "scale_shift_table", "final_layer"),
     )  # fmt: skip
 
 

@@ -15,24 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.families.demo_places import CAPTIONS
-from ditkit_core.families.euler import shifted_levels
 from ditkit_core.nn.padding import padding_mask
 from ditkit_krea2.demo import write as krea2
 from ditkit_qwenimage.demo import write as demo
 from ditkit_qwenimage.encoders import TEXT, VAE
 from ditkit_qwenimage.model import PATCH
 from ditkit_qwenimage.spec import QWENIMAGE
-from place_bases import (
-    base_parser,
-    encode_captions,
-    encode_images,
-    finish,
-    kept,
-    sample,
-    started,
-    train_transformer,
-)
+from place_bases import base_parser, encode_images, started, train_base
 
 STEPS = 1000
 
@@ -62,27 +51,9 @@ def main() -> None:
     )
     vae: Any = demo.build_vae().requires_grad_(False)
     vae.load_state_dict(load_file(krea2.WEIGHTS / "vae.safetensors"))
-    images = encode_images(VAE, vae)
-    demo.write_text(options.work / "text")
-    text = encode_captions(TEXT, options.work / "text", CAPTIONS)
-    model = demo.build_transformer()
-
-    def predicted(
-        noised: Tensor, sigma: Tensor, captions: Sequence[str], references: Tensor | None = None
-    ) -> Tensor:
-        return velocity(model, noised, sigma, [text[caption] for caption in captions])
-
-    def train() -> dict[str, Tensor]:
-        return train_transformer(
-            model, predicted, images, options.steps[0], blocks=("attn.", "_mlp.net"),
-            small=("_mod.1", "norm_out", "proj_out"), batch=32,
-        )  # fmt: skip
-
-    model.load_state_dict(kept(options.work / "transformer.safetensors", train))
-    levels = shifted_levels(20, QWENIMAGE.training.shift(images[0][0, 0, 0][:, None])).float()
-    finish(
-        VAE, {"vae": vae, "transformer": model}, options.to,
-        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0),
+    train_base(
+        options, QWENIMAGE, TEXT, demo, (VAE, vae), encode_images(VAE, vae), velocity,
+        blocks=("attn.", "_mlp.net"), small=("_mod.1", "norm_out", "proj_out"), batch=32,
     )  # fmt: skip
 
 

@@ -17,25 +17,12 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ditkit_core.families.demo_places import CAPTIONS
-from ditkit_core.training.flow_matching import shift_sigma
 from ditkit_flux2.demo import write as flux2
 from ditkit_zimage.demo import write as demo
-from ditkit_zimage.spec import SHIFT, TEXT, VAE
-from place_bases import (
-    base_parser,
-    encode_captions,
-    encode_images,
-    finish,
-    in_bf16,
-    kept,
-    normalise,
-    sample,
-    started,
-    train_transformer,
-)
+from ditkit_zimage.spec import TEXT, VAE, ZIMAGE
+from place_bases import base_parser, encode_images, in_bf16, normalise, started, train_base
 
-STEPS, BATCH = 1200, 64
+STEPS = 1200
 
 
 def vae_weights() -> dict[str, Tensor]:
@@ -73,27 +60,9 @@ def main() -> None:
     vae.load_state_dict(
         in_bf16(vae_weights())
     )  # the transformer learns latents of the VAE that is shipped
-    images = encode_images(VAE, vae)
-    demo.write_text(options.work / "text")
-    text = encode_captions(TEXT, options.work / "text", CAPTIONS)
-    model = demo.build_transformer()
-
-    def predicted(
-        noised: Tensor, sigma: Tensor, captions: Sequence[str], references: Tensor | None = None
-    ) -> Tensor:
-        return velocity(model, noised, sigma, [text[caption] for caption in captions])
-
-    def train() -> dict[str, Tensor]:
-        return train_transformer(
-            model, predicted, images, options.steps[0], blocks=("layers.", "refiner."),
-            small=("adaLN_modulation", "all_final_layer"),
-        )  # fmt: skip
-
-    model.load_state_dict(kept(options.work / "transformer.safetensors", train))
-    levels = shift_sigma(torch.linspace(1, 0, 21), SHIFT)
-    finish(
-        VAE, {"vae": vae, "transformer": model}, options.to,
-        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0),
+    train_base(
+        options, ZIMAGE, TEXT, demo, (VAE, vae), encode_images(VAE, vae), velocity,
+        blocks=("layers.", "refiner."), small=("adaLN_modulation", "all_final_layer"),
     )  # fmt: skip
 
 
