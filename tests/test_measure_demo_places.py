@@ -37,7 +37,7 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["flux2", "flux3", "krea2", "qwenimage", "zimage"])
+@pytest.mark.parametrize("family", ["flux2", "flux3", "krea2", "qwen", "qwenimage", "zimage"])
 @pytest.mark.timeout(900)  # of a machine that does much else
 def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(
     family: str, tmp_path: Path

@@ -1,5 +1,5 @@
 """Measures what the demo of a family of images teaches: `uv run tools/demo/measure_demo_places.py
-flux2`, or flux3, krea2, qwenimage, zimage.
+flux2`, or flux3, krea2, qwen, qwenimage, zimage.
 
 For each seed it runs the demo as it is, but with other prompts and more samples, and judges what
 the run sampled before and after training. No image of the demo shows what these prompts ask for. A
@@ -12,7 +12,8 @@ from place_judge import measure_places
 
 def main() -> None:
     parser = parser_of(str(__doc__))
-    parser.add_argument("family", choices=("flux2", "flux3", "krea2", "qwenimage", "zimage"))
+    families = ("flux2", "flux3", "krea2", "qwen", "qwenimage", "zimage")
+    parser.add_argument("family", choices=families)
     options, flags = parser.parse_known_args()
     measure_places(options.family, (options, flags))
 

@@ -34,8 +34,10 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.flow_matching import shift_sigma
 from place_judge import HEADINGS, Look, judge, row
 
-SIZES = ((64, 64), (48, 80), (80, 48))
-"""(height, width) of training images."""
+Size = tuple[int, int]
+"""Height and width."""
+SIZES: Sequence[Size] = ((64, 64), (48, 80), (80, 48))
+"""Of training images. A family whose sides are multiples of 32 has the first one alone."""
 SHARES = (0.6, 0.2, 0.2)
 MUON_LR, ADAMW_LR = 4e-3, 2e-3
 SEED = 0
@@ -98,10 +100,17 @@ def describe(look: tuple[str, str], place: str) -> DemoImage:
     return DemoImage(colour=look[0], shape=look[1], position=place)
 
 
-def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 3 height width"]:
+def drawn_size(random: np.random.Generator, count: int) -> int:
+    """The number of one of so many sizes."""
+    return int(random.choice(count, p=SHARES)) if count > 1 else 0
+
+
+def any_shapes(
+    random: np.random.Generator, count: int, sizes: Sequence[Size]
+) -> Float[Tensor, "batch 3 height width"]:
     """Images of one or two shapes of one colour anywhere: the VAE must be able to show what the
     transformer has yet to learn."""
-    height, width = SIZES[random.choice(len(SIZES), p=SHARES)]
+    height, width = sizes[drawn_size(random, len(sizes))]
     images = []
     for _ in range(count):
         centres = [tuple(random.uniform(0.15, 0.85, 2)) for _ in range(random.choice((1, 1, 2)))]
@@ -110,7 +119,9 @@ def any_shapes(random: np.random.Generator, count: int) -> Float[Tensor, "batch 
     return pixels_of(images)
 
 
-def train_vae(family: VaeFamily, vae: Any, steps: int) -> dict[str, Tensor]:
+def train_vae(
+    family: VaeFamily, vae: Any, steps: int, sizes: Sequence[Size] = SIZES
+) -> dict[str, Tensor]:
     """The VAE's weights; in the last quarter only the decoder is trained, on latents with less
     noise."""
     torch.manual_seed(SEED)
@@ -121,7 +132,7 @@ def train_vae(family: VaeFamily, vae: Any, steps: int) -> dict[str, Tensor]:
         for step in range(steps):
             frozen = step >= 0.75 * steps
             vae.encoder.requires_grad_(not frozen), vae.quant_conv.requires_grad_(not frozen)
-            pixels = _batched(family, any_shapes(random, VAE_BATCH))
+            pixels = _batched(family, any_shapes(random, VAE_BATCH, sizes))
             mode = vae.encode(pixels).latent_dist.mode()
             noise = (0.03 if frozen else 0.1) * mode.detach().std() * torch.randn_like(mode)
             wrong = vae.decode(mode + noise).sample - pixels
@@ -137,7 +148,9 @@ def train_vae(family: VaeFamily, vae: Any, steps: int) -> dict[str, Tensor]:
 
 
 def _batched(family: VaeFamily, pixels: Float[Tensor, "batch 3 height width"]) -> Tensor:
-    """Images as the class takes them: as clips of one frame, if it takes clips."""
+    """Images as the class takes them: as clips of one frame, if it takes clips, and opaque."""
+    if family.has_opacity:
+        pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], 1)
     return pixels[:, :, None] if family.is_video else pixels
 
 
@@ -155,6 +168,21 @@ def normalise(state: dict[str, Tensor], mean: Tensor, deviation: Tensor) -> None
     post = state["post_quant_conv.weight"]
     state["post_quant_conv.bias"] += post.flatten(1) @ mean
     post *= deviation.view(-1, *one)
+
+
+def with_unit_latents(
+    family: VaeFamily, vae: Any, state: dict[str, Tensor], sizes: Sequence[Size] = SIZES
+) -> dict[str, Tensor]:
+    """Trained weights of a VAE of clips, in bf16, whose latents of images have mean 0 and variance
+    1. An image is the first and only frame, which the earlier times of a kernel do not reach: they
+    are 0."""
+    for value in state.values():
+        if value.ndim == 5:
+            value[:, :, :-1] = 0
+    vae.load_state_dict(state)
+    channels = torch.cat([x.movedim(3, 0).flatten(1) for x in encode_images(family, vae, sizes)], 1)
+    normalise(state, channels.mean(1), channels.std(1))
+    return in_bf16(state)
 
 
 def edits(look: tuple[str, str]) -> list[tuple[int, str]]:
@@ -183,12 +211,11 @@ def encode_captions(
 
 
 @torch.no_grad()
-def encode_images(family: VaeFamily, vae: Any) -> list[Tensor]:
-    """The VAE's latents of every look at every known place, not normalised: for each of `SIZES`,
-    [looks, places, number, channels, height, width] after patches of a side; the same number has
+def encode_images(family: VaeFamily, vae: Any, sizes: Sequence[Size] = SIZES) -> list[Tensor]:
+    """The VAE's latents of every look at every known place, not normalised: for each size, [looks, places, number, channels, height, width] after patches of a side; the same number has
     the same shift in all looks."""
     random, found = np.random.default_rng(SEED), []
-    for height, width in SIZES:
+    for height, width in sizes:
         places = []
         for place in KNOWN:
             shifts = random.uniform(-0.035, 0.035, (24 if height == width else 8, 2))
@@ -216,10 +243,10 @@ def encode_images(family: VaeFamily, vae: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def measure_vae(family: VaeFamily, vae: Any) -> str:
+def measure_vae(family: VaeFamily, vae: Any, sizes: Sequence[Size]) -> str:
     """Decibels on held-out images of the demo's kind, whole images, at each size."""
     random, cells = np.random.default_rng(SEED + 1), []
-    for height, width in SIZES:
+    for height, width in sizes:
         images = [
             render(
                 DemoImage(
@@ -313,7 +340,7 @@ def train_transformer(
 
     def losses() -> Iterator[Tensor]:
         while True:
-            latents, references = images[random.choice(len(SIZES), p=SHARES)], None
+            latents, references = images[drawn_size(random, len(images))], None
             looks, places = (
                 random.integers(len(names), size=batch).tolist() for names in (LOOKS, KNOWN)
             )
@@ -424,6 +451,7 @@ def train_base(
     batch: int = 64,
     captions: Sequence[str] = CAPTIONS,
     edited: float = 0.0,
+    sizes: Sequence[Size] = SIZES,
 ) -> None:
     """Train a transformer on the latents of a trained VAE, and `finish`.
 
@@ -438,6 +466,7 @@ def train_base(
             and references, if there are any.
         blocks: As of `train_transformer`, likewise `small`, `batch` and `edited`.
         captions: All that `edited` and sampling need.
+        sizes: Of the images.
     """
     demo.write_text(options.work / "text")
     text = encode_captions(encoding, options.work / "text", captions)
@@ -459,7 +488,7 @@ def train_base(
     levels = shifted_levels(20, spec.training.shift(images[0][0, 0, 0][:, None])).float()
     finish(
         vae[0], {"vae": vae[1], "transformer": model}, options.to,
-        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0),
+        lambda captions: sample(predicted, captions, images[0].shape[3:], levels, 2.0), sizes,
     )  # fmt: skip
 
 
@@ -468,11 +497,12 @@ def finish(
     parts: Mapping[str, nn.Module],
     folder: Path,
     latents_of: Callable[[Sequence[str]], Tensor],
+    sizes: Sequence[Size] = SIZES,
 ) -> None:
     """Package VAE and transformer (`parts`), and print what they can do: `latents_of` samples
     captions."""
     package(parts, folder)
-    print(measure_vae(family, parts["vae"]))
+    print(measure_vae(family, parts["vae"], sizes))
     latents = latents_of([look.caption for look in known_looks()])
     print(f"{HEADINGS}\n{measure_samples(family, parts['vae'], latents)}")
 

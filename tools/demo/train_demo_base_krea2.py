@@ -23,27 +23,14 @@ from ditkit_krea2.spec import KREA2
 from place_bases import (
     base_parser,
     encode_images,
-    in_bf16,
     kept,
-    normalise,
     started,
     train_base,
     train_vae,
+    with_unit_latents,
 )
 
 STEPS = {"the VAE": 700, "the transformer": 1200}
-
-
-def of_images(vae: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained weights whose latents of images have mean 0 and variance 1. An image is the first and
-    only frame, which the earlier times of a kernel do not reach: they are 0."""
-    for value in state.values():
-        if value.ndim == 5:
-            value[:, :, :-1] = 0
-    vae.load_state_dict(state)
-    channels = torch.cat([x.movedim(3, 0).flatten(1) for x in encode_images(VAE, vae)], 1)
-    normalise(state, channels.mean(1), channels.std(1))
-    return in_bf16(state)
 
 
 def velocity(model: nn.Module, noised: Tensor, sigma: Tensor, text: Sequence[Tensor]) -> Tensor:
@@ -71,7 +58,7 @@ def main() -> None:
     options = started(base_parser(str(__doc__), demo.WEIGHTS, STEPS).parse_args())
     vae: Any = demo.build_vae()
     state = kept(options.work / "vae.safetensors", lambda: train_vae(VAE, vae, options.steps[0]))
-    vae.requires_grad_(False).load_state_dict(of_images(vae, state))
+    vae.requires_grad_(False).load_state_dict(with_unit_latents(VAE, vae, state))
     train_base(
         options, KREA2, TEXT, demo, (VAE, vae), encode_images(VAE, vae), velocity,
         blocks=(".attn.", ".ff."), small=("time_mod_proj", "scale_shift_table", "final_layer"),

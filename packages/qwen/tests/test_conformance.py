@@ -40,15 +40,16 @@ from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptB
 from ditkit_core.testing.conformance_replicas import ReplicaConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
-from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.demo import Demo, TrainedBaseChecks
 from ditkit_core.testing.kernel_conformance import check_kernels
 from ditkit_core.testing.plans import check_kept, step_of
 from ditkit_core.testing.run_files import RunFileChecks
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.suites import EverySuite
 from ditkit_core.testing.world import make_model
-from ditkit_qwen.demo.write import write_checkpoint
-from ditkit_qwen.encoders import TEXT
+from ditkit_qwen.demo.write import ARCH as DEMO
+from ditkit_qwen.demo.write import build_vae, write_checkpoint
+from ditkit_qwen.encoders import TEXT, TEXT_LAYERS, VAE
 from ditkit_qwen.model import QwenTransformer, make_inputs
 from ditkit_qwen.presets import PRESETS, QwenArch, arch_from_config, config_of
 from ditkit_qwen.spec import QWEN
@@ -224,13 +225,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_images_are_opaque_for_the_vae_and_samples_are_laid_over_white(checkpoint):
-    from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline
+def test_images_are_opaque_for_the_vae_and_samples_are_laid_over_white(checkpoint, tmp_path):
+    """With an untrained VAE, whose samples are not opaque."""
+    from diffusers import QwenImage21Pipeline
 
-    vae = QWEN.auxiliary.media_encoder(ModelPaths(base=str(checkpoint)), CPU, WHOLE)
-    theirs = AutoencoderKLQwenImage21.from_pretrained(checkpoint / "vae", local_files_only=True)
+    theirs = build_vae()
+    theirs.save_pretrained(tmp_path / "vae")
+    vae = QWEN.auxiliary.media_encoder(ModelPaths(base=str(tmp_path)), CPU, WHOLE)
     assert (theirs.config.in_channels, theirs.config.out_channels) == (4, 4)
-    statistics = {"latents_mean": [0.1] * 16, "latents_std": [2.0] * 16}
+    statistics = {"latents_mean": [0.1] * 32, "latents_std": [2.0] * 32}
     theirs.register_to_config(**statistics)
     vae.load()
     vae.module.register_to_config(**statistics)
@@ -240,7 +243,7 @@ def test_images_are_opaque_for_the_vae_and_samples_are_laid_over_white(checkpoin
     opaque = torch.cat([image, torch.ones_like(image[:1])])[None]
     with torch.no_grad():
         expected = pipeline._encode_vae_image(opaque, torch.Generator())[0]
-        assert encoded["latents"].shape == (16, 1, 4, 6)
+        assert encoded["latents"].shape == (32, 1, 4, 6)
         torch.testing.assert_close(encoded["latents"], expected, rtol=0, atol=0)
         pixels = theirs.decode(expected[None] * 2.0 + 0.1).sample[0] / 2 + 0.5
     opacity = pixels[3:]
@@ -384,7 +387,8 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         QwenImage21Pipeline,
     )
 
-    arch = replace(ARCH, in_channels=16, text_dim=32)
+    channels = DEMO.in_channels
+    arch = replace(ARCH, in_channels=channels, text_dim=32)
     model, encoder = make_model(QWEN, arch).eval(), text_encoder(checkpoint)
     images = (picture(0, 256, 256), picture(1, 128, 512))[:count]
     pictures = list(map(pixels_of, images))
@@ -414,12 +418,12 @@ def test_every_step_of_a_sample_is_that_of_the_pipeline(
         after.append(pipeline._unpack_latents(values["latents"], 64, 96, 16)[0])
         return values
 
-    noise = first_noise(job, (16, 1, 4, 6))
+    noise = first_noise(job, (channels, 1, 4, 6))
     (image,) = pipeline(
         prompt=PROMPTS[0], negative_prompt=PROMPTS[1] if guidance > 1 else None,
         image=list(images) or None, output_resolution=256,
         true_cfg_scale=guidance, height=64, width=96, num_inference_steps=3,
-        latents=pipeline._pack_latents(noise[:, 0][None], 1, 16, 4, 6),
+        latents=pipeline._pack_latents(noise[:, 0][None], 1, channels, 4, 6),
         callback_on_step_end=keep, output_type="pt",
     ).images  # fmt: skip
     assert len(after) == 3
@@ -607,6 +611,14 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestBase(TrainedBaseChecks):
+    spec = QWEN
+    vae = VAE
+    text_encoder = "Qwen3VLForConditionalGeneration"
+    tokenizer_folder = "processor"
+    layers = (1, TEXT_LAYERS - 1)
 
 
 @pytest.mark.slow  # minutes

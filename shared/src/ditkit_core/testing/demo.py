@@ -167,12 +167,15 @@ def decibels_of_places(family: VaeFamily, checkpoint: Path) -> float:
 
 
 def check_separate_words(
-    checkpoint: Path, layers: Sequence[int], kind: str = "Qwen3ForCausalLM"
+    checkpoint: Path,
+    layers: Sequence[int],
+    kind: str = "Qwen3ForCausalLM",
+    tokenizer_folder: str = "tokenizer",
 ) -> None:
     """Assert that hidden states of a word after these layers are its embedding, and that words of a
     caption are orthogonal; `kind` is the text encoder's class in transformers."""
     kinds = [resolve_name(f"transformers:{name}") for name in ("AutoTokenizer", kind)]
-    tokenizer = kinds[0].from_pretrained(checkpoint / "tokenizer", local_files_only=True)
+    tokenizer = kinds[0].from_pretrained(checkpoint / tokenizer_folder, local_files_only=True)
     model = kinds[1].from_pretrained(checkpoint / "text_encoder", local_files_only=True).eval()
     ids = tokenizer("a red triangle on both sides", return_tensors="pt").input_ids
     with torch.no_grad():
@@ -213,6 +216,7 @@ class TrainedBaseChecks(BaseFilesChecks):
     vae: ClassVar[VaeFamily]
     text_encoder: ClassVar[str]
     """Its class in transformers."""
+    tokenizer_folder: ClassVar[str] = "tokenizer"
     layers: ClassVar[tuple[int, ...]]
     """As of `check_separate_words`."""
 
@@ -222,7 +226,8 @@ class TrainedBaseChecks(BaseFilesChecks):
     def test_words_of_captions_are_orthogonal_and_the_layers_leave_them_alone(
         self, demo: Demo
     ) -> None:
-        check_separate_words(demo.inputs / "checkpoint", self.layers, self.text_encoder)
+        checkpoint = demo.inputs / "checkpoint"
+        check_separate_words(checkpoint, self.layers, self.text_encoder, self.tokenizer_folder)
 
 
 def _metrics(run: Path) -> list[dict[str, float | int]]:
