@@ -58,7 +58,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import gpu_truth
 script, out, *names = sys.argv[2:]
-parts = [gpu_truth.Part(name=name, seconds=1 if name == "hanging" else 200, about="") for name in names]
+seconds = {"hanging": 1}
+parts = [gpu_truth.Part(name=name, seconds=seconds.get(name, 200), about="") for name in names]
 command = lambda part: [sys.executable, script, out, part.name]
 sys.exit(gpu_truth.run(parts, Path(out), 2000, command, copies=True))
 """

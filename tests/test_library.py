@@ -184,8 +184,8 @@ def test_errors_name_arguments(run, family, world):
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_divide_the_weights_in_a_loop_of_ones_own(family, world):
-    """Under torchrun's agent, which forks them; its command, which starts three processes that import
-    everything, starts a recipe's ranks in `commands/test_recipe.py`."""
+    """Under torchrun's agent, which forks them; its command, which starts three processes that
+    import everything, starts a recipe's ranks in `commands/test_recipe.py`."""
     file = world / "ranks.py"
     file.write_text(
         for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8"

@@ -1,5 +1,5 @@
-"""tools/demo/measure_demo_motions.py: its judge on generated clips, and one seed of what it measures
-of each demo."""
+"""tools/demo/measure_demo_motions.py: its judge on generated clips, and one seed of what it
+measures of each demo."""
 
 from pathlib import Path
 

@@ -238,8 +238,8 @@ def test_pictures_become_the_patches_of_the_processor(model: Model, size: tuple[
 
 
 def test_other_patches_of_the_same_picture_have_other_words_in_the_identity_of_caches() -> None:
-    """The processor may change, and `patches_of` after it: then change `HOW_IT_SEES` and the numbers
-    here, which are as they were when its words were written."""
+    """The processor may change, and `patches_of` after it: then change `HOW_IT_SEES` and the
+    numbers here, which are as they were when its words were written."""
     row, column = torch.meshgrid(torch.arange(90), torch.arange(110), indexing="ij")
     picture = torch.stack([(row // 2 + column // (2 + c)) % 2 for c in range(3)]) * 1.6 - 0.8
     config = SimpleNamespace(patch_size=16, spatial_merge_size=2, temporal_patch_size=2)

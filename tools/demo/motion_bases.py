@@ -161,8 +161,8 @@ def psnr(vae: Any, clips: Float[Tensor, "batch 3 frames height width"]) -> float
 def latents_of_base(
     vae: Any, clips_each: int
 ) -> tuple[Float[Tensor, "clips channels frames height width"], list[str]]:
-    """Latents of clips of the known motions, not normalised, and their captions: `clips_each` of each
-    look and motion."""
+    """Latents of clips of the known motions, not normalised, and their captions: `clips_each` of
+    each look and motion."""
     random, latents, captions = np.random.default_rng(1), [], []
     looks = [(c, s, way) for way in DIRECTIONS if way != NEW for c in COLOURS for s in SHAPES]
     for look in looks * clips_each:

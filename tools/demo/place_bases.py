@@ -212,7 +212,8 @@ def encode_captions(
 
 @torch.no_grad()
 def encode_images(family: VaeFamily, vae: Any, sizes: Sequence[Size] = SIZES) -> list[Tensor]:
-    """The VAE's latents of every look at every known place, not normalised: for each size, [looks, places, number, channels, height, width] after patches of a side; the same number has
+    """The VAE's latents of every look at every known place, not normalised: for each size,
+    [looks, places, number, channels, height, width] after patches of a side; the same number has
     the same shift in all looks."""
     random, found = np.random.default_rng(SEED), []
     for height, width in sizes:

@@ -1,8 +1,8 @@
 """Trains the tiny Qwen-Image of `qwenimage-train --demo` from generated shapes: `uv run
 tools/demo/train_demo_base_qwenimage.py --work FOLDER`.
 
-Its VAE is the one in Krea 2's demo, as the published one is Qwen-Image's. The transformer is trained,
-kept in the working folder and not trained again if it is there. At the end both are measured and
+Its VAE is the one in Krea 2's demo, as the published one is Qwen-Image's. The transformer is
+trained, kept in the working folder and not trained again if it is there. At the end both are measured and
 written into the package in bf16. The seed is fixed, but training gives other weights on another
 processor; that is why the weights are stored and not made by the demo.
 """

@@ -1,5 +1,5 @@
-"""What is said of programs that read Wan's adapter files; test_conformance.py holds most of it against
-the diffusers that is installed."""
+"""What is said of programs that read Wan's adapter files; test_conformance.py holds most of it
+against the diffusers that is installed."""
 
 import json
 from pathlib import Path

@@ -151,7 +151,7 @@ class TestDiffusers(Clips, DiffusersChecks):
                 i2v | {"image": (6, 14)},
             ),
             "i2v of two experts": (WanArch(**SIZES, in_channels=10), PADDED | y),
-            # hints behind the first block and the last but one: blocks without one between and after
+            # hints behind the first block and the last but one; others have none
             "vace": (
                 WanArch(**vace, vace_layers=(0, 2, 3)),
                 PADDED | {"vace": (7, *latents[1:])},

@@ -175,7 +175,7 @@ class BeginPage:
             arguments = [*arguments, f"--gpus={self._gpu.value.strip()}"]
         if self._bench.comfyui and not is_demo:
             arguments = [*arguments, f"--comfyui={self._bench.comfyui}"]
-        # Not by the planner: a chosen recipe is not planned, and would wait for the card of another.
+        # Not by the planner: a choice plans nothing, and would wait for the card of another.
         printed = await self._bench.worker.ask(
             "command",
             family=family,

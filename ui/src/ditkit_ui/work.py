@@ -161,11 +161,12 @@ def dataset(family: str, file: str) -> dict[str, Any]:
 
     Returns:
         `folders`; `notes` about captions that are not written here; `stale`, why the run file names
-        files that are not there, and the settings without them, or None; and `rows`, one for each file.
-        Its `names` are all by which a finding may call it, and `id` is the one in `data.exclude`. Its caption is in the file `caption`,
-        or in the `row` of that list, which calls it `item`; `text` has it as it was read. If it is
-        trained, `trained` is the size, `stored` its own, `crop` where it is cropped, which is
-        `movable` or not, and `extras` are the other files of the sample; else `reason` says why not.
+        files that are not there, and the settings without them, or None; and `rows`, one for each
+        file. Its `names` are all by which a finding may call it, and `id` is the one in
+        `data.exclude`. Its caption is in the file `caption`, or in the `row` of that list, which
+        calls it `item`; `text` has it as it was read. If it is trained, `trained` is the size,
+        `stored` its own, `crop` where it is cropped, which is `movable` or not, and `extras` are
+        the other files of the sample; else `reason` says why not.
     """
     run = _run(family, file)
     config, data = run.config, run.data  # with the model's own size where the file sets none

@@ -22,7 +22,8 @@ needs_browser = pytest.mark.skipif(
 SECONDS = 90
 """Longest wait for anything: the worker imports torch, on machines that are busy."""
 _COUNT_CLICKS = """addEventListener("click", event => {
-    if (event.isTrusted && self === top) sessionStorage.clicks = Number(sessionStorage.clicks || 0) + 1
+    if (event.isTrusted && self === top)
+      sessionStorage.clicks = Number(sessionStorage.clicks || 0) + 1
 }, true)"""
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>{{7*7}}"

@@ -129,7 +129,8 @@ def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_no
 
         def made(files: dict[str, str], **crop: Any) -> dict[str, torch.Tensor]:
             others = {name: path for name, path in files.items() if name != "clip"} | keyframes
-            return encoded(conditioner, controls(files["clip"], others, **size, **crop))  # noqa: B023
+            placed = controls(files["clip"], others, **size, **crop)
+            return encoded(conditioner, placed)  # noqa: B023
 
         ours, theirs, plain = made(stored, crop=Crop(0.0, 0.5)), made(cut), made(stored)
         for name, tensor in ours.items():

@@ -36,8 +36,8 @@ def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
     """The `[data]` section for the class images: like the instance's, but with another folder and
     without the trigger word."""
     # The trigger word names the instance. In captions of the class it would teach the model that
-    # they are the same. `exclude` and `crops` name files of the instance's folder, and a class image
-    # may have such a name.
+    # they are the same. `exclude` and `crops` name files of the instance's folder, and a class
+    # image may have such a name.
     return replace(
         data,
         folder=folder,

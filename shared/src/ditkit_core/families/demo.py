@@ -109,9 +109,10 @@ def write_text_model(
 
 @torch.no_grad()
 def separate_words(decoder: Any, tokenizer: Any, captions: Sequence[str]) -> None:
-    """Change the layers of a Qwen3 or Qwen3-VL, of random weights, so that the features of a word are its embedding, because
-    its layers add nothing, and that the embeddings of these captions' words are orthogonal: what an
-    adapter learns about one word then leaves the others alone."""
+    """Change the layers of a Qwen3 or Qwen3-VL, of random weights, so that the features of a
+    word are its embedding, because its layers add nothing, and that the embeddings of these
+    captions' words are orthogonal: what an adapter learns about one word then leaves the others
+    alone."""
     for layer in decoder.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
@@ -206,8 +207,8 @@ def random_t5(kind: str, vocabulary_size: int, *, width: int) -> Any:
 @torch.no_grad()
 def separate_pieces(encoder: Any, tokenizer: Any) -> None:
     """Change the layers of a T5 of random weights, so that the features of a word are its
-    embedding, because its layers add nothing, and that the embeddings of the words and of the end of
-    a caption are orthogonal; `tokenizer` is a `unigram_tokenizer`."""
+    embedding, because its layers add nothing, and that the embeddings of the words and of the end
+    of a caption are orthogonal; `tokenizer` is a `unigram_tokenizer`."""
     for name, weight in encoder.named_parameters():
         if name.endswith(("o.weight", "wo.weight")):
             weight.zero_()

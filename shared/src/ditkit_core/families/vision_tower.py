@@ -20,8 +20,8 @@ from ditkit_core.families.language_models import VisionTower
 from ditkit_core.models.encoders import LayerContext
 
 HOW_IT_SEES = "not padded, sees with"
-"""How pixels become patches and rows among tokens, in the identity of caches in front of the tower's
-fields. What encodes the same prompt otherwise, such as another resizing in `patches_of`, has other
+"""How pixels become patches and rows among tokens, in the identity of caches in front of the
+tower's fields. What encodes the same prompt otherwise, such as another resizing in `patches_of`, has other
 words, or caches would give out stale features."""
 
 

@@ -187,7 +187,7 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
     """Peak bytes of one call of a job's transformer without gradients, above its weights and
     including inputs; references are images to edit (height, width).
 
-    One block of each kind is run, because without gradients only a block's output stays alive.
+    Three blocks of each kind are run: without gradients only the output of a block stays alive.
     """
     # Nothing is trained in it.
     forward = replace(job, batch=(), micro_batches=1, optim=OptimConfig(), ema=EMAConfig())

@@ -208,8 +208,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _leaves(tree: Any) -> list[Tensor]:
-    """The tensors of an argument or a result, mostly a single one or a list: a plan spent a tenth of
-    its time in torch's general trees."""
+    """The tensors of an argument or a result, mostly a single one or a list: a plan spent a tenth
+    of its time in torch's general trees."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, list | tuple):

@@ -1,5 +1,5 @@
-"""Checks of a family against diffusers: outputs, every gradient, names, adapter files, and the steps
-of a sample.
+"""Checks of a family against diffusers: outputs, every gradient, names, adapter files, and the
+steps of a sample.
 
     class TestDiffusers(DiffusersChecks):
         spec = ZED

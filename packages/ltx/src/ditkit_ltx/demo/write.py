@@ -1,8 +1,8 @@
 """The demo's inputs: a complete tiny LTX-Video checkpoint, and captioned clips.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers
-layout. Its VAE and transformer were trained on generated clips by tools/demo/train_demo_base_ltx.py;
-their weights are part of the package, in bf16.
+layout. Its VAE and transformer were trained on generated clips by
+tools/demo/train_demo_base_ltx.py; their weights are part of the package, in bf16.
 """
 
 from pathlib import Path

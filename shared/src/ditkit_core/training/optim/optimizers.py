@@ -37,7 +37,7 @@ class OptimizerKind:
     one_by_one: bool = False
     """Whether it can update one weight at a time, so that only that weight exists in fp32."""
     one_after_another: bool = False
-    """Whether its step needs memory for one weight at a time; others work on all weights at once."""
+    """Whether its step needs memory for one weight at a time; others work on all at once."""
     skips_on_device: bool = False
     """Whether its step does nothing where its attribute `found_inf`, a tensor on the device, is 1,
     as torch's GradScaler uses it."""
