@@ -11,7 +11,6 @@ from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training import micro_batch
-from ditkit_core.training import train_step as step_module
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
@@ -88,12 +87,12 @@ def test_two_micro_batches_are_summed_bitwise_and_more_are_not():
 def test_there_is_one_backward(monkeypatch):
     """Two at once would draw each other's dropout."""
     order = []
-    forward, backward = micro_batch.velocity_errors, step_module.run_backward
+    forward, backward = micro_batch.velocity_errors, torch.Tensor.backward
     monkeypatch.setattr(
         micro_batch, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k)
     )
     monkeypatch.setattr(
-        step_module, "run_backward", lambda loss: order.append("backward") or backward(loss)
+        torch.Tensor, "backward", lambda loss: order.append("backward") or backward(loss)
     )
     losses(True, 3)
     losses(False, 2)

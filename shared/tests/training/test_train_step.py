@@ -66,6 +66,14 @@ def test_accumulating_micro_batches_equals_one_batch(sizes, ragged):
         ), name
 
 
+def test_an_outer_autocast_changes_no_gradient():
+    plain, plain_losses = gradients((2, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        under, under_losses = gradients((2, 1))
+    assert torch.equal(plain_losses, under_losses)
+    assert all(torch.equal(plain[name], under[name]) for name in plain)
+
+
 def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
     model, trainable = toy_model()
     made = batches((2, 1))

@@ -119,7 +119,14 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     token = TYPED.set(typed)
     try:
         with terminated_like_interrupted(), keys_shown():
-            return _run(family, command, typed)
+            work = _work(family, command, typed)
+            if isinstance(work, int):
+                return work
+            # here, and not above: from now on torch is needed
+            from ditkit_core.commands.stage import run_stage
+
+            config, flags = work
+            return run_stage(family.spec(), command, config, flags.options)
     except KeyboardInterrupt:
         warn("interrupted")
         return 130
@@ -127,7 +134,9 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
         TYPED.reset(token)
 
 
-def _run(family: Family, command: str, argv: Sequence[str]) -> int:
+def _work(family: Family, command: str, argv: Sequence[str]) -> tuple[RunConfig, Flags] | int:
+    """What takes torch of a command, by configuration and flags; or an exit status, where nothing
+    is left to do."""
     prog = f"{family.name}-{command}"
     try:
         flags = read_flags(argv, RunConfig, OPTIONS[command], section=command)
@@ -219,11 +228,7 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             return 0
     except UserError as error:
         return _complain(error, 1)
-    from ditkit_core.commands.stage import (
-        run_stage,
-    )  # here, and not above: from now on torch is needed
-
-    return run_stage(family.spec(), command, config, flags.options)
+    return config, flags
 
 
 def _is_about_queue(flags: Flags) -> bool:

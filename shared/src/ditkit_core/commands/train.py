@@ -27,7 +27,7 @@ from ditkit_core.io.console import keep_log, say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.previews.manager import previews_of
+from ditkit_core.previews.manager import Previews, previews_of
 from ditkit_core.previews.stages import generate_trained
 from ditkit_core.run.checks import check_jobs
 from ditkit_core.run.config import RunConfig
@@ -35,6 +35,7 @@ from ditkit_core.run.context import create_run
 from ditkit_core.run.jobs import Jobs, TrainingJob, jobs_of
 from ditkit_core.run.model import tracked_run
 from ditkit_core.training.metrics import log_left_samples
+from ditkit_core.training.trainer import TrainResult
 
 
 def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
@@ -67,56 +68,68 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 jobs = jobs_of(create_run(spec, config), options.init_from)
                 if jobs.run.has_random_base:
                     say(RANDOM_SAMPLES)
-            _train(jobs, folder, changes)
+            left = _left(jobs)
+            steps = [job.completed_step or 0 for job in jobs]
+            on_rank = previews_of(jobs, folder, write_report) if ranks.is_first else nullcontext()
+            with on_rank as previews:
+                for job in left:
+                    with _opened(job, folder, changes) as changes_of_job:
+                        page = LivePage([job.folder.path, folder.path])
+                        result = train_job(job, jobs, changes_of_job, previews, page)
+                        # before the next transformer, and before samples that take all of them
+                        release_memory()
+                        steps.append(result.step)
+                        if ranks.is_first:
+                            _finish_job(job, jobs, folder, result)
+                _finish(jobs, folder, max(steps), previews)
+            if ranks.is_first:
+                tracked = tracked_run(jobs.run, folder)
+                log_left_samples(folder.path, jobs.run.config.log, tracked, warn, is_said=True)
         if ranks.is_first:
             say_results(jobs, folder)
 
 
-def _train(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> None:
-    """Train one transformer after the other, then generate the samples that need all of them.
-    `changes` are the settings that changed since the run was last trained; its folder is locked by
-    this process."""
-    run, ranks = jobs.run, current_ranks()
-    left = [
-        job for job in jobs if ranks.broadcast_object(job.completed_step) is None
-    ]  # as the first rank sees them
+def _left(jobs: Jobs) -> list[TrainingJob]:
+    """The jobs that are not complete, as the first rank sees them; several are checked, and
+    everything is encoded, before the first of them is trained."""
+    ranks = current_ranks()
+    left = [job for job in jobs if ranks.broadcast_object(job.completed_step) is None]
     if jobs.in_folders and left:
         say(
             f"{len(jobs.all)} experts, one in memory at a time: "
             f"{', then '.join(job.name for job in left)}"
         )
         prepare_jobs(jobs, left)
-    with previews_of(jobs, folder, write_report) if ranks.is_first else nullcontext() as previews:
-        steps = [job.completed_step or 0 for job in jobs]
-        for job in left:
-            with _opened(job, folder, changes) as changes_of_job:
-                page = LivePage([job.folder.path, folder.path])
-                result = train_job(job, jobs, changes_of_job, previews, page)
-                steps.append(result.step)
-                # before the next transformer, and before samples that take all of them
-                release_memory()
-                if not ranks.is_first:
-                    continue
-                if jobs.in_folders:
-                    job.folder.mark_complete(result.step)
-                    write_report(job.folder.path)
-                    write_report(folder.path)
-                for line in held_out_lines(result, job.folder):
-                    say(line)
-        if ranks.is_first:
-            for job in jobs.in_folders:
-                copy_expert_adapters(job, folder)
-        if run.experts:
-            generate_trained(jobs, folder, max(steps))
-        if not ranks.is_first:
-            return
-        folder.mark_complete(max(steps))
-        write_report(folder.path)  # once more, now that it is complete
-        if previews is not None:
-            # Last, after the run is marked complete: if a signal ends the wait, the same command
-            # only generates what is left.
-            previews.wait()
-    log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn, is_said=True)
+    return left
+
+
+def _finish_job(job: TrainingJob, jobs: Jobs, folder: RunFolder, result: TrainResult) -> None:
+    """Write down that a job is complete, and say its validation loss."""
+    if jobs.in_folders:
+        job.folder.mark_complete(result.step)
+        write_report(job.folder.path)
+        write_report(folder.path)
+    for line in held_out_lines(result, job.folder):
+        say(line)
+
+
+def _finish(jobs: Jobs, folder: RunFolder, step: int, previews: Previews | None) -> None:
+    """Generate the samples that need all transformers, and mark the run complete; its folder is
+    locked by this process."""
+    run, is_first = jobs.run, current_ranks().is_first
+    if is_first:
+        for job in jobs.in_folders:
+            copy_expert_adapters(job, folder)
+    if run.experts:
+        generate_trained(jobs, folder, step)
+    if not is_first:
+        return
+    folder.mark_complete(step)
+    write_report(folder.path)  # once more, now that it is complete
+    if previews is not None:
+        # Last, after the run is marked complete: if a signal ends the wait, the same command only
+        # generates what is left.
+        previews.wait()
 
 
 @contextmanager

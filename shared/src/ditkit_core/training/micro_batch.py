@@ -11,7 +11,6 @@ from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
-from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
     NoisedBatch,
@@ -30,7 +29,7 @@ def forward_and_backward(
     """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without
     Python (`training/replay.py`)."""
     weighted = weighted_errors(model, batch, flow, clock)
-    run_backward(mean_of(weighted, divisor, clock))
+    mean_of(weighted, divisor, clock).backward()
     return weighted.detach()
 
 
@@ -65,13 +64,6 @@ def mean_of(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
     by a number of the host by multiplying with its rounded reciprocal."""
     clock.mark(weighted.device, "backward")
     return weighted.sum() / divisor
-
-
-def run_backward(loss: Tensor) -> None:
-    """Run a backward without autocast."""
-    # torch applies an outer autocast in the backward of every matmul, too.
-    with autocast_disabled(loss.device.type):
-        loss.backward()
 
 
 def flow_loss(

@@ -27,7 +27,6 @@ from ditkit_core.training.losses import Losses, NonFiniteLoss, evidence_of
 from ditkit_core.training.micro_batch import (
     forward_and_backward,
     mean_of,
-    run_backward,
     weighted_errors,
 )
 from ditkit_core.training.nan_debug import find_first_nonfinite
@@ -370,40 +369,48 @@ def accumulate_gradients(
     losses = Losses(
         first=share.start, ids=[micro_batches[micro].ids for micro in share], sigmas=[], weighted=[]
     )
-    if model.shards is not None:
-        _accumulate_sharded(model, micro_batches, context, losses, counted)
-        return losses
-    adapts = model.adapts
-    gradients = GradientSum(
-        model.trainable, len(micro_batches) if adapts else ranks.num_groups, ranks
-    )
-    sent = _sent(model, micro_batches, context, share)
-    if context.pipelined:
-        _accumulate_pipelined(
-            model, zip(share, list(sent), strict=True), context, losses, counted, before_backward
+    # The model disables an outer autocast in its forward; torch applies it in the backward of every
+    # matmul, too.
+    with autocast_disabled(next(model.module.head.parameters()).device.type):
+        if model.shards is not None:
+            _accumulate_sharded(model, micro_batches, context, losses, counted)
+            return losses
+        adapts = model.adapts
+        gradients = GradientSum(
+            model.trainable, len(micro_batches) if adapts else ranks.num_groups, ranks
         )
-        return losses
-    for micro, batch in zip(share, sent, strict=True):
-        losses.sigmas.append(batch.sigma)
-        seed = context.dropout_seed(micro)
-        if context.replays is None:
-            torch.manual_seed(seed)  # all devices' generators
-            weighted = weighted_errors(model, batch, context.flow, context.clock)
-            # Detached, so that the backward frees the graph of its micro-batch.
-            losses.weighted.append(weighted.detach())
-            before_backward(losses)
-            run_backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
-        else:
-            work = partial(forward_and_backward, flow=context.flow)
-            run = partial(context.replays.run, clock=context.clock, is_seen=context.is_seen)
-            losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
-        if adapts:
-            # Without a graph every backward makes gradients of its own.
-            gradients.add(micro, reused=bool(context.replays) and micro != share[-1])
-    if adapts or ranks.size > 1:
-        if not adapts:
-            gradients.add(ranks.group_index)
-        gradients.finish()
+        sent = _sent(model, micro_batches, context, share)
+        if context.pipelined:
+            _accumulate_pipelined(
+                model,
+                zip(share, list(sent), strict=True),
+                context,
+                losses,
+                counted,
+                before_backward,
+            )
+            return losses
+        for micro, batch in zip(share, sent, strict=True):
+            losses.sigmas.append(batch.sigma)
+            seed = context.dropout_seed(micro)
+            if context.replays is None:
+                torch.manual_seed(seed)  # all devices' generators
+                weighted = weighted_errors(model, batch, context.flow, context.clock)
+                # Detached, so that the backward frees the graph of its micro-batch.
+                losses.weighted.append(weighted.detach())
+                before_backward(losses)
+                mean_of(weighted, weighted.new_full((), counted), context.clock).backward()
+            else:
+                work = partial(forward_and_backward, flow=context.flow)
+                run = partial(context.replays.run, clock=context.clock, is_seen=context.is_seen)
+                losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
+            if adapts:
+                # Without a graph every backward makes gradients of its own.
+                gradients.add(micro, reused=bool(context.replays) and micro != share[-1])
+        if adapts or ranks.size > 1:
+            if not adapts:
+                gradients.add(ranks.group_index)
+            gradients.finish()
     return losses
 
 
@@ -435,7 +442,7 @@ def _accumulate_pipelined(
             lambda _, device=weighted.device: context.clock.mark(device, "backward")
         )
     before_backward(losses)
-    run_backward(torch.stack(parts).sum())
+    torch.stack(parts).sum().backward()
 
 
 def _accumulate_sharded(
@@ -463,7 +470,7 @@ def _accumulate_sharded(
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        run_backward(mean_of(weighted * counts, weighted.new_full((), counted), context.clock))
+        mean_of(weighted * counts, weighted.new_full((), counted), context.clock).backward()
     model.shards.take_gradients()
 
 
