@@ -26,7 +26,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_fields, config_sections
 from ditkit_core.config.sizes import parse_size
 from ditkit_core.config.toml import read_config_file
-from ditkit_core.encoding.cache_maintenance import parse_rule
+from ditkit_core.encoding.cache import parse_rule
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.run.config import RunConfig

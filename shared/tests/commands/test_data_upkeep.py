@@ -84,7 +84,7 @@ def test_what_no_run_needs_is_pruned(
     assert encode(world) == 0
     (world.folder / "clips" / "0.txt").write_text("from now on")
     assert encode(world) == 0
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     before = entries(world)
     assert of_other < before
     assert encode(world, "--prune-cache", "unused") == 0
@@ -100,7 +100,7 @@ def test_what_no_run_needs_is_pruned(
 def test_what_an_expert_of_another_run_needs_stays(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     assert (
         world.train("runs/both/high_noise", 1, "--data.width", "24", "--sample.captions", "0") == 0
     )
@@ -116,13 +116,13 @@ def test_what_an_expert_of_another_run_needs_stays(
 def test_the_empty_caption_of_another_run_stays(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     monkeypatch.setattr(world.text, "identity", "another encoder")
     assert world.train("runs/other", 1, "--sample.captions", "0") == 0
     of_other = entries(world)
     monkeypatch.undo()
     monkeypatch.chdir(world.folder)
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     assert encode(world) == 0
     assert encode(world, "--prune-cache", "unused") == 0
     assert of_other <= entries(world)

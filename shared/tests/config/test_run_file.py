@@ -11,7 +11,7 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.cli_args import read_flags
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import parse_size
-from ditkit_core.encoding.cache_maintenance import parse_rule
+from ditkit_core.encoding.cache import parse_rule
 from ditkit_core.engine.ac_schedule import as_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import keeping_reserves, parse_gpus

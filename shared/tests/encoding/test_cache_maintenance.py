@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.encoding.cache import Cache, digest, key
-from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
+from ditkit_core.encoding.cache import Cache, Rule, digest, key, keys_in, parse_rule, prune, verify
 from ditkit_core.errors import UserError
 
 NAMES = ("a", "b", "c")

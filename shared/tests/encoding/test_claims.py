@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.encoding.claims import claimed
+from ditkit_core.encoding.missing import claimed
 from ditkit_core.io.locks import alone_with
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script

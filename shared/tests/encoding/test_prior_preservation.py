@@ -501,7 +501,7 @@ def test_the_caption_of_such_steps_is_encoded_again_if_it_is_damaged_and_is_not_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     world = World(tmp_path)
     flags = ("--prior.match_base", "0.9", "--prior.prompt", "a class", "--sample.captions", "0")
     folder = ("--run.folder", str(tmp_path / "run"))

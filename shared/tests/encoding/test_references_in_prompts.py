@@ -297,7 +297,7 @@ def test_class_images_are_generated_without_references(world: Edits) -> None:
 def test_pruning_keeps_the_captions_of_mirrored_samples(
     world: Edits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     flags = ("--run.folder", str(world.folder / "run"), "--data.flip", "true")
     flags += ("--sample.captions", "0", "--flow.target_guidance", "2")
     assert world.run("encode", *flags) == 0

@@ -15,7 +15,7 @@ from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.utilisation import Utilisation, flops_of
+from ditkit_core.planner.step_time import Utilisation, flops_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_samples

@@ -36,10 +36,9 @@ def main(folder: Path) -> None:
     from made_profiles import made_profile
 
     from ditkit_core.config.help import format_help
-    from ditkit_core.config.json_schema import json_schema
     from ditkit_core.config.resolve import resolve
     from ditkit_core.config.resume import compare
-    from ditkit_core.config.schema import config_fields, config_values
+    from ditkit_core.config.schema import config_fields, config_values, json_schema
     from ditkit_core.config.toml import read_config_file, to_toml
     from ditkit_core.execution import Execution
     from ditkit_core.planner.fit import fit

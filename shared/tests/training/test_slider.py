@@ -183,7 +183,7 @@ def test_a_run_goes_on_bitwise_learns_another_target_and_refuses_other_prompts(
 
 def test_the_prompts_are_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    monkeypatch.setattr("ditkit_core.encoding.cache._SETTLED_SECONDS", -1)
     world, prune = World(tmp_path), ("--prune-cache", "unused")
     assert world.run("encode", "--run.folder", str(tmp_path / "run"), *FLAGS, *prune) == 0
     entries = [

@@ -11,9 +11,8 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
-from ditkit_core.config.schema import config_values
+from ditkit_core.config.schema import config_values, json_schema
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text, write_text
 from ditkit_core.run.config import RunConfig

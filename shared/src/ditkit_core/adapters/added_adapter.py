@@ -1,5 +1,5 @@
-"""Adds adapter files to a loaded model for samples alone: none of its weights changes, and nothing
-stays of them afterwards.
+"""Adds adapter files to a loaded model for samples alone, or runs it with its adapters at another
+strength: none of its weights changes, and nothing stays of them afterwards.
 
 The products are added to the output of each layer, whatever it is: quantized, streamed, divided, or
 with an adapter that is trained. Merging the files would round the base once more, and a second copy
@@ -8,7 +8,7 @@ of it would be needed to take them out bitwise.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.read import AdapterFile
-from ditkit_core.adapters.inject import trains_magnitude
+from ditkit_core.adapters.inject import adapter_layers, trains_magnitude
 from ditkit_core.errors import UserError
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.factored import Piece, add_products
 from ditkit_core.nn.lora import AT_ONCE
+from ditkit_core.nn.parameters import switched
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights.fused_tensors import LoraMatrices
 
@@ -290,3 +292,36 @@ def added_bytes(
             # A LoHa's change and the two products that it is made of, for one layer at a time.
             changes.append(3 * 4 * math.prod(shapes[name]) * (module.method == "loha"))
     return stored + max(changes)
+
+
+class DoraAtStrength(nn.Module):
+    """A layer with a DoRA that makes (1 - t) · W + t · W' of a weight W, where the DoRA alone makes
+    W' of it. A DoRA divides by the norm of its sum, so no scale of its factors does the same."""
+
+    def __init__(self, layer: nn.Module, strength: float):
+        super().__init__()
+        self.layer, self._strength = layer, strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Without the adapter and not the base alone: an assistant next to it stays as it is.
+        with switched([self.layer], "_disable_adapters", True):
+            without: Tensor = self.layer(x)
+        return torch.lerp(without, self.layer(x), self._strength)
+
+
+@contextmanager
+def at_strength(model: nn.Module | StagedModel, strength: float) -> Iterator[None]:
+    """Inside the block the model's adapters change its weights by this factor of what they are
+    trained to; 1 changes no bit. Only forwards without gradients may run meanwhile."""
+    with ExitStack() as stack:
+        for name, layer in adapter_layers(model).items() if strength != 1 else ():
+            if trains_magnitude(layer):
+                owner, _, leaf = name.rpartition(".")
+                parent = model.get_submodule(owner)
+                setattr(parent, leaf, DoraAtStrength(layer, strength))
+                stack.callback(setattr, parent, leaf, layer)
+            else:
+                scaling: dict[str, Any] = layer.scaling
+                stack.callback(scaling.update, default=scaling["default"])
+                scaling["default"] *= strength
+        yield

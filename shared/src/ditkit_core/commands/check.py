@@ -8,9 +8,8 @@ from dataclasses import replace
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.diagnostics.doctor.findings import CheckReport
-from ditkit_core.diagnostics.doctor.memory import plan_memory
 from ditkit_core.diagnostics.doctor.render import check_document
-from ditkit_core.diagnostics.doctor.trial import try_step
+from ditkit_core.diagnostics.doctor.trial import plan_memory, try_step
 from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say

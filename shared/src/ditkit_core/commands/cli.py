@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ditkit_core
-from ditkit_core.commands.options import OPTIONS, TYPED, ExportOptions, check_combination, verb_of
+from ditkit_core.commands.options import (
+    OPTIONS,
+    TYPED,
+    ExportOptions,
+    TrainOptions,
+    check_combination,
+    verb_of,
+)
 from ditkit_core.commands.preflight import check_family, check_paths, check_run_file
 from ditkit_core.config.cli_args import CommonOptions, Flags, read_flags
 from ditkit_core.config.help import format_help
-from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
+from ditkit_core.config.schema import json_schema
 from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.distributed.launch import check_launch, launched
 from ditkit_core.distributed.torchrun import complain_once
@@ -28,6 +35,7 @@ from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import prepare_streams, say, warn
 from ditkit_core.io.files import local_path
+from ditkit_core.io.run_requests import ask
 from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
@@ -222,8 +230,6 @@ def _work(family: Family, command: str, argv: Sequence[str]) -> tuple[RunConfig,
             watch(config.run_folder.path, bind=options.bind, port=options.port, log=options.log)
             return 0
         if verb == "tell":
-            from ditkit_core.commands.tell import tell_run
-
             tell_run(config, flags.options)
             return 0
     except UserError as error:
@@ -309,3 +315,9 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
 def _complain(error: UserError, status: int) -> int:
     complain_once(str(error))
     return status
+
+
+def tell_run(config: RunConfig, options: TrainOptions) -> None:
+    """Ask the run for what `options.tell` names, and say what follows."""
+    folder = config.run_folder
+    say(f"tell:     {folder.path}: {ask(folder, options.tell)}")

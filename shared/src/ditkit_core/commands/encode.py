@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ditkit_core.commands.options import EncodeOptions
 from ditkit_core.diagnostics.report.words import plural
-from ditkit_core.encoding.cache import Cache, MediaHashes
-from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
+from ditkit_core.encoding.cache import Cache, MediaHashes, Rule, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError

@@ -568,7 +568,7 @@ STAGES = {
     ("train", "audit_precision"): ("audit", "audit_precision"),
     ("train", "check"): ("check", "run_checks"),
     ("train", "report"): ("report", "report"),
-    ("train", "tell"): ("tell", "tell_run"),
+    ("train", "tell"): ("cli", "tell_run"),
     ("train", "queue"): ("queue", "change_queue"),
     ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),

@@ -3,20 +3,24 @@ read from the dataclasses.
 
 A tree is a frozen dataclass whose fields are sections. A section is a frozen dataclass whose fields
 are declared with `setting` and followed by a docstring. Reading, checking, printing and comparing
-use only this schema, so a new key is one line in the module that uses it.
+use only this schema, so a new key is one line in the module that uses it. Editors complete and
+check run files by its JSON form.
 """
 
 import ast
 import functools
 import inspect
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from types import MappingProxyType
-from typing import Any, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ditkit_core.config.field import Holds, Resume
+
+_JSON_NAMES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,3 +172,63 @@ def config_values(config: Any) -> dict[str, Any]:
         for section, values in sections
         for field in section_fields(values.__class__)
     }
+
+
+def json_schema(tree: type, title: str, values: Mapping[str, Sequence[str]]) -> str:
+    """The schema of run files, as JSON.
+
+    Args:
+        title: What is configured.
+        values: Values of keys that only a model family knows, such as the presets of
+            `model.preset`.
+    """
+    fields = config_fields(tree)
+    sections = {
+        section: {
+            "type": "object",
+            "description": " ".join((kind.__doc__ or "").split()),
+            "properties": {
+                key.partition(".")[2]: _described(field, values.get(key, ()))
+                for key, field in fields.items()
+                if key.startswith(f"{section}.")
+            },
+            "additionalProperties": False,
+        }
+        for section, kind in config_sections(tree).items()
+    }
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "type": "object",
+        "properties": sections,
+        "additionalProperties": False,
+    }
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _described(field: ConfigField, values: Sequence[str]) -> dict[str, Any]:
+    accepted = _accepted(field.type) | ({"enum": ["", *values]} if values else {})
+    default = {} if field.default is None else {"default": plain(field.default)}
+    return {**accepted, **default, "description": field.doc}
+
+
+def _accepted(hint: Any) -> dict[str, Any]:
+    """What a type accepts."""
+    kind, arguments = (
+        get_origin(hint),
+        [argument for argument in get_args(hint) if argument is not NoneType],
+    )
+    if kind is Literal:
+        return {"enum": arguments}
+    if kind in (Union, UnionType):
+        accepted = list(map(_accepted, arguments))
+        return {"anyOf": accepted} if len(accepted) > 1 else accepted[0]
+    if kind is tuple and Ellipsis in arguments:
+        item = _accepted(arguments[0])
+        return {
+            "anyOf": [{"type": "array", "items": item}, item]
+        }  # a list of one may be written as its item
+    if kind is tuple:
+        items = list(map(_accepted, arguments))
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+    return {"type": _JSON_NAMES[hint]}

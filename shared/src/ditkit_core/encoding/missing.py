@@ -4,19 +4,21 @@ killed run continues where it stopped."""
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.claims import claimed
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.locks import acquire
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import Encoder
@@ -202,3 +204,43 @@ def _check_finite(tensors: Mapping[str, Tensor], name: str, kind: str) -> None:
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{part} of {name} are not finite; {remedy}, or remove it")
+
+
+@contextmanager
+def claimed(entry: Path) -> Iterator[bool]:
+    """Claim a cache entry for the block, without waiting for another process that has claimed it;
+    yields whether this process may encode it.
+
+    So several processes that share a cache encode each item once. A claim is a lock of the
+    operating system on a file next to the entry. It ends with its process, also after kill -9, so
+    that a dead process blocks nobody. Machines that share a cache need a file system whose locks
+    work between them, as NFS's do. Where they do not, items are encoded by more than one process:
+    entries are written atomically, so that this costs time and changes nothing.
+
+    The claim is no promise that the entry is missing: look for it inside the block.
+    """
+    file = entry.with_name(f".{entry.stem}.claim")
+    lock = FileLock(file)
+    try:
+        acquire(lock, file)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if not isinstance(error, PermissionError):  # another user's claim
+            with suppress(
+                OSError
+            ):  # without locks the file says nothing, and there would be one for each entry
+                file.unlink()
+        # a folder that cannot be written or locked: writing the entry says what is wrong, if
+        # anything
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        # Before the release: a process that opens the file now gets a lock on it, and finds the
+        # entry.
+        with suppress(OSError):
+            file.unlink()
+        lock.release()

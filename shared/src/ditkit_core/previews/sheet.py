@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added
+from ditkit_core.adapters.added_adapter import AddedAdapter, adapters_added, at_strength
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.strength import at_strength
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.config.schema import config_values
 from ditkit_core.engine.engine import BlockEngine

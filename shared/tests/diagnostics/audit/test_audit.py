@@ -30,7 +30,7 @@ from ditkit_core.diagnostics.audit.render import audit_document
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
-from ditkit_core.nn.attention.reference import exact_attention
+from ditkit_core.nn.attention.backends import exact_attention
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.testing.conformance_audit import AuditChecks, errors, findings_of, subject_of
 from ditkit_core.testing.conformance_quantized import make_quantized
@@ -282,7 +282,7 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
 @pytest.mark.parametrize("at_once", [2**26, 100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_exact_attention_is_attention(monkeypatch, at_once, masked):
-    from ditkit_core.nn.attention import reference as module
+    from ditkit_core.nn.attention import backends as module
     from ditkit_core.nn.attention.backends import BACKENDS
 
     monkeypatch.setattr(module, "SCORES_AT_ONCE", at_once)

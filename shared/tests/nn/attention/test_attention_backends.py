@@ -289,7 +289,7 @@ def test_a_causal_query_sees_the_keys_up_to_its_place(monkeypatch, on_any_device
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", packed)
     monkeypatch.setattr(attention_backends, "_compiled_flex", lambda: flex_attention)
-    monkeypatch.setattr("ditkit_core.nn.attention.reference.SCORES_AT_ONCE", 2 * 3 * 7 * 2)
+    monkeypatch.setattr("ditkit_core.nn.attention.backends.SCORES_AT_ONCE", 2 * 3 * 7 * 2)
     monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["varlen"], half_only=False))
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 7, 3, 8, generator=random, dtype=torch.float64) for _ in range(3))

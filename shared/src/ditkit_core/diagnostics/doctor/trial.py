@@ -1,4 +1,5 @@
-"""The doctor's trial: two real steps on the largest micro-batch, and a save that is read back.
+"""The doctor's plan of a run's memory, and its trial: two real steps on the largest micro-batch,
+with a save that is read back.
 
 Two steps, because the second matrix of a new adapter is zero, so that no gradient reaches the first
 one: it only gets a gradient in the second step, after the second matrix was updated. Nothing is
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditkit_core.config.sizes import gib
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.dataset import (
     ExaminedDataset,
@@ -22,7 +24,14 @@ from ditkit_core.diagnostics.doctor.dataset import (
     refusal,
     shape_for,
 )
-from ditkit_core.diagnostics.doctor.findings import Finding, Severity, StepRow, listed
+from ditkit_core.diagnostics.doctor.findings import (
+    DeviceRow,
+    Finding,
+    MemoryPlan,
+    Severity,
+    StepRow,
+    listed,
+)
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
@@ -33,12 +42,14 @@ from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.protocol import unused_layers
 from ditkit_core.nn.context import AttentionCalls, counted_calls
+from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.checks import check_components, check_item, check_items
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.run.model import build_model, load_model
+from ditkit_core.run.plans.plan import report_of
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.training.checkpoint import latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
@@ -51,6 +62,9 @@ STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30
 """A larger save is skipped: a full fine-tune's takes minutes, and disk space that may not be
 free."""
+
+
+_REMEDY = "--fit finds settings that fit, and --plan prints the memory of each device"
 
 
 def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
@@ -271,3 +285,60 @@ def _findings(row: StepRow, method: str) -> Iterator[Finding]:
             "check the disk and the memory of this machine",
         )
         yield Finding("D24", "a save of this run", observation, remedy)
+
+
+def plan_memory(
+    run: RunContext, samples: Sequence[Sample], class_images: Sequence[Sample]
+) -> tuple[MemoryPlan, list[Finding]]:
+    """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is downloaded, and
+    nothing is placed on a device.
+
+    A plan that does not fit is only a warning: it is an estimate, and the trial of the largest
+    micro-batch decides.
+
+    Returns:
+        The plan, and a finding for each device, encoder or sample that does not fit.
+    """
+    if run.devices[0].type == "cpu":
+        return MemoryPlan(
+            why_not="a run on the CPU shares memory with other programs; --plan prints its peak"
+        ), []
+    try:
+        report = report_of(run, samples=samples, class_images=class_images)
+    except UserError as error:
+        return MemoryPlan(why_not=str(error)), []
+    rows = tuple(
+        DeviceRow(
+            device=plan.budget.name,
+            peak=plan.peak,
+            reserve=plan.budget.reserve,
+            total=plan.budget.total,
+            fits=plan.fits,
+        )
+        for plan in report.devices
+    )
+    return MemoryPlan(batch=report.bucket, devices=rows, fits=report.fits), list(_shortages(report))
+
+
+def _shortages(report: PlanReport) -> Iterator[Finding]:
+    for plan in report.devices:
+        if not plan.fits:
+            yield _shortage(
+                plan.budget.name,
+                f"{report.bucket} needs {gib(plan.peak)} GiB according to the plan, and "
+                f"{gib(plan.budget.available)} GiB are available",
+            )
+    for row in report.lacking:
+        observation = f"{row.stage}: {row.name} needs {gib(row.peak)} GiB according to the plan, of {gib(row.available or 0)} GiB"
+        yield _shortage(row.device, observation, row.remedy)
+    if report.host_missing:
+        yield _shortage(
+            "the host",
+            f"{gib(report.host_missing)} GiB are missing for streamed weights and offloaded "
+            f"activations",
+        )
+
+
+def _shortage(where: str, observation: str, remedy: str = "") -> Finding:
+    remedy = f"{remedy}; or {_REMEDY}" if remedy else _REMEDY
+    return Finding("D26", where, observation, remedy)

@@ -33,7 +33,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, gpus_here
 from ditkit_core.planner.partition import needs_profile, placement_of
 from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
-from ditkit_core.planner.utilisation import Utilisation, utilisation_of
+from ditkit_core.planner.step_time import Utilisation, utilisation_of
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
 from ditkit_core.sampling.prompts import Shape, shape_of
