@@ -7,12 +7,11 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.commands.plan import DOES_NOT_FIT
+from ditkit_core.commands.plan import DOES_NOT_FIT, file_to_write, launch_from
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import to_toml
-from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.files import local_path, write_text
+from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.fit import (
@@ -24,10 +23,11 @@ from ditkit_core.planner.fit import (
     least_missing,
 )
 from ditkit_core.planner.gpus import GPU, weakest
+from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.partition import weights_in_words
 from ditkit_core.planner.plan import notes_on_codes
 from ditkit_core.planner.planned_step import with_planned_kernels
-from ditkit_core.planner.rank_layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.rank_layout import RankLayout
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search import (
     PRICE,
@@ -54,7 +54,7 @@ from ditkit_core.run.plans.fit import (
     gpus_to_fit,
     with_encoding,
 )
-from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
+from ditkit_core.run.plans.plan import check_plannable, planned_layout, planned_step
 from ditkit_core.run.plans.planned_step import job_of
 
 _CHANGED_TOO = (
@@ -90,11 +90,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if
         encoding or sampling does not fit with them.
     """
-    out = local_path(options.write) if options.write else None
-    if out is not None and out.exists():
-        raise UserError(
-            f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
-        )
+    out = file_to_write(options)
     with redirect_stdout(sys.stderr):  # stdout is a run file, also where the data are described
         status, text, lines = _searched(spec, config, options)
     if text and out is None:
@@ -113,10 +109,8 @@ def _searched(
     """The exit status, the run file with the choice, empty if nothing fits, and what is said of
     it."""
     run = create_run(spec, config)
-    launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
-    ranks = layout_of(
-        run.config.ranks, num_gpus(run, options.gpus), launch, devices=run.config.train.devices
-    )
+    launch = launch_from(options)
+    ranks = planned_layout(run, options.gpus, launch)
     check_plannable(
         run, here=False
     )  # the configured devices are not checked: the search chooses among all
@@ -173,17 +167,17 @@ def _fit_process(
     """The settings of a process alone."""
     level, task, result = fit_process(run, gpus, host)
     chosen = result.chosen
-    changed = [f"changed: {change}" for change in level.changed]
     if chosen is None:
         return FitResult(
-            level=level, lines=[*changed, *_nothing_fits(run.request.spec, level.config, task)]
+            level=level,
+            lines=[*level.lines, *_nothing_fits(run.request.spec, level.config, task)],
         )
     lines: list[str] = []
-    if changed:
+    if level.changed:
         state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
         lines += [
             f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them",
-            *changed,
+            *level.lines,
         ]
     lines += explained(result, task, names)
     execution, used = chosen.execution, [task.gpus[i] for i in chosen.gpus]
@@ -217,9 +211,7 @@ def _fit_over_ranks(
     if isinstance(division, RankFit):
         return _division_in_words(run, level, division, gpu)
     words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {division / GIB:.2f} GiB"
-    return FitResult(
-        level=level, lines=[*(f"changed: {change}" for change in level.changed), words]
-    )
+    return FitResult(level=level, lines=[*level.lines, words])
 
 
 def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GPU) -> FitResult:
@@ -234,19 +226,14 @@ def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GP
     (plan,) = division.chosen.plan
     job = job_of(run, run.arch, run.config.adapter, None, "cuda")
     work = replace(job, execution=with_planned_kernels(job.execution, "cuda", (gpu,))).work
-    memory = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
     lines = [
-        *(
-            (_CHANGED_TOO, *(f"changed: {change}" for change in level.changed))
-            if level.changed
-            else ()
-        ),
+        *((_CHANGED_TOO, *level.lines) if level.changed else ()),
         (
             f"fits: {title} (were {before.shard} and {before.context}), "
             f"{in_words(division.chosen, ('each rank',))}"
         ),
         (
-            f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: "
+            f"each rank {_memory(plan)}; page-locked host memory of a machine: "
             f"{division.plan.host_of_machine / GIB:.1f} GiB"
         ),
         (
@@ -285,12 +272,7 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     assert chosen is not None
     yield f"fits: {in_words(chosen, names)}"
     for index, plan in zip(chosen.gpus, chosen.plan, strict=True):
-        budget = plan.budget
-        yield (
-            f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and "
-            f"{budget.reserve / GIB:.1f} GiB in reserve, of "
-            f"{budget.total / GIB:.1f} GiB"
-        )
+        yield f"{names[index]} {_memory(plan)}"
     if chosen.drops_cuda_graphs:
         yield "train.cuda_graphs = off: replays of micro-batches would be faster, but a graph keeps its memory, and does not fit; results are bitwise the same"
     limit = (
@@ -311,6 +293,15 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     )
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
+
+
+def _memory(plan: DevicePlan) -> str:
+    """The memory of a step on a GPU, with that GPU's name."""
+    budget = plan.budget
+    return (
+        f"({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and "
+        f"{budget.reserve / GIB:.1f} GiB in reserve, of {budget.total / GIB:.1f} GiB"
+    )
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:

@@ -9,7 +9,9 @@ from itertools import chain, count, pairwise
 from pathlib import Path
 
 from ditkit_core.commands.options import TYPED, TrainOptions, command_line
+from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
+from ditkit_core.io.files import local_path
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.rank_layout import PlannedLaunch
 from ditkit_core.planner.report import plan_json, print_plan
@@ -27,8 +29,8 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Print the plan of a run. Returns 0 if the run fits its devices, `DOES_NOT_FIT` if not."""
     # JSON alone goes to stdout, so that a script can pipe it; progress and notes go to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
-        report = make_report(create_run(spec, config), options.gpus, options.host, launch)
+        run = create_run(spec, config)
+        report = make_report(run, options.gpus, options.host, launch_from(options))
     if options.json:
         say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:
@@ -39,6 +41,21 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
             why=options.why,
         )
     return 0 if report.fits else DOES_NOT_FIT
+
+
+def launch_from(options: TrainOptions) -> PlannedLaunch:
+    """The ranks that the flags plan for."""
+    return PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
+
+
+def file_to_write(options: TrainOptions) -> Path | None:
+    """The file of `--write`, which must not exist; None without the flag."""
+    file = local_path(options.write) if options.write else None
+    if file is not None and file.exists():
+        raise UserError(
+            f"--write {file} exists, and nothing is overwritten; give another name, or remove it"
+        )
+    return file
 
 
 def fit_command(program: str, typed: Sequence[str]) -> str:

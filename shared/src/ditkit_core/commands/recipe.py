@@ -11,7 +11,7 @@ import torch
 from ditkit_core.commands.comfyui import with_comfyui
 from ditkit_core.commands.launch import launch_words, num_processes, program_words, train_line
 from ditkit_core.commands.options import verb_of
-from ditkit_core.commands.plan import DOES_NOT_FIT
+from ditkit_core.commands.plan import DOES_NOT_FIT, file_to_write
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.cli_args import Flags
 from ditkit_core.config.resolve import resolve
@@ -85,10 +85,7 @@ def use_recipe(
             f"{config.data.folder}"
         )
     check_paths("train", verb, config, options, components)
-    if (out := local_path(options.write) if options.write else None) and out.exists():
-        raise UserError(
-            f"--write {out} exists, and nothing is overwritten; give another name, or remove it"
-        )
+    file_to_write(options)
     return _begin(spec, candidates, flags, gpus)
 
 

@@ -71,6 +71,11 @@ class Level:
     config: RunConfig
     changed: tuple[Changed, ...] = ()
 
+    @property
+    def lines(self) -> list[str]:
+        """A line about each change."""
+        return [f"changed: {change}" for change in self.changed]
+
     def then(self, section: str, **values: Any) -> "Level":
         """The next level: these values of a section too. A key that was changed before counts
         once."""

@@ -11,7 +11,7 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.plan import notes_on_codes, plan_step
-from ditkit_core.planner.rank_layout import PlannedLaunch, layout_of, parse_links
+from ditkit_core.planner.rank_layout import PlannedLaunch, RankLayout, layout_of, parse_links
 from ditkit_core.planner.rank_step import RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.planner.targets import targets_of
@@ -55,9 +55,7 @@ def report_of(
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
     execution = run.execution
-    layout = layout_of(
-        run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices
-    )
+    layout = planned_layout(run, gpus, launch)
     if layout is not None:
         check_ranks(run, layout.size)
     routes = () if layout is None else parse_links(launch.link, layout)
@@ -123,11 +121,14 @@ def _verifying(spec: ModelSpec, config: RunConfig, arch: Any, adapter_bytes: int
     return bytes_at_use(spec, arch, 0 if trains_all else shard * adapter_bytes)
 
 
-def num_gpus(run: RunContext, gpus: str) -> int:
-    """GPUs of a machine: as `--gpus` names them, or as there are here; 1 on a CPU."""
+def planned_layout(run: RunContext, gpus: str, launch: PlannedLaunch) -> RankLayout | None:
+    """The ranks of a run on the GPUs of a machine, as `--gpus` names them, or as there are here;
+    None for a process alone."""
     if gpus:
-        return len(parse_gpus(gpus))
-    return torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
+        count = len(parse_gpus(gpus))
+    else:
+        count = torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
+    return layout_of(run.config.ranks, count, launch, devices=run.config.train.devices)
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:
