@@ -97,9 +97,8 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists; choose another name or remove it")
     values = KINDS[kind] | {"NUM_PARAMETERS": f"{PARAMETERS:_}"}
-    written = folder.with_name(
-        f".{folder.name}.new"
-    )  # renamed at the end, so that nothing is half-written
+    # renamed at the end, so that nothing is half-written
+    written = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(written, ignore_errors=True)
     for file in sorted(
         path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
@@ -180,9 +179,8 @@ def _stand_alone(folder: Path, written: Path) -> None:
     project = written / "pyproject.toml"
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     markers = re.search(r"markers = \[.*?\n\]", settings, re.DOTALL)
-    metadata = re.search(
-        r"^# flash-attn.*?(?=^\n|\Z)", settings, re.DOTALL | re.MULTILINE
-    )  # of a library that has no wheel
+    # of a library that has no wheel
+    metadata = re.search(r"^# flash-attn.*?(?=^\n|\Z)", settings, re.DOTALL | re.MULTILINE)
     assert markers is not None and metadata is not None
     try:
         core = os.path.relpath(ROOT / "shared", folder)

@@ -113,9 +113,8 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     done(run_of(base, clips.parent / FEW, clips.parent / f"{FEW}-{os.getpid()}"))
     run = run_of(base, clips)
     before, began = process_peak_bytes(), time.process_time()
-    if what.startswith(
-        "together "
-    ):  # all processes begin when the last one has finished its imports
+    # all processes begin when the last one has finished its imports
+    if what.startswith("together "):
         started = clips.parent / "started"
         (started / str(os.getpid())).touch()
         while len(list(started.iterdir())) < int(what.split()[1]):

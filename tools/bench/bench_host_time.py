@@ -113,9 +113,8 @@ def without_gpu() -> Iterator[None]:
             check=True,
         )
         Path(folder, "libcuda.so").symlink_to(library)
-        torch.ones(
-            (), requires_grad=True
-        ).backward()  # looks for GPUs, and would take that library for a broken driver
+        # looks for GPUs, and would take that library for a broken driver
+        torch.ones((), requires_grad=True).backward()
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         stack.enter_context(
             patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f"{folder}/cache")

@@ -142,9 +142,8 @@ def launches(step: Step, device: torch.device, trace: str = "") -> list[Launch]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(
-        activities=activities, acc_events=True
-    ) as profile:  # torch 2.11 warns without
+    # torch 2.11 warns without
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         if on_gpu:
             torch.cuda.synchronize(device)

@@ -191,9 +191,8 @@ def calls_of(job: StepJob, *, on_hopper: bool = False) -> Counter[Call]:
             positional, named = tree_map_only(Tensor, _given, (args, kwargs or {}))
             found[Call(func._opname, positional, tuple(named.items()))] += 1
         if func is torch.ops.aten._scaled_mm.out:
-            return kwargs[
-                "out"
-            ]  # unknown to fake tensors: torch would multiply zeros of this size for minutes
+            # unknown to fake tensors: torch would multiply zeros of this size for minutes
+            return kwargs["out"]
         return dispatched(self, func, types, args, kwargs)
 
     with patch.object(Meter, "__torch_dispatch__", noted), _pretending(on_hopper):

@@ -307,10 +307,8 @@ peft's LoRA of rank 32 on the layers of ours, AdamW."""
 
 def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> str:
     """A step of diffusers as a line of the third table."""
-    from roofline import (
-        CASES,
-        theirs,
-    )  # imports diffusers, for which tests of our own steps have no seconds
+    # imports diffusers, for which tests of our own steps have no seconds
+    from roofline import CASES, theirs
 
     case = next(case for case in CASES if case.name.partition(" (")[0] == model.replace("×", "x"))
     step = theirs(case, autocast=True, checkpointing=checkpointing)

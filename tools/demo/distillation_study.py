@@ -76,9 +76,8 @@ def distance(samples: Sequence[Tensor], items: Items) -> float:
 
     def mean(x: Tensor, y: Tensor) -> Tensor:
         apart = torch.cdist(x, y)
-        return (
-            apart.sum() - apart.diagonal().sum()
-        ) / pairs  # the caption at a place is the same in both
+        # the caption at a place is the same in both
+        return (apart.sum() - apart.diagonal().sum()) / pairs
 
     return float(2 * mean(ours, theirs) - mean(ours, ours) - mean(theirs, theirs))
 

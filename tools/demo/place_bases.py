@@ -158,10 +158,8 @@ def normalise(state: dict[str, Tensor], mean: Tensor, deviation: Tensor) -> None
     """Give the latents of a VAE mean 0 and variance 1, by its first and last convolution of latents
     (`quant_conv`, `post_quant_conv`): mean and deviation of each channel before are given."""
     count, one = len(mean), (1,) * (state["quant_conv.weight"].ndim - 2)
-    weight, bias = (
-        state["quant_conv.weight"],
-        state["quant_conv.bias"],
-    )  # of means, then of logarithms of variances
+    # of means, then of logarithms of variances
+    weight, bias = state["quant_conv.weight"], state["quant_conv.bias"]
     weight[:count] /= deviation.view(-1, 1, *one)
     bias[:count] = (bias[:count] - mean) / deviation
     bias[count:] -= 2 * deviation.log()

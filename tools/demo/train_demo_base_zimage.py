@@ -57,9 +57,8 @@ def main() -> None:
         base_parser(str(__doc__), demo.WEIGHTS, {"the transformer": STEPS}).parse_args()
     )
     vae: Any = demo.build_vae().requires_grad_(False)
-    vae.load_state_dict(
-        in_bf16(vae_weights())
-    )  # the transformer learns latents of the VAE that is shipped
+    # the transformer learns latents of the VAE that is shipped
+    vae.load_state_dict(in_bf16(vae_weights()))
     train_base(
         options, ZIMAGE, TEXT, demo, (VAE, vae), encode_images(VAE, vae), velocity,
         blocks=("layers.", "refiner."), small=("adaLN_modulation", "all_final_layer"),

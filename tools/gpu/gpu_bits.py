@@ -136,9 +136,8 @@ def _seeded(device: torch.device, arch: ToyArch) -> Any:
     torch.manual_seed(5)
     model = toy_on(device, arch)
     for parameter in model.parameters():
-        if (
-            parameter.requires_grad and not parameter.any()
-        ):  # an adapter that does nothing has no gradients either
+        # an adapter that does nothing has no gradients either
+        if parameter.requires_grad and not parameter.any():
             parameter.data.normal_(std=0.02)
     return model
 

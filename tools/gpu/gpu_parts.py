@@ -361,10 +361,8 @@ def tests(device: torch.device, tiny: bool) -> Rows:
                 last = line.strip() or last
                 name, _, reason = last.partition(" - ")
                 if failed := _FAILED.fullmatch(last):
-                    yield {
-                        "name": failed[1] or failed[2],
-                        "ok": False,
-                    }  # at once: the part may run out of time
+                    # at once: the part may run out of time
+                    yield {"name": failed[1] or failed[2], "ok": False}
                 elif name.startswith(("FAILED ", "ERROR ")):  # at the end, in pytest's summary
                     yield {"name": name.partition(" ")[2], "value": reason[:200]}
         yield {"name": f"pytest {' '.join(chosen)}", "value": last, "ok": run.returncode == 0}

@@ -144,9 +144,8 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor, e: Tensor, *, recomputes: bool) -> Tensor:
         """The residual stream behind the last."""
-        e = (
-            e.float()
-        )  # as Wan's time embedding returns it, whatever the dtype of this module's inputs
+        # as Wan's time embedding returns it, whatever the dtype of this module's inputs
+        e = e.float()
         for block in self.blocks:
             x = checkpoint(block, x, e, use_reentrant=False) if recomputes else block(x, e)
         return x

@@ -554,9 +554,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if copies:
         for module in _IMPORTED:
             import_module(module)
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a part in a session of its own would outlive this process
+    # a part in a session of its own would outlive this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = run(
             parts,

@@ -126,10 +126,8 @@ class StepExecution:
             UserError: If this machine lacks one, one is named twice, or `device` and `devices` are
                 both set.
         """
-        from ditkit_core.engine.devices import (
-            choose_device,
-            choose_devices,
-        )  # imports torch, which takes seconds
+        # imports torch, which takes seconds
+        from ditkit_core.engine.devices import choose_device, choose_devices
 
         self.check_devices()
         return (

@@ -106,9 +106,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         double_layers=config["num_layers"],
         single_layers=config["num_single_layers"],
         text_dim=config["joint_attention_dim"],
-        guidance=config.get(
-            "guidance_embeds", True
-        ),  # files from before the models without guidance do not say
+        # files from before the models without guidance do not say
+        guidance=config.get("guidance_embeds", True),
         distilled=index.get("is_distilled", False),
         in_channels=config["in_channels"],
         out_channels=config.get("out_channels") or config["in_channels"],

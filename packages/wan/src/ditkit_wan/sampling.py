@@ -101,9 +101,8 @@ class WanSampler:
         latents = self._noise(job, in_front)
         scheduler = self._scheduler(job)
         for t in scheduler.timesteps:
-            sigma = (
-                t.double().reshape(1) / 1000
-            )  # fp64, because 1000 * (t / 1000) is not t in fp32 for some t
+            # fp64, because 1000 * (t / 1000) is not t in fp32 for some t
+            sigma = t.double().reshape(1) / 1000
             denoiser = yield float(sigma)
             guided = self._velocity(denoiser, latents, sigma, conditions)
             if denoiser.guidance > 1 and negative:

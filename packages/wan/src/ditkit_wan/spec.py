@@ -84,9 +84,8 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
     """The family's spec with everything that differs for this architecture."""
     encoder, sampler = partial(_MEDIA_ENCODER, arch=arch), partial(_sampler, arch=arch)
     adapters = spec.adapters
-    if (
-        arch.ref_conv or arch.camera_channels or arch.music or arch.speech
-    ):  # diffusers has no such model to compare with
+    # diffusers has no such model to compare with
+    if arch.ref_conv or arch.camera_channels or arch.music or arch.speech:
         adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
     if arch.image_positions:
         adapters = replace(

@@ -109,9 +109,8 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
             "pose_hidden_states": inputs.pose[0][None].to(dtype),
             "face_pixel_values": inputs.face[0][None],
         }
-    if (
-        transformer.config.pos_embed_seq_len
-    ):  # it takes the two images of a sample as two rows of the batch
+    # it takes the two images of a sample as two rows of the batch
+    if transformer.config.pos_embed_seq_len:
         batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(
             0, (2, -1)
         )

@@ -140,9 +140,8 @@ class AddedDoras(nn.Module):
         layer is not the product of that weight alone."""
         super().__init__()
         self.layer, self._doras, self._trained = layer, doras, trained
-        self._frozen: tuple[Any] = (
-            frozen,
-        )  # in a tuple: it is a part of `layer`, and no second child
+        # in a tuple: it is a part of `layer`, and no second child
+        self._frozen: tuple[Any] = (frozen,)
 
     def forward(self, x: Tensor) -> Tensor:
         (frozen,) = self._frozen

@@ -400,9 +400,8 @@ def _shape(source: SafetensorsSource, rows: list[_Rows]) -> tuple[int, ...]:
 def _read(source: SafetensorsSource, rows: list[_Rows]) -> Tensor:
     pieces = []
     for part in rows:
-        some = (
-            range(part.start, part.end) if source.tensors[part.name].shape else None
-        )  # a number has no rows
+        # a number has no rows
+        some = range(part.start, part.end) if source.tensors[part.name].shape else None
         pieces.append(source.read(part.name, rows=some).float())
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

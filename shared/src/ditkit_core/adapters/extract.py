@@ -79,9 +79,8 @@ def extract(
     for name in shapes:
         theirs, ours = (parameters.read(name) for parameters in stored)
         size_of_base = float(torch.linalg.vector_norm(ours))
-        difference = theirs.sub_(
-            ours
-        )  # in place: memory has at most two matrices of the largest layer
+        # in place: memory has at most two matrices of the largest layer
+        difference = theirs.sub_(ours)
         size = float(torch.linalg.vector_norm(difference))
         advance()
         if not math.isfinite(size):

@@ -110,9 +110,8 @@ def low_rank(
     Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011, algorithm 4.4.
     """
     wide = matrix.float()
-    total = float(
-        wide.double().square().sum()
-    )  # of the complete matrix: energy that the range finder misses counts as lost
+    # of the complete matrix: energy that the range finder misses counts as lost
+    total = float(wide.double().square().sum())
     if total == 0:
         return LowRank(torch.zeros(1, matrix.shape[1]), torch.zeros(matrix.shape[0], 1), 1.0)
     if min(wide.shape) <= _FULL:

@@ -70,9 +70,8 @@ class Auxiliary:
         )
         texts = [column.name for column in self.columns if column.kind == "text"]
         sounds = [column.name for column in self.columns if column.kind == "audio"]
-        sounds += [""] * any(
-            column.in_step for column in self.columns
-        )  # speech is the clip's own if no file is given
+        # speech is the clip's own if no file is given
+        sounds += [""] * any(column.in_step for column in self.columns)
         return (
             Conditioning(conditioners=conditioners, texts=texts, sounds=sounds)
             if conditioners

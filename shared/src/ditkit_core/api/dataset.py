@@ -59,9 +59,8 @@ def completed(config: DataConfig, data: DataSpec) -> DataConfig:
     frames, height, width = data.size
     # The longest frame bucket is the length of the data, for plans and for generated samples.
     own_frames = max(config.frame_buckets, default=config.frames) or frames
-    if (
-        config.short_clips == "auto"
-    ):  # resolved here, where it is known who asked for the number of frames
+    # resolved here, where it is known who asked for the number of frames
+    if config.short_clips == "auto":
         has_lengths = bool(config.frames or config.frame_buckets)
         config = replace(config, short_clips="error" if has_lengths else "shorten")
     # Likewise the largest resolution is the size.

@@ -80,12 +80,10 @@ def _find(
     check_training(run)
     if options.demo:
         spec.demo.write(folder.inputs)
-        run = create_run(
-            spec, config
-        )  # again: the demo's checkpoint, which has the architecture, did not exist before
-    assert (
-        run.data.dataset.samples
-    )  # reads the dataset: mistakes in it are reported before weights are downloaded
+        # again: the demo's checkpoint, which has the architecture, did not exist before
+        run = create_run(spec, config)
+    # reads the dataset: mistakes in it are reported before weights are downloaded
+    assert run.data.dataset.samples
     unloaded = build_model(run)
     run = run.with_arch(unloaded.origin.arch)
     placement = place_run(run, unloaded, training=True)

@@ -33,9 +33,8 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         folder = config.run_folder
         run = create_run(spec, config)
         check_run(run)
-        check_preview_device(
-            run
-        )  # here and not per expert: only the run of all experts generates previews
+        # here and not per expert: only the run of all experts generates previews
+        check_preview_device(run)
         # One process checks what several will train, as a plan is of many: what no number of them
         # could train is refused.
         several = config.ranks.group_size

@@ -24,15 +24,13 @@ from ditkit_core.run.training import base_steps
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Encode the run's data into the cache, and do what the options ask for; nothing is trained."""
-    check_run(
-        create_run(spec, config)
-    )  # as before training: what a run would refuse is not worth encoding
+    # as before training: what a run would refuse is not worth encoding
+    check_run(create_run(spec, config))
     if options.demo:
         spec.demo.write(config.run_folder.inputs)
     run = create_run(spec, config, fetch=True)
-    rule = (
-        parse_rule(options.prune_cache) if options.prune_cache else None
-    )  # parsed now: encoding may take hours
+    # parsed now: encoding may take hours
+    rule = parse_rule(options.prune_cache) if options.prune_cache else None
     if options.dump:
         _check_dump(run.data, local_path(options.dump))
     if options.verify_cache:

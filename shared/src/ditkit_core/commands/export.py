@@ -192,9 +192,8 @@ def _written(
     """The folders of a whole transformer, or the files of an adapter, that `--out` names."""
     if is_transformer:
         return [out / f"transformer_{form}" for form in whole_forms(spec, wanted)]
-    forms = (
-        wanted.forms if len(wanted.forms) > 1 else ("official",)
-    )  # a single file has the name as it is given
+    # a single file has the name as it is given
+    forms = wanted.forms if len(wanted.forms) > 1 else ("official",)
     return [adapter_file(out.parent, out.stem, form) for form in forms]
 
 
@@ -284,9 +283,8 @@ class Exporter(Callback):
         if files:
             self._export_adapter(ExportName(run=self._folder.name, step=step), step)
         for folder in folders:
-            with atomic_folder(
-                folder
-            ) as unfinished:  # a folder with this name is complete, however large the model is
+            # a folder with this name is complete, however large the model is
+            with atomic_folder(folder) as unfinished:
                 self._export_transformer(unfinished, step)
 
     def _remove_stale(self, kept: Collection[Path] = ()) -> None:

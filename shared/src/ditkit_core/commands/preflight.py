@@ -119,9 +119,8 @@ def check_run_file(command: str, path: Path) -> None:
 def check_family(command: str, folder: RunFolder, name: str) -> None:
     """Refuse the run of another family than the command's, whose weights and settings it would
     misread; in the folder there may be no run."""
-    family = json_part(folder.about, "model").get(
-        "family", name
-    )  # no run yet, or a damaged file, which its reader reports
+    # no run yet, or a damaged file, which its reader reports
+    family = json_part(folder.about, "model").get("family", name)
     if family != name:
         raise UserError(
             f"{folder.path} is a run of {family}: use {family}-{command}, or choose another "

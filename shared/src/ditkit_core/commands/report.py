@@ -98,9 +98,8 @@ def _opening(job: TrainingJob) -> str:
     trained_part = (
         "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
     )
-    if (
-        adapter.init and adapter.method != "full"
-    ):  # the next line says its rank, when the file is open
+    # the next line says its rank, when the file is open
+    if adapter.init and adapter.method != "full":
         trained_part = f"the adapter in {Path(adapter.init).name}"
     model = (
         config.model.preset

@@ -60,9 +60,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     # Built on `meta` before anything slow, so that an adapter that does not fit the model is
     # reported now.
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
-    encode_prompts(
-        run.data, prompts
-    )  # before the transformer is loaded: the GPU need not have room for both
+    # before the transformer is loaded: the GPU need not have room for both
+    encode_prompts(run.data, prompts)
     if unloaded is None:
         stages, label = _experts(jobs_of(run), options)
     else:

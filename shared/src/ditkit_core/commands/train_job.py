@@ -109,15 +109,13 @@ def train_job(
     _stage(2, "encode")
     warn_of_base(run.spec, run.arch, config)
     checks.check_encoding(run, ranks, num_class_images=num_images)
-    data = encode_all(
-        run.data, with_class_prompt=num_images > 0
-    )  # by all ranks at once: each claims what it encodes
+    # by all ranks at once: each claims what it encodes
+    data = encode_all(run.data, with_class_prompt=num_images > 0)
     checks.check_items(run.spec, unloaded.module, [*data.samples, *data.prior])
     summarize_data(run.data, data.samples)
     if num_images:
-        class_conditions(
-            run.data
-        )  # encodes them into the cache now, while no transformer is in memory
+        # encodes them into the cache now, while no transformer is in memory
+        class_conditions(run.data)
 
     _stage(3, "load the model")
     ranks.check_same(

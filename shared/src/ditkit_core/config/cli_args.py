@@ -101,9 +101,8 @@ def _split(
                 raise UserError(f"unknown flag {argument} {WHERE}; flags start with --")
         if name not in hints:
             raise unknown_key(name, hints, WHERE, renamed=renamed, dashes="--", section=section)
-        if (
-            hints[name] is bool and "." not in name
-        ):  # an option is a switch; a configuration key takes true or false
+        # an option is a switch; a configuration key takes true or false
+        if hints[name] is bool and "." not in name:
             text = text if equals else "true"
         elif name == "help" and not equals:
             follows = rest[0] if rest else "-"

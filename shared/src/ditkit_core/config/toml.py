@@ -41,10 +41,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} {mark}; a run file is TOML, saved as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise _not_toml(path, text, error) from error
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # ValueError: Python's limit on the digits of an integer
+    except (RecursionError, ValueError) as error:
+        # ValueError: Python's limit on the digits of an integer
         raise UserError(
             f"{path} is nested too deeply or has a number with too many digits; correct the run "
             f"file"

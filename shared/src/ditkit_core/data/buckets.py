@@ -27,9 +27,8 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
     area = height * width
     sizes: set[Size] = set()
     for side in range(step, math.isqrt(int(area * max_aspect)) + step, step):
-        other = (
-            (2 * area + side * step) // (2 * side * step) * step
-        )  # rounded to a multiple, without floats
+        # rounded to a multiple, without floats
+        other = (2 * area + side * step) // (2 * side * step) * step
         if other and max(side, other) <= min(side, other) * max_aspect:
             sizes |= {(side, other), (other, side)}
     if not sizes:
@@ -107,9 +106,8 @@ def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:
     """The bucket whose aspect ratio is nearest to an image's; of equally near ones the largest."""
-    aspect = math.log(
-        height / width
-    )  # logarithms make twice as wide and half as wide equally far from square
+    # logarithms make twice as wide and half as wide equally far from square
+    aspect = math.log(height / width)
     return min(
         sizes,
         key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size),

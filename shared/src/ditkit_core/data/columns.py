@@ -116,9 +116,8 @@ def reference_columns(
         )
     if reference_names:
         return (only_column(where, reference_names, REFERENCE_COLUMNS, "reference"),)
-    for name in (
-        () if edits else headers
-    ):  # for a model that edits, _refuse_misspelt has checked them above
+    # for a model that edits, _refuse_misspelt has checked them above
+    for name in () if edits else headers:
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
         if suggestions := difflib.get_close_matches(

@@ -300,9 +300,8 @@ def checked_control(
     try:
         at = status(path)  # raises for a name that no file can have
         if at is None:
-            refuse_backslashes(
-                name
-            )  # a clearer message than "does not exist" for paths written on Windows
+            # a clearer message than "does not exist" for paths written on Windows
+            refuse_backslashes(name)
     except UserError as error:
         raise error.at(column.name) from error
     inside(folder, name, allow_outside=allow_outside)

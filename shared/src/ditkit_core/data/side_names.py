@@ -59,9 +59,8 @@ def stored_path(folder: Path, path: str) -> str:
         matches = [
             name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted
         ]
-        if part in matches or os.path.lexists(
-            directory / part
-        ):  # `..`, the root of an absolute path
+        # `..`, the root of an absolute path
+        if part in matches or os.path.lexists(directory / part):
             matches = [part]
         if len(matches) != 1:
             return path

@@ -65,9 +65,8 @@ class Division:
             precision.reduction,
         )
         for parameter in trained.values():
-            self._set_grad_dtype(
-                parameter
-            )  # before FSDP2 takes over: it casts the sum over ranks to this dtype
+            # before FSDP2 takes over: it casts the sum over ranks to this dtype
+            self._set_grad_dtype(parameter)
         self.replicas = ranks.size // ranks.shard
         mesh = mesh_of(device.type, ranks)
         self._model, self.ranks, self.group = model, ranks, mesh.get_group("shard")

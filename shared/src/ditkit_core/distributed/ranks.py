@@ -203,9 +203,8 @@ class Ranks:
         import torch
 
         received = torch.empty_like(parts)
-        with self.exchange(
-            parts.nbytes - parts.nbytes // self.context
-        ):  # as bytes: gloo does not know every dtype
+        # as bytes: gloo does not know every dtype
+        with self.exchange(parts.nbytes - parts.nbytes // self.context):
             distributed().all_to_all_single(
                 received.view(torch.uint8), parts.view(torch.uint8), group=self.group
             )

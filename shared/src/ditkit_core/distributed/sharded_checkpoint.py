@@ -104,9 +104,8 @@ def read_sharded(
             if shards is None
             else shards.place_for(path.partition("/")[2], empty)
         )
-    with (
-        warnings.catch_warnings()
-    ):  # of what is asked for here: ranks need not agree on what each of them reads
+    # of what is asked for here: ranks need not agree on what each of them reads
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(flat, storage_reader=reader, no_dist=True)
     groups: dict[str, dict[str, Tensor]] = {}

@@ -52,9 +52,8 @@ def open_run(
         return
     folder.check(config)
     with locked(folder.path):
-        stated = folder.check(
-            config
-        )  # again: another process may have trained here before the lock was acquired
+        # again: another process may have trained here before the lock was acquired
+        stated = folder.check(config)
         before = (
             folder.config_file.read_text(encoding="utf-8") if folder.config_file.exists() else None
         )

@@ -102,9 +102,8 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         ranks.barrier()
         finished = True
     except (UserError, RuntimeError, MemoryError) as error:
-        with (
-            Interrupts()
-        ):  # torchrun's SIGTERM, because another rank ended, must not replace the line that says so
+        # torchrun's SIGTERM, because another rank ended, must not replace the line that says so
+        with Interrupts():
             failure = watch.explain(error)
         if failure is None:
             raise
@@ -155,9 +154,8 @@ def _connect(launch: Launch, store: "Store", *, on_gpus: bool) -> str:
         torch.cuda.set_device(launch.local)
         backend, kind = "cpu:gloo,cuda:nccl", "cuda"
     try:
-        with (
-            signals_by_default()
-        ):  # torch waits for the others without a look at signals, also for one that is gone
+        # torch waits for the others without a look at signals, also for one that is gone
+        with signals_by_default():
             dist.init_process_group(
                 backend,
                 store=store,
@@ -183,10 +181,9 @@ def complain_once(message: str) -> None:
         mute()
         try:
             heartbeat = _Heartbeat(_store(launch, wait=False), launch, _GRACE)
-        except (
-            UserError,
-            RuntimeError,
-        ):  # of two mistakes, the one that was found first; the store may end with the process of rank 0
+        except (UserError, RuntimeError):
+            # of two mistakes, the one that was found first; the store may end with the process of
+            # rank 0
             complain(f"error: {message}")
         else:
             heartbeat.report(message)
@@ -262,9 +259,8 @@ def _starting(launch: Launch, early: "Store", missing: "set[int]") -> Iterator[N
         if missing and early.check(["failed"]):
             rank, _, line = early.get("failed").decode().partition(":")
             Process.this().summarize(line)
-            if (
-                launch.local or 0 <= int(rank) - launch.rank < launch.num_local
-            ):  # one of each other machine prints it, too
+            # one of each other machine prints it, too
+            if launch.local or 0 <= int(rank) - launch.rank < launch.num_local:
                 mute()
             raise UserError(line)
         if missing and time.monotonic() > end:
@@ -345,9 +341,8 @@ class _Heartbeat(threading.Thread):
                         f"stopped; look at that machine, the same command "
                         "continues from the last save",
                         of=rank,
-                        step=max(
-                            int(sign.split()[-1]), self.ranks.step
-                        ),  # ranks go through steps together
+                        # ranks go through steps together
+                        step=max(int(sign.split()[-1]), self.ranks.step),
                     )
 
     def _follow(self, line: str) -> None:
@@ -465,9 +460,8 @@ class _Heartbeat(threading.Thread):
         entry = f"{self._launch.rank}:{line}"
         try:
             first_entry = self._clone.compare_set("failed", "", entry).decode()
-        except (
-            RuntimeError
-        ):  # the store is gone, so that nobody else can be asked: one of a machine says so
+        except RuntimeError:
+            # the store is gone, so that nobody else can be asked: one of a machine says so
             return line, self._launch.local == 0
         return first_entry.partition(":")[2], first_entry == entry
 

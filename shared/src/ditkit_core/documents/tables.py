@@ -52,9 +52,8 @@ class Table:
                 console.say(line)
             return
         table, room = self._on_terminal(self.head), console.CONSOLE.width
-        if (
-            _width(table).maximum > room
-        ):  # rich would cut words to keep the other titles on one line
+        # rich would cut words to keep the other titles on one line
+        if _width(table).maximum > room:
             table = self._on_terminal([title.replace(" ", "\n") for title in self.head])
             if _width(table).minimum > room:
                 table.box, table.padding = None, (0, 1, 0, 0)
@@ -67,9 +66,8 @@ class Table:
                 escape(title), justify="right" if is_right else "left", overflow="fold"
             )
         for row in self.rows:
-            table.add_row(
-                *(escape(printable(cell)) for cell in row)
-            )  # a file name may look like rich's markup
+            # a file name may look like rich's markup
+            table.add_row(*(escape(printable(cell)) for cell in row))
         return table
 
     def lines(self) -> list[str]:

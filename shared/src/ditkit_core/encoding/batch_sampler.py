@@ -49,9 +49,8 @@ class Epochs:
             0 if is_whole else seed_of(seed, "repeat", id)
             for is_whole, id in zip(integral, ids, strict=True)
         ]
-        self._phase = (
-            np.array(phases) / 2**63
-        )  # seeds are integers below 2**63, so phases are in [0, 1)
+        # seeds are integers below 2**63, so phases are in [0, 1)
+        self._phase = np.array(phases) / 2**63
         self.has_whole_repeats = bool(integral.all())
         """Whether all epochs have the same samples, because all repeats are integers."""
         self.mean_count = float(self._repeats.sum())

@@ -115,10 +115,8 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:  # torch raises a RuntimeError if there is no room to map a file
+    except (MemoryError, RuntimeError) as error:
+        # torch raises a RuntimeError if there is no room to map a file
         if isinstance(error, RuntimeError) and "unable to mmap" not in str(error):
             raise
         refuse_shortage(path, MemoryError())

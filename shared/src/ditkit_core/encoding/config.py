@@ -33,9 +33,8 @@ class PriorConfig:
                 f"{argument('prior.prompt')} is blank; describe the class, such as 'a photo of a "
                 f"dog'"
             )
-        if (
-            "\0" in self.prompt
-        ):  # it becomes the caption of each image, and captions must not contain one
+        # it becomes the caption of each image, and captions must not contain one
+        if "\0" in self.prompt:
             raise UserError(f"{argument('prior.prompt')} has a null byte; correct it")
         if not 1 <= self.images <= 100_000:
             raise UserError(

@@ -391,9 +391,8 @@ class Conditioning:
             if column in self.texts:
                 contents.append(f"{column}: {controls.files[column]}")
             else:
-                path = (
-                    Path(controls.files[column]) if column else controls.clip
-                )  # "" stands for the clip itself
+                # "" stands for the clip itself
+                path = Path(controls.files[column]) if column else controls.clip
                 if path is None:
                     content = "nothing"
                 elif column in self.sounds:

@@ -30,9 +30,8 @@ def with_caption(item: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         for name, tensor in item.items()
         if name.startswith(prefix)
     }
-    if (
-        not texts and prefix in SLIDER_PREFIXES
-    ):  # a loop of somebody's own; commands encode what their settings need
+    # a loop of somebody's own; commands encode what their settings need
+    if not texts and prefix in SLIDER_PREFIXES:
         raise UserError(
             f"{argument('flow.slider_positive')} needs items that have the slider's prompts too; "
             f"encode them with slider = (positive, negative)"

@@ -80,9 +80,8 @@ def encode_missing(
     with ExitStack() as stack:
         advance = stack.enter_context(progress(jobs.kind, len(missing)))
         work = _Work(cache, jobs, keep_going, advance, stack)
-        busy = work.encode(
-            work.encode(missing)
-        )  # once more: most of what another process had begun is there by now
+        # once more: most of what another process had begun is there by now
+        busy = work.encode(work.encode(missing))
         if busy:
             say(f"waiting for {len(busy)} of kind {jobs.kind} that other processes encode")
         while busy:
@@ -151,9 +150,8 @@ class _Work(Generic[Item]):
         with torch.no_grad():
             try:
                 encoded = jobs.encoder.encode(list(inputs.values()), self.advance)
-            except (
-                UserError
-            ) as error:  # conditioners read their files themselves, so they fail here
+            except UserError as error:
+                # conditioners read their files themselves, so they fail here
                 if not should_continue(error, keep_going=self.keep_going):
                     if isinstance(error, EnvironmentFault) or len(inputs) > 1:
                         raise

@@ -145,9 +145,8 @@ def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
         if size > 1 and stride != expected:  # strides with holes: laid out contiguously instead
             return flat.view(like.shape)
         expected *= size
-    return flat.as_strided(
-        like.shape, like.stride()
-    )  # a transposed matrix stays transposed, as 8-bit kernels need it
+    # a transposed matrix stays transposed, as 8-bit kernels need it
+    return flat.as_strided(like.shape, like.stride())
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:

@@ -139,9 +139,8 @@ class TokenRoute:
     def _with_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """All tokens, where the chosen ones have other values."""
         chosen = sent_to(self._chosen, x.device)
-        if (
-            self._is_token is not None
-        ):  # what stands for missing tokens of a shorter sample changes nothing
+        # what stands for missing tokens of a shorter sample changes nothing
+        if self._is_token is not None:
             rows = torch.where(sent_to(self._is_token, x.device)[..., None], rows, self._rows_of(x))
         return (
             x.flatten(0, 1)

@@ -58,6 +58,5 @@ def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
 
 
 def _without_count(vae: Any) -> None:
-    vae.bn.register_buffer(
-        "num_batches_tracked", None
-    )  # used in training alone, and not in every file
+    # used in training alone, and not in every file
+    vae.bn.register_buffer("num_batches_tracked", None)

@@ -42,17 +42,15 @@ def causal_vae_name(name: str) -> str:
     """The diffusers name of a parameter of either architecture, given in the official form or in
     diffusers' own."""
 
-    def folded(
-        match: re.Match[str],
-    ) -> str:  # of 2.2: a stage is residual blocks, then a change of resolution
+    # of 2.2: a stage is residual blocks, then a change of resolution
+    def folded(match: re.Match[str]) -> str:
         half, stage, index, rest = match.groups()
         resamples = rest.startswith(("resample.", "time_conv."))
         part = f"{half.partition('.')[2]}sampler" if resamples else f"resnets.{index}"
         return f"{half}_blocks.{stage}.{part}.{rest}"
 
-    def decoding(
-        match: re.Match[str],
-    ) -> str:  # of 2.1: three residual blocks and an upsampler in each stage
+    # of 2.1: three residual blocks and an upsampler in each stage
+    def decoding(match: re.Match[str]) -> str:
         stage, index = divmod(int(match[1]), 4)
         return f"decoder.up_blocks.{stage}.{'upsamplers.0' if index == 3 else f'resnets.{index}'}."
 

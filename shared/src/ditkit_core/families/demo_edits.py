@@ -14,9 +14,8 @@ def edited(image: DemoImage, part: str, value: str) -> tuple[DemoImage, str]:
 
 
 def _pair(index: int, look: tuple[str, str], position: str, part: str, value: str) -> Example:
-    before = demo_image(
-        index, look, position, (SIDE, SIDE)
-    )  # a reference must have 64 pixels on each side
+    # a reference must have 64 pixels on each side
+    before = demo_image(index, look, position, (SIDE, SIDE))
     after, instruction = edited(before, part, value)
     references = ((f"references/edit{index:02d}.png", before),)
     return Example(

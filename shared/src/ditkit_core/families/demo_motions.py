@@ -81,9 +81,8 @@ def _inside(shape: str, down: np.ndarray, right: np.ndarray) -> np.ndarray:
     if shape == "square":
         return 0.9 * RADIUS - np.maximum(np.abs(down), np.abs(right))
     assert shape == "triangle", shape
-    return 0.62 * RADIUS - np.maximum(
-        down, np.abs(right) * 0.75**0.5 - down / 2
-    )  # equilateral, point up
+    # equilateral, point up
+    return 0.62 * RADIUS - np.maximum(down, np.abs(right) * 0.75**0.5 - down / 2)
 
 
 def moving(colour: str, shape: str, direction: str, offset: float = 0.0) -> Scene:

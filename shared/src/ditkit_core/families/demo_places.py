@@ -149,16 +149,14 @@ def paint_shapes(
 
     unit = math.sqrt(height * width) / SIDE
     radius = unit * _RADII[shape]
-    down = (
-        radius / 2 if shape == "triangle" else 0
-    )  # paint's triangle reaches two radii up and one down
+    # paint's triangle reaches two radii up and one down
+    down = radius / 2 if shape == "triangle" else 0
     painted = partial(
         paint, height, width, shape=shape, colour=colour, background="dark", radius=radius
     )
     layers = [painted(centre=(row * height + down, column * width)) for row, column in centres]
-    brightest = np.maximum.reduce(
-        layers
-    )  # the background is darker than every shape in every channel
+    # the background is darker than every shape in every channel
+    brightest = np.maximum.reduce(layers)
     return np.array(Image.fromarray(brightest).filter(ImageFilter.GaussianBlur(unit)))
 
 

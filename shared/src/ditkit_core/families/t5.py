@@ -135,9 +135,10 @@ class T5Encoding:
         )
         full = make_config.from_dict(dict(config))
         if not full.relative_attention_max_distance > full.relative_attention_num_buckets // 4 > 0:
+            # the library would compute NaN
             raise ValueError(
                 f"relative_attention_max_distance is {full.relative_attention_max_distance}"
-            )  # NaN in the library
+            )
         return make_model(full)
 
 
@@ -183,9 +184,8 @@ class T5Encoder:
     @cached_property
     def _decision(self) -> tuple[bool, str]:
         model, located = self._located()
-        once = {
-            name: weight for name, weight in model.state_dict().items() if name in located
-        }  # tied weights
+        # tied weights
+        once = {name: weight for name, weight in model.state_dict().items() if name in located}
         num_bytes = stored_bytes(once, stored_formats(model, self._source, located), self._dtype)
         return decide(self._streaming, num_bytes, self._device)
 
@@ -252,9 +252,8 @@ class T5Encoder:
             self._tokenizer = resolve_name("transformers:AutoTokenizer").from_pretrained(
                 str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
             )
-            self._tokenizer.decode(
-                self._tokenizer("a caption").input_ids
-            )  # some faults show only in use
+            # some faults show only in use
+            self._tokenizer.decode(self._tokenizer("a caption").input_ids)
         if self._tokenizer.pad_token is None:
             raise UserError(
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the "
@@ -351,10 +350,8 @@ class T5Encoder:
             truncation=True,
             return_tensors="pt",
         )
-        used, vocab_size = (
-            tokens.input_ids.unique().tolist(),
-            self._model.config.vocab_size,
-        )  # padding included
+        # padding included
+        used, vocab_size = tokens.input_ids.unique().tolist(), self._model.config.vocab_size
         if used[0] < 0 or used[-1] >= vocab_size:
             raise UserError(
                 f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the "

@@ -239,10 +239,8 @@ class LanguageModelEncoder:
         """Read the weights onto the device; when streamed, only look up where each is."""
         if self._mapping:
             return
-        mapping, _ = (
-            self._located,
-            self._rotary,
-        )  # before the weights: a damaged configuration is found at once
+        # before the weights: a damaged configuration is found at once
+        mapping, _ = self._located, self._rotary
         self._prompter.load(self._model.config.vocab_size)
         self._peak_before = process_peak_bytes()
         streams, why = self._decision

@@ -62,9 +62,8 @@ def describe(
             f"after layer {needed}; "
             f"{encoding.remedy}"
         )
-    settings = {
-        name: value for name, value in config.items() if name != "layer_types"
-    }  # a list as long as the depth
+    # a list as long as the depth
+    settings = {name: value for name, value in config.items() if name != "layer_types"}
     return family, settings | {"num_hidden_layers": needed}
 
 
@@ -110,9 +109,8 @@ def _of_folder(
 ) -> tuple[TextFamily, Mapping[str, Any]]:
     families = {family.model_type: family for family in encoding.models}
     nested = config.get("text_config")
-    if isinstance(nested, dict) and nested.get("model_type") in list(
-        families
-    ):  # of a model that sees and reads
+    # of a model that sees and reads
+    if isinstance(nested, dict) and nested.get("model_type") in list(families):
         config = nested
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families:

@@ -52,9 +52,8 @@ class _Output:
 
     @property
     def _stream(self) -> TextIO | None:
-        stream: TextIO | None = getattr(
-            sys, self._name
-        )  # looked up each time: tests and `redirect_stdout` replace it
+        # looked up each time: tests and `redirect_stdout` replace it
+        stream: TextIO | None = getattr(sys, self._name)
         # While rich shows a bar, the stream passes everything on to the console, which would come
         # back here.
         return getattr(stream, "rich_proxied_file", stream) if self._name == "stdout" else stream
@@ -160,9 +159,8 @@ def note(text: str) -> None:
             if not stat.S_ISREG(about.st_mode):  # a pipe would wait for its reader
                 raise OSError(errno.EINVAL, "it is no file")
             if about.st_size > LOG_BYTES:
-                with suppress(
-                    OSError
-                ):  # on Windows it may be open in a viewer: the next line tries again
+                # on Windows it may be open in a viewer: the next line tries again
+                with suppress(OSError):
                     path.replace(path.with_name(f"{path.name}.1"))
         when = datetime.now().astimezone().isoformat(" ", "seconds")
         with path.open("a", encoding="utf-8", errors="replace") as file:
@@ -360,15 +358,13 @@ class _PlainBar:
     def advance(self, amount: float = 1) -> None:
         printed = self._done * PLAIN_LINES // self._total
         self._done += amount
-        if (
-            abs(self._done - round(self._done)) < 1e-6
-        ):  # shares of an item that add up to it, except for rounding
+        # shares of an item that add up to it, except for rounding
+        if abs(self._done - round(self._done)) < 1e-6:
             self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
             remaining = self._left()
-            if (
-                remaining or int(self._done) > self._shown
-            ):  # a share of an item is only worth a line with an estimate
+            # a share of an item is only worth a line with an estimate
+            if remaining or int(self._done) > self._shown:
                 self._shown = int(self._done)
                 self._print(
                     "  ".join(

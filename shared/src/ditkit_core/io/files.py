@@ -78,9 +78,8 @@ def remove_unfinished(paths: Iterable[Path]) -> None:
         paths: Any paths; those without a temporary name stay.
     """
     for path in list(paths):
-        with suppress(
-            OSError
-        ):  # removed with its folder, or open on Windows: the next call removes it
+        # removed with its folder, or open on Windows: the next call removes it
+        with suppress(OSError):
             if _is_left(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -215,9 +214,8 @@ def local_path(path: str) -> Path:
     """A path as a user writes it, with `~` replaced; `~name` stays as it is if there is no such
     user."""
     with suppress(ValueError):  # of a character that no path can have
-        path = os.path.expanduser(
-            path
-        )  # Path.expanduser raises RuntimeError if there is no such user
+        # Path.expanduser raises RuntimeError if there is no such user
+        path = os.path.expanduser(path)
     return Path(path)
 
 

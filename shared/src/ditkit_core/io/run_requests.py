@@ -44,9 +44,8 @@ def ask(folder: RunFolder, name: str) -> str:
     try:
         while True:
             folder.requests.mkdir(exist_ok=True)
-            with suppress(
-                FileNotFoundError
-            ):  # the run removed the folder, empty, since the line above
+            # the run removed the folder, empty, since the line above
+            with suppress(FileNotFoundError):
                 (folder.requests / name).touch()
                 return REQUESTS[name]
     except OSError as error:

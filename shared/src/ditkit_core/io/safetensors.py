@@ -241,18 +241,16 @@ class SafetensorsSource:
         rows = range(num_rows) if rows is None else rows
         scale = scale.expand(num_rows)[rows.start : rows.stop, None].to(values.device)
         matrix = values.view(len(rows), -1)
-        at_once = max(
-            1, _SCALED_AT_ONCE // max(1, matrix.shape[1])
-        )  # some rows at a time: the CPU makes an fp32 copy of them
+        # some rows at a time: the CPU makes an fp32 copy of them
+        at_once = max(1, _SCALED_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, len(rows), at_once):
             matrix[start : start + at_once].mul_(scale[start : start + at_once])
 
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
-        inside = sorted(
-            path.iterdir()
-        )  # and not `glob`, which finds nothing in a folder that may not be read
+        # and not `glob`, which finds nothing in a folder that may not be read
+        inside = sorted(path.iterdir())
         indices = [file for file in inside if file.name.endswith(".safetensors.index.json")]
         if len(indices) > 1:
             raise UserError(

@@ -73,9 +73,8 @@ def _handled(
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [
-            getattr(signal, name) for name in names if name in dir(signal)
-        ]  # some exist only on some platforms
+        # some exist only on some platforms
+        numbers = [getattr(signal, name) for name in names if name in dir(signal)]
         for number in numbers:
             present = signal.getsignal(number)
             if replaced(present) and not (

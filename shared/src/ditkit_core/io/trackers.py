@@ -231,11 +231,8 @@ def _memory(folder: RunFolder) -> dict[str, dict[str, Any]]:
             name: {"id": str(entry["id"]), "samples": dict(entry["samples"])}
             for name, entry in stored.items()
         }
-    except (
-        TypeError,
-        KeyError,
-        ValueError,
-    ):  # damaged: another run there, and nothing is lost here
+    except (TypeError, KeyError, ValueError):
+        # damaged: another run there, and nothing is lost here
         return {}
 
 

@@ -111,9 +111,8 @@ def load_divided(
     The model is divided before it has values, and each rank reads its rows. Arguments as of
     `load_weights`.
     """
-    from ditkit_core.distributed.division import (
-        Division,
-    )  # imports parts of torch that take seconds
+    # imports parts of torch that take seconds
+    from ditkit_core.distributed.division import Division
     from ditkit_core.distributed.shards import Shards
 
     precision = model.origin.precision

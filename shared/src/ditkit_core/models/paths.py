@@ -439,9 +439,8 @@ def _attempts(inner: str, part: str, *, from_base: bool) -> list[tuple[str, list
     of its files, and of those to ignore. Arguments as for `_fetch`."""
     index: list[str] = []
     if from_base:
-        index = [
-            f"{inner}/{_PIPELINE_INDEX}".lstrip("/")
-        ]  # describes the whole pipeline, such as its pair of experts
+        # describes the whole pipeline, such as its pair of experts
+        index = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]
         folders = [f"{inner}/{name}".lstrip("/") for name in _folders_of(part)]
     else:
         folders = [inner] if inner else []

@@ -167,9 +167,8 @@ def _sums(left: Tensor, right: Tensor) -> Tensor:
         if (missing := _LEAST_ROWS - len(left)) > 0:
             return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
         return torch._int_mm(left, right)
-    if (
-        device_kind(left) == "cpu"
-    ):  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
+    # torch's own is a thousand times slower there; products of fp8 are exact in fp32
+    if device_kind(left) == "cpu":
         return left.float() @ right.float()
     one = torch.ones((), device=left.device)
     sums: Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)

@@ -143,9 +143,8 @@ def _product(rows: Tensor, matrices: Sequence[Tensor], is_kronecker: bool) -> Te
     for matrix in chain:
         inner = inner @ matrix.T
     turned = _turned(inner, len(rows)) @ w1.T
-    return _turned(turned, len(rows)).reshape(
-        len(rows), -1
-    )  # of one row, it is a view that is transposed
+    # of one row, it is a view that is transposed
+    return _turned(turned, len(rows)).reshape(len(rows), -1)
 
 
 def _turned(matrices: Tensor, count: int) -> Tensor:

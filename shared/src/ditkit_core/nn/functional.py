@@ -172,10 +172,8 @@ def modulated_norm(
     x = x.to(norms)
     if norms != scale.dtype:
         y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
-    elif scale.shape[:2] == (
-        1,
-        1,
-    ):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
+    elif scale.shape[:2] == (1, 1):
+        # one sample, one timestep: the modulation is the norm's affine part, one pass less
         y = F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
     else:
         y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
@@ -261,9 +259,8 @@ class _GatedSum(torch.autograd.Function):
         if ctx.fused:
             return kernels.gated_sum_backward(gradient, ctx.gate, ctx.dtype), gradient, d_gate, None
         gate = per_token(ctx.gate, ctx.late)
-        if (
-            device_kind(gradient) == "cuda"
-        ):  # rounded in the kernel; a CPU would make the same copy as below
+        # rounded in the kernel; a CPU would make the same copy as below
+        if device_kind(gradient) == "cuda":
             d_y = torch.mul(gradient, gate, out=torch.empty_like(gradient, dtype=ctx.dtype))
         else:
             d_y = (gradient * gate).to(ctx.dtype)

@@ -165,9 +165,8 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
     not depend on the spans."""
     if gradient.dtype == up.dtype:
         return gradient @ up, None if low is None else gradient.T @ low
-    if _at_once(gradient, 0) == len(
-        gradient
-    ):  # the complete matrix fits: one conversion serves both products
+    # the complete matrix fits: one conversion serves both products
+    if _at_once(gradient, 0) == len(gradient):
         converted = gradient.to(up.dtype)
         return converted @ up, None if low is None else converted.T @ low
     d_low = up.new_empty(len(gradient), up.shape[1])

@@ -110,9 +110,8 @@ def carried_part(function: Callable[..., Tensor], *arguments: Any, name: str) ->
             with scope_set(part_scope), remat.name_scope(name):
                 return function(*arguments)
         except RecomputeDone:
-            out: Tensor = region(
-                arguments[0]
-            )  # the region returns its result from the forward, whatever its argument
+            # the region returns its result from the forward, whatever its argument
+            out: Tensor = region(arguments[0])
             return out
     with scope_set(scope), scope, remat.name_scope(name):
         out = function(*arguments)

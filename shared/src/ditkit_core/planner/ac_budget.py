@@ -153,9 +153,8 @@ def _fastest(task: BudgetTask, menu: tuple[Policy, ...], choices: Sequence[Choic
     tried = [choice.policies for choice in choices]
     tried += [(policy,) * len(task.division.devices) for policy in menu if not policy.offload]
     low, high = 0.0, 1.0
-    for _ in range(
-        6
-    ):  # in search of the most memory with which a step is replayed: with more the host launches less
+    # in search of the most memory with which a step is replayed: with more the host launches less
+    for _ in range(6):
         share = (low + high) / 2
         budgets = [
             replace(budget, total=int(budget.available * share), reserve=0)

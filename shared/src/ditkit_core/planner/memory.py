@@ -333,9 +333,8 @@ class DeviceSpan:
         self.stages = [
             named[stage] if stage in named else profile.blocks[stage - 1] for stage in held
         ]
-        if (
-            held.start > 1
-        ):  # the previous block is on another device, so its offloaded bytes do not leave this one
+        # the previous block is on another device, so its offloaded bytes do not leave this one
+        if held.start > 1:
             self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
         self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
         self.receives_back = profile.crossing_back[held.stop - 1] if held.stop <= last else 0
@@ -478,9 +477,8 @@ class DeviceSpan:
 def _gradients_left(cost: StageCost, of: Round) -> int:
     """Bytes by which a stage's backward changes its gradients."""
     if not cost.whole_gradients:
-        return (
-            0 if of.again else cost.gradients
-        )  # a later micro-batch adds to the gradients of the first in place
+        # a later micro-batch adds to the gradients of the first in place
+        return 0 if of.again else cost.gradients
     if of.unsharded:
         return 0 if of.again else cost.whole_gradients
     # Added up over ranks, and a rank keeps its part.

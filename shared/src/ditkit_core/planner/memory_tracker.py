@@ -312,9 +312,8 @@ class Meter(MemoryTracker):
             is_plain = sums.dtype == torch.int32 or (bias is None and out.dtype == torch.bfloat16)
             if sums.untyped_storage()._cdata == storage and is_plain:
                 self.kernels[product] -= 1
-                self.kernels += Counter(
-                    {product._replace(kind=f"{product.kind}_scaled"): 1}
-                )  # drops what is not there any more
+                # drops what is not there any more
+                self.kernels += Counter({product._replace(kind=f"{product.kind}_scaled"): 1})
                 kernel = kernel._replace(kind="scales")
         self.kernels[kernel] += 1
 

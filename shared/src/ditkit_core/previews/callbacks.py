@@ -74,9 +74,8 @@ class SamplesInPlace(Callback):
             self._sample(step)
 
     def finished(self, step: int) -> None:
-        if (
-            self._job.run.expert is None
-        ):  # samples of a model with experts need all of them, after the last one is trained
+        # samples of a model with experts need all of them, after the last one is trained
+        if self._job.run.expert is None:
             self._sample(step)
 
     def _sample(self, step: int, is_stopping: Callable[[], bool] = lambda: False) -> None:

@@ -107,9 +107,8 @@ def generate_class_images(
     missing = [
         seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()
     ][:count]
-    seeds = shares.ranks.broadcast_object(
-        missing
-    )  # as the first rank sees them: others already write
+    # as the first rank sees them: others already write
+    seeds = shares.ranks.broadcast_object(missing)
     local_seeds = [(seeds[index], counts) for index, counts in shares.local_indices(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
     jobs = (replace(job, seed=seed) for seed, _ in local_seeds)

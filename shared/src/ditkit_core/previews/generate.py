@@ -100,9 +100,8 @@ def _with(
         with stage.opened() as opened:
             with adapters_added(opened[0], adapters, dtype_of):
                 yield opened
-            del (
-                opened
-            )  # before the stage closes: another transformer may come back into this memory
+            # before the stage closes: another transformer may come back into this memory
+            del opened
 
     return replace(stage, opened=opened)
 

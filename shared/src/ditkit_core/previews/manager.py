@@ -81,12 +81,10 @@ def _drop_abandoned(jobs: Jobs, pending: Path) -> None:
     experts = {named(path)[0] for path in queued(pending)}
     saved: dict[str, int] = {}
     for job in jobs:
-        if (
-            job.name in experts
-        ):  # reading a save takes time, so only for experts that have previews in the queue
-            step = job.saved_step(
-                lambda _: None
-            )  # no warning about a broken save here: training gives it
+        # reading a save takes time, so only for experts that have previews in the queue
+        if job.name in experts:
+            # no warning about a broken save here: training gives it
+            step = job.saved_step(lambda _: None)
             saved[job.name] = -1 if step is None else step
     try:
         drop_after(pending, saved)

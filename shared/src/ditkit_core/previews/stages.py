@@ -72,9 +72,8 @@ def _stage(
     # Defaults for the noise levels of training and validation: sampling does not use them, and
     # those set for one expert may leave no level to the other, which its checks would refuse.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
-    if (
-        trained.folder is None and trained.preview is None
-    ):  # the adapter is zero, or comes from a file
+    # the adapter is zero, or comes from a file
+    if trained.folder is None and trained.preview is None:
         method = "lora" if config.adapter.method == "full" else config.adapter.method
         config = replace(config, adapter=replace(config.adapter, method=method, init=""))
     alone = with_config(run, config)

@@ -81,9 +81,8 @@ def generate_waiting(
         file for file in queued(RunFolder(path).pending) if file.name not in left_out
     ]:
         file = waiting[0]
-        say(
-            f"process {os.getpid()}{GENERATES}{file.name}"
-        )  # first: the parent reads here which file failed
+        # first: the parent reads here which file failed
+        say(f"process {os.getpid()}{GENERATES}{file.name}")
         try:
             written = file.stat().st_mtime_ns
             prepared = _generate(jobs, prepared, file, prompts)

@@ -82,9 +82,8 @@ def check_jobs(jobs: Jobs, num_ranks: int) -> None:
     run, folder = jobs.run, jobs.run.config.run_folder.path
     if jobs.in_folders:
         check_run(run)
-        check_preview_device(
-            run
-        )  # here and not per job: only the run of all experts generates previews
+        # here and not per job: only the run of all experts generates previews
+        check_preview_device(run)
         if jobs.settings.adapter.init:
             raise UserError(
                 f"adapter.init = {jobs.settings.adapter.init!r} belongs to one expert and would "
@@ -125,9 +124,8 @@ def check_run(run: RunContext) -> None:
 
 def check_settings(run: RunContext) -> None:
     """The checks of `check_run` that do not depend on the devices of this machine."""
-    assert (
-        run.precision
-    )  # read for its own checks: a property that raises where the dtypes contradict each other
+    # read for its own checks: a property that raises where the dtypes contradict each other
+    assert run.precision
     base, method = run.config.base, run.config.adapter.method
     check_quantize(base.quantize, method)
     check_compute(base.compute, run.base_format, method)
@@ -295,10 +293,8 @@ def check_ranks(run: RunContext, size: int) -> None:
 
 def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) -> None:
     """Refuse settings that need a weight whole, where ranks divide it."""
-    from ditkit_core.distributed.fsdp import (
-        keeps_wide_gradients,
-        shards_integers,
-    )  # torch's parts take seconds
+    # torch's parts take seconds
+    from ditkit_core.distributed.fsdp import keeps_wide_gradients, shards_integers
 
     shard = f"ranks.shard = {config.ranks.shard}"
     if trains_bf16 and not keeps_wide_gradients():
@@ -408,9 +404,8 @@ def check_beginning(job: TrainingJob, *, is_started: bool) -> None:
 def check_listed(folder: RunFolder, data: RunData) -> None:
     """Refuse a dataset, which is read, that lacks a sample of the run. `check_samples` would, too,
     but only after everything is encoded."""
-    ids = {
-        sample.id for sample in data.dataset.samples
-    }  # read before the record: its own mistakes come first
+    # read before the record: its own mistakes come first
+    ids = {sample.id for sample in data.dataset.samples}
     recorded = (read_record(folder) or {}).keys() - NO_SAMPLES - ids
     _refuse_data(folder, {id for id in recorded if not id.startswith(PRIOR_MARK)})
 

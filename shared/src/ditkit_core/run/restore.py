@@ -44,9 +44,8 @@ def load_trained(
     # The optimizer's state is several times as large as the weights, and few optimizers need it for
     # the weights to use.
     state = load_state(path, shards, GROUPS if averages else ("trainable", "ema"))
-    with (
-        prepared.readable() if shards is None else nullcontext()
-    ):  # of its rows, each rank sets its own
+    # of its rows, each rank sets its own
+    with prepared.readable() if shards is None else nullcontext():
         parameters = trainable_parameters(prepared.module) if shards is None else prepared.trainable
         if averages:
             used = _averaged(prepared, stored, state, parameters, path)

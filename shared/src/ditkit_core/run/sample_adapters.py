@@ -68,9 +68,8 @@ class SampleAdapters:
                 check_named(expert, key, str(path))
         self._check_assistants()
         if self.arch is not None:
-            self.opened(
-                fetch=False
-            )  # loading the base fetches assistants, and compares their names
+            # loading the base fetches assistants, and compares their names
+            self.opened(fetch=False)
 
     def _check_assistants(self) -> None:
         """Refuse `base.assistant` where what is trained or written would contain it."""

@@ -62,9 +62,8 @@ def generate(
     waiting: Iterable[_Sample] = (_Sample(sampler, job) for job in jobs)
     for stage in stages[:-1]:
         waiting = _through(stage, waiting, on_step)
-    with (
-        ExitStack() as stack
-    ):  # in the end closes the last transformer, then frees the decoder's weights
+    # in the end closes the last transformer, then frees the decoder's weights
+    with ExitStack() as stack:
         stack.callback(release_memory)
         stack.callback(sampler.decoder.unload)
         loaded: _LoadedStage | None = None
@@ -97,9 +96,8 @@ class _Sample:
         self.seed = job.seed
         self.latents: Tensor | None = None
         self._sigma = 1.0
-        self._resume(
-            lambda: next(self._steps)
-        )  # up to the first `yield`, which gives the first noise level
+        # up to the first `yield`, which gives the first noise level
+        self._resume(lambda: next(self._steps))
 
     def advance(
         self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], bool | None]

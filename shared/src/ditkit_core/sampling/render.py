@@ -106,9 +106,8 @@ def _rendered(
         "seed": request.job.seed,
         "decoded": decoded,
     }
-    return RenderedSample(
-        about, evenly_spaced(pixels).float().cpu()
-    )  # not all frames: clips are long
+    # not all frames: clips are long
+    return RenderedSample(about, evenly_spaced(pixels).float().cpu())
 
 
 def _overview(clips: Sequence[Tensor], to: SampleFiles) -> list[Path]:

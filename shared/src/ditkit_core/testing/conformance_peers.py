@@ -126,9 +126,8 @@ class PeerChecks(ModelChecks):
         ours = velocity_errors(train, batch, _GUIDANCE)[0]
         torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
 
-    @pytest.mark.filterwarnings(
-        "ignore:Already found a `peft_config`:UserWarning"
-    )  # two adapters are what is asked for
+    # two adapters are what is asked for
+    @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
     @pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
     def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(
         self, tmp_path: Path, kind: str, strength: float
@@ -136,9 +135,8 @@ class PeerChecks(ModelChecks):
         """ai-toolkit's `assistant_lora_path`; here it is merged into the base that trains, and
         taken off each layer for samples."""
         model = self._adapted(4)
-        theirs = copy.deepcopy(
-            self.diffusers.transformer(model)
-        )  # of its own: the base changes below
+        # of its own: the base changes below
+        theirs = copy.deepcopy(self.diffusers.transformer(model))
         theirs.load_lora_adapter(
             self._written(model, tmp_path / "own.safetensors"), adapter_name="own"
         )

@@ -39,10 +39,8 @@ _OPERATIONS = {
     "rotary_tables": ("_to_copy",),
     "rotary": ("mul",),
     "qk_norms": ("mul", "_to_copy"),
-    "norms": (
-        "native_layer_norm",
-        "_to_copy",
-    ),  # an RMS norm is composed in a wider dtype, and rounded at its end
+    # an RMS norm is composed in a wider dtype, and rounded at its end
+    "norms": ("native_layer_norm", "_to_copy"),
     "residual": ("addcmul", "add", "_to_copy"),
     "entry": ("native_layer_norm", "_to_copy"),
     "time_mlp": _MATMULS,

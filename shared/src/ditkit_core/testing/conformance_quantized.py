@@ -164,9 +164,8 @@ class QuantizedChecks(ModelChecks):
     @pytest.mark.parametrize(
         ("kind", "adapter"),
         [
-            pytest.param(
-                *case, marks=() if index == 0 else pytest.mark.exhaustive
-            )  # `LeverChecks` has every pair
+            # `LeverChecks` has every pair
+            pytest.param(*case, marks=() if index == 0 else pytest.mark.exhaustive)
             for index, case in enumerate(zip(itertools.cycle(KINDS), _ADAPTERS, strict=False))
         ],
     )

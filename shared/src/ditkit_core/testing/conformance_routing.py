@@ -31,9 +31,10 @@ class RoutingChecks(ModelChecks):
     def test_tokens_that_skip_blocks_are_as_if_they_were_hidden_there(self, ragged: bool) -> None:
         """Prediction and gradients, against all blocks on all tokens, where in the range chosen
         tokens alone are keys, and alone advance."""
+        # without dropout
         model: Any = make_model(
             self.spec, self.arch, dtype=torch.float64, adapter=ADAPTERS["lora"]
-        ).eval()  # without dropout
+        ).eval()
         router = routing_of(self.spec, self.arch, model)
         if router is None:
             pytest.skip("its blocks need all tokens")

@@ -49,9 +49,8 @@ def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None
     """
     repair_interpreter()
     torch.set_num_threads(1)
-    make_model(
-        spec, arch, adapter=ADAPTERS["lora"]
-    )  # imports peft, which else each of the processes would do
+    # imports peft, which else each of the processes would do
+    make_model(spec, arch, adapter=ADAPTERS["lora"])
     folder, launches = Path(sys.argv[1]), dict[str, Any]()
     plain = Replicas(spec, arch, items, folder / "torch", cases, held_out=(0,))
     fused = replace(plain, folder=folder / "triton", kernels="triton")

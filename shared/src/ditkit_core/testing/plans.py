@@ -143,9 +143,8 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
     job = replace(job, kind="cpu")
     model, items = _real(job)
     with MemoryTracker() as ledger:
-        ledger.track(
-            [*model.parameters(), *model.buffers(), items], "weights"
-        )  # of which an operation may return a view
+        # of which an operation may return a view
+        ledger.track([*model.parameters(), *model.buffers(), items], "weights")
         watch = _Watch(ledger)
         accumulate_gradients(
             Model(model, BlockEngine(policy=job.schedule, hooks=(watch,)), job.spec),

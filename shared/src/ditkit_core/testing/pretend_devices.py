@@ -56,9 +56,8 @@ class PretendTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if (
-            func is _aten._conj.default
-        ):  # lazy conjugation is resolved above this place, where it cannot be seen
+        # lazy conjugation is resolved above this place, where it cannot be seen
+        if func is _aten._conj.default:
             func = _aten.conj_physical.default
         originals: dict[int, Tensor] = {}
         data = _on_host(args, originals)

@@ -450,9 +450,8 @@ def main(
         shared: Pairs: so many ranks in context groups of so many.
     """
     torch.set_num_threads(1)
-    make_model(
-        spec, arch, adapter=ADAPTERS["lora"]
-    )  # imports peft, which else each of the processes would do
+    # imports peft, which else each of the processes would do
+    make_model(spec, arch, adapter=ADAPTERS["lora"])
     folder = Path(sys.argv[1])
     replicas = Replicas(spec, arch, items, folder, cases)
     table = folder / "ranks.json"

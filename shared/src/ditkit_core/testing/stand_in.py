@@ -229,9 +229,8 @@ class StandIn(PretendDevices):
             return
         is_locked |= runtime.is_locked(source if here == HOST else target)
         if here == HOST and not is_locked:
-            log.launch(
-                HOST_THREAD, f"the copy to {there}", [reads]
-            )  # into the driver's own memory, and from there later
+            # into the driver's own memory, and from there later
+            log.launch(HOST_THREAD, f"the copy to {there}", [reads])
             log.launch(stream, f"the copy to {there}", [], [writes])
         else:
             log.launch(stream, f"the copy to {there}", [reads], [writes])

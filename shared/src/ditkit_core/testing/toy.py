@@ -434,9 +434,8 @@ def in_form(state: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
 def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[dict[str, Tensor]]:
     """Training items as the encode stage would make them."""
     generator = torch.Generator().manual_seed(seed)
-    grids = (
-        ((4, 4), (4, 8), (2, 8)) if ragged else ((4, 4),)
-    )  # the third has as many positions as the first
+    # the third has as many positions as the first
+    grids = ((4, 4), (4, 8), (2, 8)) if ragged else ((4, 4),)
     sizes = [(4, 2, *grids[index % len(grids)]) for index in range(count)]
     return [
         {

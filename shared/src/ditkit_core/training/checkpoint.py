@@ -76,9 +76,8 @@ def save_state(
     with _errors_name(final):
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(".step-*.tmp"))  # of a run that was killed while it saved
-        with atomic_folder(
-            final
-        ) as temporary:  # which may replace a save that is damaged or abandoned
+        # which may replace a save that is damaged or abandoned
+        with atomic_folder(final) as temporary:
             temporary.mkdir()
             _write_index(temporary, state, (write or partial(_write_files, state))(temporary))
         # The rename has to survive a power failure, too.
@@ -103,9 +102,8 @@ def save_sharded(
         digests of every rank's file. It raises a UserError on all ranks if one of them cannot
         write: earlier saves stay, and no partial files remain.
     """
-    from ditkit_core.distributed.sharded_checkpoint import (
-        write_part,
-    )  # imports parts of torch that take seconds
+    # imports parts of torch that take seconds
+    from ditkit_core.distributed.sharded_checkpoint import write_part
 
     part, ranks, state = shards.part(state.tensors), shards.for_files, replace(state, tensors={})
 
@@ -164,9 +162,8 @@ def load_state(
             raise UserError(f"{path}: {_NOT_A_SAVE}; choose another save")
     tensors: dict[str, dict[str, Tensor]] = {}
     if any(map(_is_shard, index["files"])):
-        from ditkit_core.distributed.sharded_checkpoint import (
-            read_sharded,
-        )  # imports parts of torch that take seconds
+        # imports parts of torch that take seconds
+        from ditkit_core.distributed.sharded_checkpoint import read_sharded
 
         tensors = read_sharded(path, shards, groups)
     for name in index["files"] if not tensors else ():
@@ -342,9 +339,8 @@ def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
 def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.exists():
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # Windows keeps a folder that is open; the next save removes it
+            # Windows keeps a folder that is open; the next save removes it
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -109,9 +109,8 @@ class FlowConfig:
     def _check_slider(self) -> None:
         positive, negative = self.slider_positive, self.slider_negative
         for key, prompt in (("slider_positive", positive), ("slider_negative", negative)):
-            if (
-                prompt and not prompt.strip()
-            ) or "\0" in prompt:  # captions must not contain a null byte
+            # captions must not contain a null byte
+            if (prompt and not prompt.strip()) or "\0" in prompt:
                 raise UserError(
                     f"{argument(f'flow.{key}')} is blank or has a null byte; describe one end of "
                     f"the slider"

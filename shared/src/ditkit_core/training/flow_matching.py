@@ -41,9 +41,8 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
 
 def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
     """Probability of a level below `sigma` in the distribution without its range."""
-    sigma = shift_sigma(sigma, 1 / shift).clamp(
-        0, 1
-    )  # rounding may leave the interval, where the logit has no value
+    # rounding may leave the interval, where the logit has no value
+    sigma = shift_sigma(sigma, 1 / shift).clamp(0, 1)
     if config.sampling == "logit_normal":
         return torch.special.ndtr((torch.logit(sigma) - config.logit_mean) / config.logit_std)
     return sigma
@@ -295,9 +294,8 @@ def prepare(
         for factor, level, shift in zip(factors, levels, shifts, strict=True)
     ]
     sigma = torch.stack(levels)
-    noised = NoisedBatch.of(
-        spec, list(batch.items), sigma, noise
-    )  # a list, which `pinned` looks into
+    # a list, which `pinned` looks into
+    noised = NoisedBatch.of(spec, list(batch.items), sigma, noise)
     return PreparedBatch(
         sigma=sigma, noised=noised, weights=torch.stack(weights), matches_base=batch.matches_base
     )

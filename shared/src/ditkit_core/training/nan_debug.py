@@ -169,16 +169,14 @@ class _Probe(TorchDispatchMode):
             or getattr(func, "is_view", False)
             or name.startswith(_MAKES_INFINITIES)
             or operation.startswith(_EXCHANGES)
-            or any(
-                kind.__module__.startswith("torch.distributed.") for kind in types
-            )  # sums of gradients over ranks
+            # sums of gradients over ranks
+            or any(kind.__module__.startswith("torch.distributed.") for kind in types)
         ):
             return func(*args, **(kwargs or {}))
         inputs = tree_leaves((args, kwargs))
         in_place = isinstance(func, OpOverload) and func._schema.is_mutable
-        masked = in_place and self._has_masks(
-            inputs
-        )  # before an in-place operation overwrites them
+        # before an in-place operation overwrites them
+        masked = in_place and self._has_masks(inputs)
         out = func(*args, **(kwargs or {}))
         # The other results of attention have padding that is never written.
         outputs = tree_leaves(out)[: 1 if "attention" in name else None]

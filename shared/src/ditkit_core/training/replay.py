@@ -206,10 +206,8 @@ class ReplayedMicroBatches:
         clock: StepClock,
     ) -> Tensor:
         probe = None
-        first, runtime = (
-            kind.eager_runs == 0,
-            runtime_of(self._device),
-        )  # the first run also compiles
+        # the first run also compiles
+        first, runtime = kind.eager_runs == 0, runtime_of(self._device)
         if self._mode == "auto" and not first and kind.idle is None and runtime is not None:
             probe = IdleProbe(partial(runtime.current_stream, self._device))
             model = replace(model, engine=with_hooks(model.engine, probe))

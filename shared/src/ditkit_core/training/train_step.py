@@ -296,9 +296,8 @@ def _fused_step(
 
     def check(losses: Losses) -> None:
         last = losses.weighted[-1]
-        if not math.isfinite(
-            float(last.double().sum())
-        ):  # before the backward, which updates weights
+        # before the backward, which updates weights
+        if not math.isfinite(float(last.double().sum())):
             run_losses = replace(losses, ids=losses.ids[: len(losses.weighted)])
             raise NonFiniteLoss(
                 evidence_of(

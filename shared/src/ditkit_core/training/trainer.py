@@ -245,9 +245,8 @@ class Trainer:
         self._last_save: Path | None = None
         self._writer: BackgroundWriter | None = None
         if model.shards is not None and not model.adapts:
-            from ditkit_core.distributed import (
-                sharded_checkpoint,
-            )  # imports parts of torch that take seconds
+            # imports parts of torch that take seconds
+            from ditkit_core.distributed import sharded_checkpoint
 
             self._writer = sharded_checkpoint.BackgroundWriter()
 
@@ -275,9 +274,8 @@ class Trainer:
             if start == 0 and steps:
                 self._validate(metrics)
                 self._preview(interrupts, stopping=False)
-                stopping = self._stops(
-                    interrupts, metrics, saved=True
-                )  # nothing is trained that could be saved
+                # nothing is trained that could be saved
+                stopping = self._stops(interrupts, metrics, saved=True)
             while state.step < steps and not stopping:
                 self._ranks.begin_step(state.step + 1)
                 self._train_step(metrics, count_attention=state.step == start)
@@ -287,9 +285,8 @@ class Trainer:
                 saving, requests = self._ranks.broadcast_object(
                     (is_due, sorted(pending(self._requests)))
                 )
-                saving = saving or (
-                    "save" in requests and "stop" not in requests
-                )  # whoever stops saves without validation
+                # whoever stops saves without validation
+                saving = saving or ("save" in requests and "stop" not in requests)
                 interrupts.requested |= "stop" in requests
                 # Before the save, which stores the validation loss of its step.
                 if last or (
@@ -421,9 +418,8 @@ class Trainer:
         state.average.update(state.step)
         items = [item for micro in self._ranks.share(len(batches)) for item in batches[micro].items]
         tokens = self._ranks.total(map(self._model.spec.training.num_tokens, items))
-        seconds = (
-            time.perf_counter() - began
-        )  # includes reading data, excludes validation and saving
+        # includes reading data, excludes validation and saving
+        seconds = time.perf_counter() - began
         numbers = {
             "prior_loss" if batches[0].matches_base else "loss": result.loss,
             "lr": lr,

@@ -298,9 +298,8 @@ class FrozenVae(FrozenModule, ABC):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = (
-            (str(self.tiles),) if self.mode.tiled else ()
-        )  # none untiled: caches from before tiles stay valid
+        # none untiled: caches from before tiles stay valid
+        tiles = (str(self.tiles),) if self.mode.tiled else ()
         return fingerprint(
             self.source.path, self.recipe.format(dtype_name(self.mode.dtype)), *tiles
         )

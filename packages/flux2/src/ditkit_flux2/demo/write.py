@@ -24,10 +24,8 @@ from ditkit_core.families.demo_places import write_dataset
 HEADS, AXES = 3, (8, 8, 8, 8)
 WIDTH = HEADS * sum(AXES)
 DOUBLE_BLOCKS, SINGLE_BLOCKS = 1, 4
-TEXT_DIM, TEXT_LAYERS = (
-    32,
-    28,
-)  # the deepest hidden state read is 27, which in a model of 27 layers would be normalised
+# the deepest hidden state read is 27, which in a model of 27 layers would be normalised
+TEXT_DIM, TEXT_LAYERS = 32, 28
 LATENT_CHANNELS = 16
 VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
 

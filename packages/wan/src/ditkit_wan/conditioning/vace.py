@@ -54,9 +54,8 @@ class Vace(VaeConditioner):
         mask = torch.ones(size)
         if MASK in controls.files:
             mask = ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
-        chosen = (
-            mask > 0.5
-        ).float()  # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
+        # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
+        chosen = (mask > 0.5).float()
         kept_latents, regenerated = (
             self.latents(pixels * (1 - chosen)),
             self.latents(pixels * chosen),

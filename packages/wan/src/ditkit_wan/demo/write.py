@@ -84,10 +84,8 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
         "transformer_2": ["diffusers", kind.transformer] if kind.experts > 1 else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if kind.pipeline not in (
-        "WanVACEPipeline",
-        "WanAnimatePipeline",
-    ):  # these pipelines have no such setting
+    # these pipelines have no such setting
+    if kind.pipeline not in ("WanVACEPipeline", "WanAnimatePipeline"):
         index["expand_timesteps"] = False
     if kind.has_image_encoder:
         _write_image_encoder(folder)

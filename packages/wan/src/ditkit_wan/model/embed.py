@@ -131,9 +131,8 @@ class WanEmbed(nn.Module):
         if inputs.audio is not None:
             tokens, lengths = self._with_reference(inputs, tokens, lengths)
             late = _clip_tokens(grids, tokens)
-            timestep = torch.cat(
-                [torch.zeros_like(timestep), timestep], 1
-            )  # reference and frames before have t = 0
+            # reference and frames before have t = 0
+            timestep = torch.cat([torch.zeros_like(timestep), timestep], 1)
         elif inputs.reference is not None:
             reference_tokens = [
                 None if image is None else self.ref_conv(image.to(precision.matmul))
@@ -153,16 +152,14 @@ class WanEmbed(nn.Module):
         if len(set(layouts)) == 1:
             layouts = layouts[:1]
         angles = [self._angles(*layout, tokens.device) for layout in layouts]
-        table = pad_sequence(angles, batch_first=True)[
-            :, :, None
-        ]  # padding has angle 0 and is not rotated
+        # padding has angle 0 and is not rotated
+        table = pad_sequence(angles, batch_first=True)[:, :, None]
         features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
         time = self.time_embedding(features.to(precision.time_mlp))
         text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
         image: Any = None if inputs.image is None else self.img_emb(inputs.image)
-        if (
-            inputs.refimage is not None
-        ):  # its tokens replace the first frame's, which are appended to the text
+        # its tokens replace the first frame's, which are appended to the text
+        if inputs.refimage is not None:
             text, image = torch.cat([image, text], 1), self.img_emb_refimage(inputs.refimage)
         return WanCarry(
             tokens=tokens,

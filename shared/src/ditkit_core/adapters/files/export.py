@@ -307,9 +307,8 @@ def _transformer_in_form(
         return shape, torch.float32 if wide else _dtype_of(config)
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    source_of: dict[
-        str, str
-    ] = {}  # of what the file has for a tensor, its name: constants stand next to some
+    # of what the file has for a tensor, its name: constants stand next to some
+    source_of: dict[str, str] = {}
     for name, parts in natives.items():
         shape, dtype = about(parts)
         for key, stored in names.stored(form, name, torch.empty(shape, device="meta")).items():

@@ -54,9 +54,8 @@ def config_from_file(
         raise _mixed_adapter(path, merge_key, f"it mixes DoRA ({doras[0]}) and LoRA ({other})")
     shapes = {name: (module.rank, module.scale) for name, module in modules.items()}
     (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
-    if (
-        least := min(scale for _, scale in shapes.values())
-    ) <= 0:  # alpha = 0 means alpha = rank in our configuration
+    # alpha = 0 means alpha = rank in our configuration
+    if (least := min(scale for _, scale in shapes.values())) <= 0:
         raise UserError(
             f"{argument('adapter.init')} = {path} has scale {least:g}, so nothing could be trained"
         )

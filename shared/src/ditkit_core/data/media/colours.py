@@ -86,9 +86,8 @@ class StoredColours(NamedTuple):
 
 def stored_colours(image: "Image", path: Path) -> StoredColours | None:
     """How an open image stores its colours; None for sRGB."""
-    if (
-        "icc_profile" in image.info and not image.info["icc_profile"]
-    ):  # how Pillow hands on a profile that cannot be unpacked
+    # how Pillow hands on a profile that cannot be unpacked
+    if "icc_profile" in image.info and not image.info["icc_profile"]:
         return StoredColours("a damaged colour profile", None)
     icc: bytes = image.info.get("icc_profile", b"")
     if numbers := (_numbers_of_icc(icc) if icc else _numbers_of(image, path)):
@@ -163,9 +162,8 @@ def _mode_for(icc: bytes, mode: str) -> str:
     """
     space = str(_profile(icc).xcolor_space).strip()
     is_grey, is_cmyk = mode in ("1", "L", "LA", "La") or mode.startswith("I;16"), mode == "CMYK"
-    if (
-        space == "RGB" and not is_cmyk
-    ):  # also of a grey image, which has equal parts of red, green and blue
+    # also of a grey image, which has equal parts of red, green and blue
+    if space == "RGB" and not is_cmyk:
         return "RGB"
     if space == "GRAY" and is_grey:
         return "L"
@@ -289,12 +287,8 @@ def _numbers_of_avif(path: Path) -> tuple[int, int] | None:
         with open_container(path, "mov,mp4,m4a,3gp,3g2,mj2") as container:
             context = container.streams.video[0].codec_context
             return int(context.color_primaries), int(context.color_trc)
-    except (
-        av.FFmpegError,
-        OSError,
-        IndexError,
-        AttributeError,
-    ):  # a form of AVIF that libav does not read
+    except (av.FFmpegError, OSError, IndexError, AttributeError):
+        # a form of AVIF that libav does not read
         return None
 
 

@@ -79,9 +79,8 @@ def _opened(path: Path) -> Iterator["Image"]:
         formats = ("HEIF",)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", Image.DecompressionBombWarning
-            )  # check_pixels below has our own limit
+            # check_pixels below has our own limit
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(path, formats=formats)
         with opened as image:
             check_pixels(path, *image.size)
@@ -92,10 +91,8 @@ def _opened(path: Path) -> Iterator["Image"]:
                     f"{path} is animated or has several pages; convert it to a video (mp4) or one "
                     f"still image"
                 )
-            if image.mode in (
-                "I",
-                "F",
-            ):  # of 32 bits or with a point: nothing says which number is white
+            # of 32 bits or with a point: nothing says which number is white
+            if image.mode in ("I", "F"):
                 raise UserError(
                     f"{path} has numbers of 32 bits (mode {image.mode}); convert it to 8 or 16 bits"
                 )

@@ -77,9 +77,8 @@ def numbered(names: Sequence[str]) -> dict[int, str]:
         match = _NUMBERED.fullmatch(path.stem)
         if match is None or path.suffix.lower() not in still.SUFFIXES:
             return {}
-        if (
-            images.setdefault((match[1], int(match[2])), name) != name
-        ):  # 1.png and 01.png: the order would be a guess
+        # 1.png and 01.png: the order would be a guess
+        if images.setdefault((match[1], int(match[2])), name) != name:
             return {}
     if len(images) < 2 or len({prefix for prefix, _ in images}) > 1:
         return {}
@@ -136,9 +135,8 @@ def _fps(folder: Path) -> float:
         return 0.0
     path = files[0]
     try:
-        fps = float(
-            read_dataset_text(folder, path.name, allow_outside=True)
-        )  # `check_inside` has looked where it is
+        # `check_inside` has looked where it is
+        fps = float(read_dataset_text(folder, path.name, allow_outside=True))
     except ValueError:
         fps = 0.0
     if not 0 < fps <= 1000:

@@ -238,9 +238,8 @@ def _first_frame_seconds(path: Path, container: "InputContainer") -> float | Non
     if not _is_video(container):
         return None
     late_start = None
-    with suppress(
-        UserError
-    ):  # images that we do not read do not matter in a file that is given for its sound
+    # images that we do not read do not matter in a file that is given for its sound
+    with suppress(UserError):
         late_start = late_start_seconds(path)
     return _start_seconds(container.streams.video[0]) if late_start is None else late_start
 

@@ -73,9 +73,8 @@ def orientation_of(frame: "VideoFrame", path: Path) -> Orientation:
     # A point (x, y) is shown at (a x + c y, b x + d y). Sizes do not matter: libav makes the aspect
     # ratio of pixels of them.
     across, down = np.hypot(a, c), np.hypot(b, d)
-    if (
-        not across and not down
-    ):  # some programs leave the matrix empty, and players show such a file as it is stored
+    # some programs leave the matrix empty, and players show such a file as it is stored
+    if not across and not down:
         return Orientation()
     if across and down:
         if max(abs(c) / across, abs(b) / down) < _ONE_DEGREE:

@@ -174,9 +174,8 @@ def check_captions(
             observation,
             "write one; for training without captions set train.caption_dropout",
         )
-    using: dict[str, set[Path]] = defaultdict(
-        set
-    )  # files, because the windows of one file always share its caption
+    # files, because the windows of one file always share its caption
+    using: dict[str, set[Path]] = defaultdict(set)
     for sample in samples:
         for caption in filter(None, map(str.strip, sample.captions)):
             using[caption].add(sample.media)

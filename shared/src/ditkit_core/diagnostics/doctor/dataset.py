@@ -113,9 +113,8 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     )
     largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
     copy_groups = rules.same_content(_hashes(run_data, all_samples))
-    copies = {
-        id for group in copy_groups for id in group[1:]
-    }  # exact copies are not reported as near-duplicates again
+    # exact copies are not reported as near-duplicates again
+    copies = {id for group in copy_groups for id in group[1:]}
     near_copy_groups = near_duplicates(
         {id: print for id, print in examination.prints.items() if id not in copies}
     )
@@ -333,9 +332,8 @@ class _Examination:
             fps = self.fps[dataset]
             try:
                 info = probe(path)
-            except (
-                UserError
-            ) as error:  # damaged after its windows, which were decoded without an error
+            except UserError as error:
+                # damaged after its windows, which were decoded without an error
                 end, extent = (
                     max(s.start_seconds + s.frames / fps for s in samples),
                     available(path, fps, at_most=1),

@@ -119,9 +119,8 @@ def thumbnail(image: RgbImage) -> Floats:
 def _thumbnails(images: Iterable[RgbImage]) -> Iterator[Floats]:
     last, small = None, None
     for image in images:
-        if (
-            image is not last or small is None
-        ):  # the decoder yields the same object again for a repeated frame
+        # the decoder yields the same object again for a repeated frame
+        if image is not last or small is None:
             last, small = image, thumbnail(image)
         yield small
 

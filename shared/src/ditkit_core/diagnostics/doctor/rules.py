@@ -478,9 +478,8 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             continue
         try:
             clip, control = probe(sample.media), probe(path)
-        except (
-            UserError
-        ):  # damaged after the part that is used; `check_damaged_rest` reports it for the clip
+        except UserError:
+            # damaged after the part that is used; `check_damaged_rest` reports it for the clip
             continue
         where, control_name = sample.media.name, f"{column.name} {path}"
         if media_kind(path) == "video" and (time_difference := _out_of_step(clip, control)):

@@ -245,9 +245,8 @@ def _reloads(trained: TrainState) -> bool | None:
         if not _equal(_flat(read.tensors), _flat(state.tensors)):
             return False
         values_before = {name: value.detach().clone() for name, value in trained.values.items()}
-        with (
-            torch.no_grad()
-        ):  # zeroed, so that a value that loading misses cannot look as if it had been loaded
+        # zeroed, so that a value that loading misses cannot look as if it had been loaded
+        with torch.no_grad():
             for value in trained.values.values():
                 value.zero_()
         trained.load_state_dict(read, save_path)

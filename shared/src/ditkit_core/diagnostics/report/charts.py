@@ -90,9 +90,8 @@ class Chart:
         logarithms."""
         values = [value for curve in self._curves for value in curve.values]
         values += [self.level] if self.level is not None else []
-        logarithmic = (
-            self.logarithmic and min(values) > _LEAST
-        )  # the power of ten below has to be a number too
+        # the power of ten below has to be a number too
+        logarithmic = self.logarithmic and min(values) > _LEAST
         positions = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(positions), max(positions)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
@@ -131,10 +130,8 @@ class Chart:
         for tick in _round_ticks(*self.steps):
             if tick == round(tick):
                 text = f"{round(tick)}"
-                yield (
-                    min(self.x(tick), WIDTH - len(text) * _DIGIT / 2),
-                    text,
-                )  # the text would be cut off at the edge
+                # the text would be cut off at the edge
+                yield (min(self.x(tick), WIDTH - len(text) * _DIGIT / 2), text)
 
     def points(self, series: Series) -> list[tuple[float, float]]:
         """The positions of a curve's points."""

@@ -189,10 +189,8 @@ class ReportServer(ThreadingMixIn, WSGIServer):
             return Response(self.page(), content_type="text/html; charset=utf-8")
         try:
             return send_file(sample_file(self.folder, request.path), request.environ)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a name that no file system accepts, or a sample that may not be read
+        except (OSError, ValueError) as error:
+            # a name that no file system accepts, or a sample that may not be read
             raise NotFound from error
 
 

@@ -85,9 +85,8 @@ class Verifier:
                 continue
             if result.agrees:
                 say(f"verified: {result.line}")
-            elif not is_finished(
-                self._folder, name
-            ):  # that of the finished model ends the run with an error
+            elif not is_finished(self._folder, name):
+                # that of the finished model ends the run with an error
                 warn(f"not what was trained: {result.line}")
         self._said = results
         if status is not None and self._worker is not None:
@@ -114,9 +113,8 @@ class Verifier:
                     )
                 self._worker.wait(_LOOK_SECONDS)
                 self.look()
-                if (
-                    self._worker is None
-                ):  # another export may have come after it looked for the last time
+                # another export may have come after it looked for the last time
+                if self._worker is None:
                     self.start()
         for name, result in current_results(self._folder).items():
             if not result.agrees and is_finished(self._folder, name):

@@ -49,9 +49,8 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
                 with given_to_library(
                     problem, "training goes on; load the file yourself before you use it"
                 ):
-                    about = Result.of(
-                        export
-                    )  # first: a file that changes while it is compared is compared again
+                    # first: a file that changes while it is compared is compared again
+                    about = Result.of(export)
                     result = _copied(export, about)
                     if result is None:
                         if adapted is None and not export.is_whole:

@@ -33,9 +33,8 @@ def _add(
     row = (first + tile % (TILES * across) % together) * ROWS
     column = tile % (TILES * across) // together * COLUMNS
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(
-        0, LENGTH, SPAN
-    ):  # what is behind the last row, column or number is read as zeros
+    # what is behind the last row, column or number is read as zeros
+    for start in range(0, LENGTH, SPAN):
         of_rows = left.load([row, start])
         if TRANSPOSED:
             sums = tl.dot(of_rows, right.load([column, start]).T, sums)

@@ -38,9 +38,8 @@ def _multiply(
             tile % (TILES * across) // together,
         )
         sums = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for span in range(
-            tl.cdiv(length, SPAN)
-        ):  # what is behind the last row, column or number is read as zeros
+        # what is behind the last row, column or number is read as zeros
+        for span in range(tl.cdiv(length, SPAN)):
             of_rows = left.load([tile_row * ROWS, span * SPAN])
             of_columns = right.load([tile_column * COLUMNS, span * SPAN])
             sums = tl.dot(of_rows, of_columns.T, sums, out_dtype=tl.int32)

@@ -36,9 +36,8 @@ def _nf4(
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(
-        0, BLOCKS
-    )  # of weights with one scale
+    # of weights with one scale
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < count
     wide = tl.load(scale + block, mask=inside, other=0).to(tl.float32)
     # Rounded as torch divides; Triton's own division is up to two units off.

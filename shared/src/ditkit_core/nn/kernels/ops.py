@@ -303,10 +303,8 @@ class NormRotation(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Float[Tensor, "batch tokens heads head_dim"]:
         x, weight = _features_next_to_each_other(x), weight.contiguous()
-        if rotary is not None and rotary.stride()[-2:] != (
-            2,
-            1,
-        ):  # the kernel reads a token's row as it is
+        # the kernel reads a token's row as it is
+        if rotary is not None and rotary.stride()[-2:] != (2, 1):
             rotary = rotary.contiguous()
         out, inverse = _norm_rotation(x, weight, rotary, eps, heads, dtype)
         ctx.save_for_backward(x, weight, rotary, inverse)
@@ -339,9 +337,8 @@ class AffineNorm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Float[Tensor, "batch tokens dim"]:
         x, ctx.eps, ctx.offset = _features_next_to_each_other(x), eps, offset
-        if (
-            scale.stride() != shift.stride() or scale.stride(-1) != 1
-        ):  # the kernel reads both at the same places
+        # the kernel reads both at the same places
+        if scale.stride() != shift.stride() or scale.stride(-1) != 1:
             scale, shift = scale.contiguous(), shift.contiguous()
         ctx.save_for_backward(x, scale)
         return _affine_norm(x, scale, shift, eps, offset, dtype)

@@ -101,9 +101,8 @@ def plan_auxiliary(
     def sampled(generated: Generated, devices: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
             return []
-        more = (
-            adapter_bytes if len(devices) == len(adapter_bytes) else [sum(adapter_bytes)]
-        )  # previews have one device
+        # previews have one device
+        more = adapter_bytes if len(devices) == len(adapter_bytes) else [sum(adapter_bytes)]
         denoising = denoising_bytes(
             replace(step.job, kind=devices[0].kind), *max(generated.shapes, key=pixels)
         )
@@ -197,9 +196,8 @@ def _room_of(
             this machine.
     """
     training_room = training_room._replace(in_use=0)
-    if (
-        training_device is None and name != "cpu"
-    ):  # the GPUs are not in this machine; all are assumed to be like the first
+    # the GPUs are not in this machine; all are assumed to be like the first
+    if training_device is None and name != "cpu":
         return training_room
     device = choose_device(name, key)
     if device.type == "cpu":

@@ -164,9 +164,8 @@ def fit_levels(
     `task_of` is the search problem of a run with another configuration."""
     for level, task in accepted(levels(config), task_of):
         state = 0
-        if (
-            not task.adapts and not task.streams_trained
-        ):  # what is frozen can be streamed, so it need not fit
+        # what is frozen can be streamed, so it need not fit
+        if not task.adapts and not task.streams_trained:
             state = state_bytes(task.profile_of("full", "none"))
         cannot_fit = state > sum(gpu.budget.available for gpu in task.gpus)
         result = Fit(others={}) if cannot_fit else fit(task)

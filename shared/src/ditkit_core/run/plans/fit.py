@@ -224,9 +224,8 @@ def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Suggested
             result = replace(
                 change, missing=least_missing(after_change(change, spec, config, task))
             )
-            if (
-                not result.missing
-            ):  # a lever lists its changes from mild to strong: stronger ones cost more quality
+            # a lever lists its changes from mild to strong: stronger ones cost more quality
+            if not result.missing:
                 break
         if lever:
             planned.append(result)

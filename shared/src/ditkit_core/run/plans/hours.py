@@ -174,9 +174,8 @@ class PlannedRun:
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
         """Seconds of one forward."""
-        work = replace(
-            self.step.job.work, cuda_graphs="off"
-        )  # samples and validation are never replayed
+        # samples and validation are never replayed
+        work = replace(self.step.job.work, cuda_graphs="off")
         spans = zip(
             (weakest(gpus),) if self.layout else gpus, pairwise(self.division.bounds), strict=True
         )

@@ -65,9 +65,8 @@ def check_rates(config: OptimConfig, layers: Collection[str]) -> None:
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         rate = lr * group["lr_factor"]
-        if isinstance(
-            group["lr"], Tensor
-        ):  # torchao compiles its step and takes the rate as a tensor
+        # torchao compiles its step and takes the rate as a tensor
+        if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -184,9 +183,8 @@ class NamedOptimizer:
             self.parts[-1].train()  # type: ignore[attr-defined]
         names = {parameter: one for one, parameter in parameters.items()}
         for group in self.parts[-1].param_groups:
-            if not (
-                group.get("fused") or group.get("capturable")
-            ):  # torch's rule, when it loads a state too
+            # torch's rule, when it loads a state too
+            if not (group.get("fused") or group.get("capturable")):
                 self._counted_on_host |= {names[parameter] for parameter in group["params"]}
         if config.fused_backward or self._rounds:
             guard: AbstractContextManager[Any] = (
@@ -356,9 +354,8 @@ class NamedOptimizer:
                 parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused
             )
             wide.grad = gradient.float()
-            if (
-                factor is not None
-            ):  # in place: of a sum of micro-batches nothing is needed after this
+            # in place: of a sum of micro-batches nothing is needed after this
+            if factor is not None:
                 wide.grad.mul_(factor)
             yield
             wide.grad = None
@@ -369,9 +366,8 @@ class NamedOptimizer:
                 write_stochastic(parameter, wide.data, key, start=start, of=count, fused=fused)
             elif self._rounding == "split":
                 state = self.state_of(name)
-                if (
-                    rest is None
-                ):  # only now: an optimizer treats a state that is not empty as initialised
+                # only now: an optimizer treats a state that is not empty as initialised
+                if rest is None:
                     rest = state[_REST] = torch.empty(
                         parameter.shape, dtype=torch.int16, device=parameter.device
                     )
@@ -387,9 +383,8 @@ class NamedOptimizer:
         parameters without a gradient."""
         for name in self._singles.keys() - set(updated):
             assert self.parameters[name].grad is None, name
-            self.step_one(
-                name, lr
-            )  # updates nothing, but counts the step in optimizers that count per group
+            # updates nothing, but counts the step in optimizers that count per group
+            self.step_one(name, lr)
         for single in self._singles.values():
             group, single_group = (
                 single.part.param_groups[single.group],

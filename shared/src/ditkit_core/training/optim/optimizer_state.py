@@ -99,9 +99,8 @@ def import_state(
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
-        part.load_state_dict(
-            {"state": state, "param_groups": groups}
-        )  # moves each entry to its device
+        # moves each entry to its device
+        part.load_state_dict({"state": state, "param_groups": groups})
         # State that stays on the host bypasses torch's loading, which would move it to the
         # parameter's device.
         part.state.update(

@@ -226,9 +226,8 @@ class OptimConfig:
                 f"go with {self.name}, which estimates one rate for all parameters; "
                 f"leave them out, or use another {argument('optim.name')}"
             )
-        assert (
-            self.rates is not None
-        )  # parsed here, so that a wrong entry fails before anything else
+        # parsed here, so that a wrong entry fails before anything else
+        assert self.rates is not None
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"{argument('optim.betas')} = {self.betas} must be in [0, 1)")
         if self.kind.estimates_rate and self.lr < 0.01:

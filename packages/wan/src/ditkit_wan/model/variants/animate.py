@@ -226,9 +226,8 @@ class AnimateEmbedding(nn.Module):
             self.face_encoder(vectors)
             for vectors in motion.split([face.shape[1] for face in faces])
         ]
-        rows = [
-            F.layer_norm(row, row.shape[-1:], eps=_EPS) for row in rows
-        ]  # the same in front of each adapter
+        # the same in front of each adapter
+        rows = [F.layer_norm(row, row.shape[-1:], eps=_EPS) for row in rows]
         rows = [F.pad(row, (0, 0, 0, 0, 1, 0)) for row in rows]  # normalised zeros are zeros
         return FaceCarry(rows=pad_sequence(rows, batch_first=True).to(self.precision.matmul))
 
