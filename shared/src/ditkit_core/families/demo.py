@@ -1,5 +1,5 @@
-"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 or T5 with
-its tokenizer, a tiny VAE, a random transformer."""
+"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3, Qwen3-VL
+or T5 with its tokenizer, a tiny VAE, a random transformer."""
 
 import json
 import math
@@ -105,6 +105,51 @@ def write_text_model(
     if are_separate:
         separate_words(model.model, tokenizer, captions)
     write_text_encoder(folder, model, tied="lm_head.weight")
+
+
+def random_qwen3_vl(
+    kind: str,
+    tokenizer: Any,
+    captions: Sequence[str],
+    *,
+    width: int,
+    layers: int,
+    image_token: str = "",
+) -> Any:
+    """A Qwen3-VL of thin layers and random weights, with a part that sees, whose features of a word
+    are its embedding (`separate_words`).
+
+    Args:
+        kind: Its class: `Qwen3VLForConditionalGeneration`, or `Qwen3VLModel` without a head.
+        tokenizer: Its `word_tokenizer`.
+        captions: The captions whose words do not resemble each other.
+        width: Of the features; a multiple of 16.
+        layers: Layers that read.
+        image_token: The tokenizer's token that stands for an image; empty for the class's own id.
+    """
+    reads = {
+        "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 8, "max_position_embeddings": 1024, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    sees = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": width, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(image_token)} if image_token else {}
+    has_head = kind == "Qwen3VLForConditionalGeneration"
+    config = resolve_name("transformers:Qwen3VLConfig")(
+        text_config=reads, vision_config=sees, tie_word_embeddings=has_head,
+        architectures=[kind], dtype="float32", **ids,
+    )  # fmt: skip
+    model = random_model("text encoder", resolve_name(f"transformers:{kind}"), config)
+    decoder = model.model.language_model if has_head else model.language_model
+    separate_words(decoder, tokenizer, captions)
+    return model
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from ditkit_core.data.media.synthetic import (
     write_inputs,
     write_text_encoder,
 )
-from ditkit_core.families.demo import save_trained, separate_words, word_tokenizer
+from ditkit_core.families.demo import random_qwen3_vl, save_trained, word_tokenizer
 from ditkit_core.families.demo_places import CAPTIONS, write_dataset
 from ditkit_krea2.encoders import SYSTEM, VAE
 from ditkit_krea2.presets import TEXT_LAYERS, Krea2Arch, config_of
@@ -76,29 +76,9 @@ def build_tokenizer() -> Any:
 
 def build_text_encoder(tokenizer: Any) -> Any:
     """A Qwen3-VL of many thin layers, whose features of a word are its embedding."""
-    from transformers import Qwen3VLConfig, Qwen3VLModel
-
-    reads = {
-        "vocab_size": len(tokenizer), "hidden_size": ARCH.text_dim,
-        "intermediate_size": 2 * ARCH.text_dim, "num_hidden_layers": TEXT_LAYERS[-1] + 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-        "max_position_embeddings": 1024, "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    }  # fmt: skip
-    sees = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
-        "out_hidden_size": ARCH.text_dim, "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }  # fmt: skip
-    config = Qwen3VLConfig(
-        text_config=reads, vision_config=sees, architectures=["Qwen3VLModel"], dtype="float32"
+    return random_qwen3_vl(
+        "Qwen3VLModel", tokenizer, CAPTIONS, width=ARCH.text_dim, layers=TEXT_LAYERS[-1] + 1
     )
-    model = random_model("text encoder", Qwen3VLModel, config)
-    separate_words(model.language_model, tokenizer, CAPTIONS)
-    return model
 
 
 def build_vae() -> Any:

@@ -17,7 +17,7 @@ from ditkit_core.data.media.synthetic import (
     write_inputs,
     write_text_encoder,
 )
-from ditkit_core.families.demo import save_trained, separate_words, word_tokenizer
+from ditkit_core.families.demo import random_qwen3_vl, save_trained, word_tokenizer
 from ditkit_core.families.demo_places import CAPTIONS, IMAGES, SIDE, write_dataset
 from ditkit_qwen.encoders import SYSTEM, TEXT_LAYERS, VAE
 from ditkit_qwen.presets import QwenArch, config_of
@@ -80,31 +80,14 @@ def write_text(folder: Path) -> None:
 
 def build_text_encoder(tokenizer: Any) -> Any:
     """A Qwen3-VL of many thin layers, whose features of a word are its embedding."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    reading = {
-        "vocab_size": len(tokenizer), "hidden_size": ARCH.text_dim,
-        "intermediate_size": 2 * ARCH.text_dim, "num_hidden_layers": TEXT_LAYERS,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-        "max_position_embeddings": 1024, "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    }  # fmt: skip
-    seeing = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
-        "out_hidden_size": ARCH.text_dim, "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }  # fmt: skip
-    config = Qwen3VLConfig(
-        text_config=reading, vision_config=seeing, tie_word_embeddings=True,
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        architectures=["Qwen3VLForConditionalGeneration"], dtype="float32",
-    )  # fmt: skip
-    model = random_model("text encoder", Qwen3VLForConditionalGeneration, config)
-    separate_words(model.model.language_model, tokenizer, CAPTIONS)
-    return model
+    return random_qwen3_vl(
+        "Qwen3VLForConditionalGeneration",
+        tokenizer,
+        CAPTIONS,
+        width=ARCH.text_dim,
+        layers=TEXT_LAYERS,
+        image_token="<|image_pad|>",
+    )
 
 
 def build_vae() -> Any:
