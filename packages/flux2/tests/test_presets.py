@@ -39,7 +39,7 @@ def test_a_configuration_without_word_of_guidance_is_dev():
 
 def test_a_configuration_that_contradicts_itself_is_refused():
     config = dict(theirs_on_meta("klein-4b").config) | {"axes_dims_rope": [32, 32]}
-    with pytest.raises(ValueError, match="do not add up to attention_head_dim 128"):
+    with pytest.raises(ValueError, match="do not add up to a head of 128 features"):
         arch_from_config(config, {})
 
 

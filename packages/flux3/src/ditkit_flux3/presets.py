@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ditkit_core.families.config_json import check_axes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flux3Arch:
@@ -85,8 +87,5 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         theta=float(config["rope_theta"]),
         eps=config["eps"],
     )
-    if sum(arch.axes) != arch.head_dim:
-        raise ValueError(
-            f"axes_dims_rope {list(arch.axes)} do not add up to attention_head_dim {arch.head_dim}"
-        )
+    check_axes(arch.axes, arch.head_dim)
     return arch

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ditkit_core.families.config_json import check_axes
+
 TEXT_LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 """The layers of Qwen3-VL 4B whose hidden states are read.
 
@@ -107,10 +109,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Kre
         distilled=bool(index.get("is_distilled", False)),
         **{ours: config[theirs] for ours, theirs in _FIELDS.items()},
     )
-    if sum(arch.axes) != arch.head_dim:
-        raise ValueError(
-            f"axes_dims_rope {list(arch.axes)} do not add up to a head of {arch.head_dim} features"
-        )
+    check_axes(arch.axes, arch.head_dim)
     if heads % arch.kv_heads or arch.text_heads % arch.text_kv_heads:
         raise ValueError("heads of queries are no multiple of heads of keys")
     layers = tuple(index.get("text_encoder_select_layers") or TEXT_LAYERS)

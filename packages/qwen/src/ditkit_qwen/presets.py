@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ditkit_core.families.config_json import check_axes, check_fixed
+
 
 @dataclass(frozen=True, kw_only=True)
 class QwenArch:
@@ -78,14 +80,8 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Qwe
         axes=tuple(config["axes_dims_rope"]),
         **{ours: config[theirs] for ours, theirs in _FIELDS.items()},
     )
-    only = {**_ONLY, "out_channels": arch.in_channels}
-    for name, value in only.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"{name} is {config[name]}, and only {value} is known")
-    if sum(arch.axes) != arch.head_dim:
-        raise ValueError(
-            f"axes_dims_rope {list(arch.axes)} do not add up to a head of {arch.head_dim} features"
-        )
+    check_fixed(config, {**_ONLY, "out_channels": arch.in_channels})
+    check_axes(arch.axes, arch.head_dim)
     if index.get("sample_sigmas") is not None:
         raise ValueError("model_index.json has noise levels of its own (sample_sigmas)")
     if "Turbo" in (pipeline := str(index.get("_class_name"))):

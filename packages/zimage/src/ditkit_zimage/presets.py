@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ditkit_core.families.config_json import check_axes
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZImageArch:
@@ -76,8 +78,5 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> ZIm
         theta=float(config["rope_theta"]),
         eps=config["norm_eps"],
     )
-    if sum(arch.axes) != arch.head_dim:
-        raise ValueError(
-            f"axes_dims {list(arch.axes)} do not add up to a head of {arch.head_dim} features"
-        )
+    check_axes(arch.axes, arch.head_dim, key="axes_dims")
     return arch
