@@ -24,7 +24,7 @@ ANOTHER_PROCESS = {"PYTHONDONTWRITEBYTECODE": "1"}
 """A variable: the process is then no copy of one that has imported modules already."""
 
 
-def test_a_run_states_all_of_its_execution() -> None:
+def test_a_run_states_its_execution() -> None:
     train = TrainConfig(
         devices=("cuda:0", "cuda:1"),
         split_points=(2,),
@@ -44,7 +44,7 @@ def test_a_run_states_all_of_its_execution() -> None:
         base=BaseConfig(quantize="fp8", compute="fp8"),
         ranks=RanksConfig(shard=4, context=2),
     )
-    execution, default = create_run(TOY, config, ToyArch()).execution, Execution()
+    execution = create_run(TOY, config, ToyArch()).execution
     assert execution.devices == ("cuda:0", "cuda:1"), "names: this machine need not have them"
     assert execution.schedule.policies([None] * 3) == (AttentionOnly(), Full(), Full())
     assert execution.precision == Precision(matmul=torch.float32, residual=torch.float64)
@@ -64,12 +64,13 @@ def test_a_run_states_all_of_its_execution() -> None:
         "fp8",
         RanksConfig(shard=4, context=2),
     )
-    same = [
-        field.name
-        for field in fields(Execution)
-        if getattr(execution, field.name) == getattr(default, field.name)
-    ]
-    assert same == ["device"], "devices take its place; and no field that no key of a run decides"
+    assert execution.pipelined
+
+
+def test_every_setting_of_an_execution_is_a_key_of_a_run() -> None:
+    keys = {field.name for section in (TrainConfig, BaseConfig) for field in fields(section)}
+    others = [field.name for field in fields(Execution) if field.name not in keys]
+    assert others == ["precision", "ranks"], "sections of a run file by themselves"
 
 
 ADDED = 4
