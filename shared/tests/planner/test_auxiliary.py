@@ -20,7 +20,7 @@ from ditkit_core.planner import measurement_cache
 from ditkit_core.planner.auxiliary import (
     AuxiliaryPlanner,
     AuxiliaryRow,
-    Room,
+    DeviceMemory,
     denoising_bytes,
     held_while_sampling,
     measure_model,
@@ -86,10 +86,10 @@ def rows(
     **options: Any,
 ) -> list[AuxiliaryRow]:
     planner = AuxiliaryPlanner(models=[ENCODER, TEXT, VAE], text_dtype=torch.float32, **options)
-    room = Room("cuda", available, in_use=in_use)
+    memory = DeviceMemory("cuda", available, in_use=in_use)
     return [
-        *planner.encode_rows(encoded, Room("cpu", available)),
-        *planner.sample_rows([SIZE], [room], denoising=denoising, num_samples=num_samples),
+        *planner.encode_rows(encoded, DeviceMemory("cpu", available)),
+        *planner.sample_rows([SIZE], [memory], denoising=denoising, num_samples=num_samples),
     ]
 
 
@@ -199,7 +199,7 @@ def test_a_vae_that_encodes_in_bf16_is_planned_so_and_the_text_encoder_in_its_ow
         text_dtype=torch.float32,
         encoding=VaeMode(torch.bfloat16),
     )
-    found = planner.encode_rows([SIZE], Room("one", 2**40, "cuda"))
+    found = planner.encode_rows([SIZE], DeviceMemory("one", 2**40, "cuda"))
     needed = [
         measure_model(vae, SIZE, dtype=torch.bfloat16),
         measure_model(TEXT, SIZE, dtype=torch.float32),
@@ -220,7 +220,7 @@ def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_fi
     )
 
     def decoder(available: int | None, kind: str = "cuda") -> AuxiliaryRow:
-        return planner.sample_rows([SIZE], [Room("one", available, kind)], denoising=0)[-1]
+        return planner.sample_rows([SIZE], [DeviceMemory("one", available, kind)], denoising=0)[-1]
 
     found = [decoder(available) for available in (None, wide, wide - 1, narrow - 1, tiled - 1)]
     assert [row.mode for row in found] == [
@@ -313,7 +313,7 @@ def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
 
 def test_an_adapter_for_samples_is_there_while_they_are_generated_and_decoded() -> None:
     planner = AuxiliaryPlanner(models=[VAE], text_dtype=torch.float32)
-    rooms = [Room("one", 2**40, in_use=100), Room("two", 2**40, in_use=10)]
-    without = planner.sample_rows([SIZE], rooms, denoising=5)
-    found = planner.sample_rows([SIZE], rooms, denoising=5, adapter_bytes=[7, 3])
+    memories = [DeviceMemory("one", 2**40, in_use=100), DeviceMemory("two", 2**40, in_use=10)]
+    without = planner.sample_rows([SIZE], memories, denoising=5)
+    found = planner.sample_rows([SIZE], memories, denoising=5, adapter_bytes=[7, 3])
     assert [row.peak - before.peak for row, before in zip(found, without, strict=True)] == [7, 3, 7]

@@ -57,8 +57,8 @@ class AuxiliaryRow:
     weights: int
     """Bytes of its own weights."""
     in_use: int
-    """Bytes that training occupies on the device meanwhile, `Room.in_use`, and the bytes of the
-    adapters of [sample]."""
+    """Bytes that training occupies on the device meanwhile, `DeviceMemory.in_use`, and the bytes of
+    the adapters of [sample]."""
     peak: int
     """Bytes in total."""
     available: int | None
@@ -76,7 +76,7 @@ class AuxiliaryRow:
         return 0 if self.available is None else max(0, self.peak - self.available)
 
 
-class Room(NamedTuple):
+class DeviceMemory(NamedTuple):
     """A device with its available memory."""
 
     device: str
@@ -242,22 +242,22 @@ class AuxiliaryPlanner:
     """The ways to decode a sample, the most exact first: a GPU takes the first that it has room
     for."""
 
-    def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
+    def encode_rows(self, sizes: Sequence[Size], memory: DeviceMemory) -> list[AuxiliaryRow]:
         """The encoders, which run one at a time with nothing else on their device, for the sizes of
         all clips and references that are encoded."""
         rows, encoding = list[AuxiliaryRow](), self.encoding
         for model in self.models if sizes else ():
             if model.stage == "encode" and model.tiles:
-                row = self._row(model, sizes, room, tiled=encoding.tiled, dtype=encoding.dtype)
+                row = self._row(model, sizes, memory, tiled=encoding.tiled, dtype=encoding.dtype)
                 rows.append(replace(row, mode=encoding.label))
             elif model.stage == "encode":
-                rows.append(self._row(model, sizes, room))
+                rows.append(self._row(model, sizes, memory))
         return rows
 
     def sample_rows(
         self,
         sizes: Sequence[Size],
-        rooms: Sequence[Room],
+        memories: Sequence[DeviceMemory],
         *,
         denoising: int,
         num_samples: int = 1,
@@ -274,15 +274,15 @@ class AuxiliaryPlanner:
                 while a sample is decoded.
         """
         rows: list[AuxiliaryRow] = []
-        rooms = [
-            room._replace(in_use=room.in_use + more)
-            for room, more in zip(rooms, adapter_bytes or [0] * len(rooms), strict=True)
+        memories = [
+            memory._replace(in_use=memory.in_use + more)
+            for memory, more in zip(memories, adapter_bytes or [0] * len(memories), strict=True)
         ]
         for model in self.models if sizes else ():
             if model.stage != "sample":
                 continue
-            decoder = self._decoder_row(model, sizes, rooms[0])
-            for index, room in enumerate(rooms):
+            decoder = self._decoder_row(model, sizes, memories[0])
+            for index, memory in enumerate(memories):
                 kept = decoder.weights if num_samples > 1 and not index else 0
                 about = {
                     "stage": "sample",
@@ -291,24 +291,24 @@ class AuxiliaryPlanner:
                     "mode": "whole",
                     "weights": kept,
                 }
-                rows.append(room.row(kept + denoising, lambda: _SMALLER, **about))
+                rows.append(memory.row(kept + denoising, lambda: _SMALLER, **about))
             rows.append(decoder)
         return rows
 
     def _decoder_row(
-        self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room
+        self, model: AuxiliaryModel, sizes: Sequence[Size], memory: DeviceMemory
     ) -> AuxiliaryRow:
         """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that
         fits."""
         decodings = [
             candidate for candidate in self.decodings if model.tiles or not candidate.tiled
         ] or [WHOLE]
-        *others, last = decodings if room.kind == "cuda" else decodings[:1]
-        left = None if room.available is None else room.available - room.in_use
+        *others, last = decodings if memory.kind == "cuda" else decodings[:1]
+        left = None if memory.available is None else memory.available - memory.in_use
         for decoding, limit in (*((other, left) for other in others), (last, None)):
             with suppress(TooMuchMemory):
                 row = self._row(
-                    model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype, limit=limit
+                    model, sizes, memory, tiled=decoding.tiled, dtype=decoding.dtype, limit=limit
                 )
                 break
         return replace(row, mode=decoding.label)
@@ -317,7 +317,7 @@ class AuxiliaryPlanner:
         self,
         model: AuxiliaryModel,
         sizes: Sequence[Size],
-        room: Room,
+        memory: DeviceMemory,
         *,
         tiled: bool = False,
         dtype: torch.dtype | None = None,
@@ -325,13 +325,13 @@ class AuxiliaryPlanner:
     ) -> AuxiliaryRow:
         doing(f"planning the {model.name}")
         streams = self.streaming == "always"
-        if self.streaming == "auto" and model.run_streamed and room.available is not None:
+        if self.streaming == "auto" and model.run_streamed and memory.available is not None:
             # A state dict counts a shared weight twice, as the encoder does when it decides whether
             # to stream.
             needed = sum(
                 tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values()
             )
-            streams = too_large(needed, room.available)
+            streams = too_large(needed, memory.available)
         mode: Literal["whole", "layer by layer", "in tiles"] = (
             "in tiles" if tiled and model.tiles else "whole"
         )
@@ -342,12 +342,12 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
-        measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=room.kind)
+        measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=memory.kind)
         by_size = {size: measure(size, mode=mode, limit=limit) for size in sorted(worst)}
         size, measured = max(by_size.items(), key=lambda entry: entry[1].peak)
-        return room.row(
+        return memory.row(
             measured.peak,
-            lambda: _remedy(model, mode, room, partial(measure, size)),
+            lambda: _remedy(model, mode, memory, partial(measure, size)),
             stage=model.stage,
             name=model.name,
             size=size if model.tiles else None,
@@ -357,7 +357,7 @@ class AuxiliaryPlanner:
 
 
 def _remedy(
-    model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]
+    model: AuxiliaryModel, mode: Mode, memory: DeviceMemory, measure: Callable[..., MeasuredModel]
 ) -> str:
     """The setting that lets a stage fit, with the memory needed then; if it is not enough, also
     what to do after it."""
@@ -369,6 +369,6 @@ def _remedy(
         setting, other = 'encode.streaming = "always"', "layer by layer"
     if mode != "whole" or not (model.tiles or model.run_streamed):
         return last
-    needed = room.in_use + measure(mode=other).peak
+    needed = memory.in_use + measure(mode=other).peak
     then = f"{setting} would need {needed / 2**30:.1f} GiB"
-    return then if room.fits(needed) else f"{then}, which is still too much; {last}"
+    return then if memory.fits(needed) else f"{then}, which is still too much; {last}"

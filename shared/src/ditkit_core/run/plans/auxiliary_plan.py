@@ -16,7 +16,7 @@ from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.auxiliary import (
     AuxiliaryPlanner,
     AuxiliaryRow,
-    Room,
+    DeviceMemory,
     denoising_bytes,
     held_while_sampling,
 )
@@ -62,8 +62,8 @@ def plan_auxiliary(
     training_device = None if gpus else run.devices[0]
     kind = "cuda" if training_device is None else training_device.type
     exchanges = bool(run.experts and config.sample.preview_steps) and not config.sample.device
-    rooms = [
-        Room(
+    memories = [
+        DeviceMemory(
             device=device.budget.name,
             available=device.budget.available - device.budget.workspace,
             kind=kind,
@@ -80,7 +80,7 @@ def plan_auxiliary(
         encoding=run.auxiliary.encoding,
         decodings=run.auxiliary.decodings,
     )
-    encoders = _room_of(config.encode.device, "encode.device", training_device, rooms[0])
+    encoders = _memory_of(config.encode.device, "encode.device", training_device, memories[0])
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
     encoded = (*shapes, *step.bucket.class_shapes)
@@ -98,7 +98,7 @@ def plan_auxiliary(
         (frames, height, width), references = shape
         return frames * height * width + sum(h * w for h, w in references)
 
-    def sampled(generated: Generated, devices: Sequence[Room]) -> list[AuxiliaryRow]:
+    def sampled(generated: Generated, devices: Sequence[DeviceMemory]) -> list[AuxiliaryRow]:
         if not generated.shapes:
             return []
         # previews have one device
@@ -114,13 +114,15 @@ def plan_auxiliary(
     # Class images are generated before the optimizer has state. The plan ignores this, since with
     # adapters the difference is small.
     previews, images = _samples(run.data, shapes, samples), missing_class_images(run.data)
-    rows += sampled(Generated((*previews.shapes, *images.shapes), previews.num + images.num), rooms)
+    rows += sampled(
+        Generated((*previews.shapes, *images.shapes), previews.num + images.num), memories
+    )
     if config.sample.device and config.sample.every_steps:
-        room = _room_of(config.sample.device, "sample.device", training_device, rooms[0])
-        room = _with_copy(room, kind, devices, streamed=streamed)
-        if room.kind == "cuda" and gpus:
-            room = room._replace(device=f"sample.device {config.sample.device}")
-        rows += [replace(row, stage="preview") for row in sampled(previews, [room])]
+        memory = _memory_of(config.sample.device, "sample.device", training_device, memories[0])
+        memory = _with_copy(memory, kind, devices, streamed=streamed)
+        if memory.kind == "cuda" and gpus:
+            memory = memory._replace(device=f"sample.device {config.sample.device}")
+        rows += [replace(row, stage="preview") for row in sampled(previews, [memory])]
     if exchanges and kind == "cuda":
         # While the other of two experts takes its steps of a preview, the weights of the one that
         # trains wait on the host, and the other streams as many.
@@ -133,7 +135,9 @@ def plan_auxiliary(
             "mode": "whole",
             "weights": moved,
         }
-        rows.append(Room("host", host, in_use=held).row(moved, lambda: _NO_EXCHANGE, **about))
+        rows.append(
+            DeviceMemory("host", host, in_use=held).row(moved, lambda: _NO_EXCHANGE, **about)
+        )
     return tuple(rows)
 
 
@@ -185,9 +189,9 @@ def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] |
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(
-    name: str, key: str, training_device: torch.device | None, training_room: Room
-) -> Room:
+def _memory_of(
+    name: str, key: str, training_device: torch.device | None, training_memory: DeviceMemory
+) -> DeviceMemory:
     """The device of a setting, with nothing else on it: encoders run before the model is loaded,
     and previews have their own device.
 
@@ -195,26 +199,30 @@ def _room_of(
         training_device: The first that trains; None if the plan is for GPUs that need not be in
             this machine.
     """
-    training_room = training_room._replace(in_use=0)
+    training_memory = training_memory._replace(in_use=0)
     # the GPUs are not in this machine; all are assumed to be like the first
     if training_device is None and name != "cpu":
-        return training_room
+        return training_memory
     device = choose_device(name, key)
     if device.type == "cpu":
         # the host memory of another machine is unknown
-        return Room("cpu", None if training_device is None else free_memory_bytes(device), "cpu")
+        return DeviceMemory(
+            "cpu", None if training_device is None else free_memory_bytes(device), "cpu"
+        )
     if device == training_device:
-        return training_room
+        return training_memory
     (gpu,) = gpus_here([device])
-    return Room(f"{device}: {gpu.name}", gpu.total - gpu.reserve)
+    return DeviceMemory(f"{device}: {gpu.name}", gpu.total - gpu.reserve)
 
 
-def _with_copy(room: Room, kind: str, devices: Sequence[DevicePlan], *, streamed: int) -> Room:
+def _with_copy(
+    memory: DeviceMemory, kind: str, devices: Sequence[DevicePlan], *, streamed: int
+) -> DeviceMemory:
     """The device that generates previews, with a copy of the model."""
     weights = sum(map(weights_on, devices))
-    if room.kind == "cuda":
-        return room._replace(in_use=weights)
-    if room.available is not None:  # the steps will use the same memory, and have not begun
+    if memory.kind == "cuda":
+        return memory._replace(in_use=weights)
+    if memory.available is not None:  # the steps will use the same memory, and have not begun
         steps = sum(device.host + (device.peak if kind == "cpu" else 0) for device in devices)
-        room = room._replace(available=max(0, room.available - streamed - steps))
-    return room._replace(in_use=weights + streamed)  # the copy streams nothing
+        memory = memory._replace(available=max(0, memory.available - streamed - steps))
+    return memory._replace(in_use=weights + streamed)  # the copy streams nothing
