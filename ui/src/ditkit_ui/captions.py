@@ -38,19 +38,19 @@ class CaptionEdits:
         """A caption as its file has it; None without one."""
         return _stored(self._opened.checked(file))
 
-    def texts(self, places: Sequence[tuple[str, int | None]]) -> list[str | None]:
+    def texts(self, sources: Sequence[tuple[str, int | None]]) -> list[str | None]:
         """The captions as their files or rows of lists have them now; None where there is none."""
         lists: dict[str, list[dict[str, Any]]] = {}
-        found: list[str | None] = []
-        for file, row in places:
+        captions: list[str | None] = []
+        for file, row in sources:
             if row is None:
-                found.append(self.text(file))
+                captions.append(self.text(file))
                 continue
             if file not in lists:
                 path = self._opened.checked(file)
                 lists[file] = list_rows(path, read_text(path))
-            found.append(row_caption(lists[file][row]) if row < len(lists[file]) else None)
-        return found
+            captions.append(row_caption(lists[file][row]) if row < len(lists[file]) else None)
+        return captions
 
     def write(
         self,

@@ -172,9 +172,9 @@ class DataPage:
             await self._read()
             return
         rows = [row for row in self._rows.values() if not row["fixed"]]
-        places = [(row["caption"], row["row"]) for row in rows]
+        sources = [(row["caption"], row["row"]) for row in rows]
         with suppress(UserError):  # which the end shows
-            now = await asyncio.to_thread(self._bench.captions.texts, places)
+            now = await asyncio.to_thread(self._bench.captions.texts, sources)
             changed = [
                 (row, text)
                 for row, text in zip(rows, now, strict=True)

@@ -50,30 +50,30 @@ class Guard:
             return
         headers = Headers(scope=scope)
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        given = query.pop("token", [""])[0]
-        if reason := self._refusal(headers, given, scope["path"]):
+        query_token = query.pop("token", [""])[0]
+        if reason := self._refusal(headers, query_token, scope["path"]):
             is_socket = scope["type"] == "websocket"
             answer = WebSocketClose(1008) if is_socket else PlainTextResponse(reason, 403)
             await answer(scope, receive, send)
             return
-        if given:  # out of the address, which is kept in the browser's history
+        if query_token:  # out of the address, which is kept in the browser's history
             rest = urlencode(query, doseq=True)
             redirect = RedirectResponse(f"{scope['path']}{'?' if rest else ''}{rest}", 303)
-            redirect.set_cookie(self._cookie, given, httponly=True, samesite="strict")
+            redirect.set_cookie(self._cookie, query_token, httponly=True, samesite="strict")
             await redirect(scope, receive, send)
             return
 
         async def send_with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = MutableHeaders(scope=message)
-                added.setdefault("Content-Security-Policy", _POLICY)
-                added["X-Content-Type-Options"] = "nosniff"
-                added["Referrer-Policy"] = "no-referrer"
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers.setdefault("Content-Security-Policy", _POLICY)
+                answer_headers["X-Content-Type-Options"] = "nosniff"
+                answer_headers["Referrer-Policy"] = "no-referrer"
             await send(message)
 
         await self.app(scope, receive, send_with_policy)
 
-    def _refusal(self, headers: Headers, given: str, path: str) -> str:
+    def _refusal(self, headers: Headers, query_token: str, path: str) -> str:
         """Why a request is refused; empty if it is not."""
         host, origin = headers.get("host", ""), headers.get("origin")
         route, key, signed = (*path.split("/", 4)[1:4], "", "", "")[:3]
@@ -96,6 +96,6 @@ class Guard:
             morsel = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:
             morsel = None
-        shown = given or (morsel.value if morsel else "")
-        is_known = secrets.compare_digest(shown.encode(), self._token.encode())
+        token = query_token or (morsel.value if morsel else "")
+        is_known = secrets.compare_digest(token.encode(), self._token.encode())
         return "" if is_known else texts.REFUSED_TOKEN

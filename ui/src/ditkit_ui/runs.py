@@ -84,12 +84,12 @@ def last_step(folder: RunFolder) -> int:
 
 def runs_below(folders: Sequence[Path]) -> list[RunFolder]:
     """The runs in `runs/` of some folders, the newest first."""
-    found = {
+    times = {
         file.parent.resolve(): file.stat().st_mtime
         for folder in folders
         for file in folder.glob("runs/*/config.toml")
     }
-    return [RunFolder(path) for path in sorted(found, key=found.__getitem__, reverse=True)]
+    return [RunFolder(path) for path in sorted(times, key=times.__getitem__, reverse=True)]
 
 
 def program(family: str, name: str) -> str:

@@ -73,13 +73,13 @@ class SettingsPage:
         groups: Mapping[str, Any] = KEYS_THAT_MATTER["train"]
         if words.strip():
             wanted = words.lower().split()
-            found = [
+            matches = [
                 key
                 for key, described in self._schema.items()
                 if all(word in f"{key} {described['description']}".lower() for word in wanted)
             ]
-            found.sort(key=lambda key: not all(word in key for word in wanted))
-            groups = {"": found[:_MOST_FOUND]}
+            matches.sort(key=lambda key: not all(word in key for word in wanted))
+            groups = {"": matches[:_MOST_FOUND]}
         with self._form:
             if not any(groups.values()):
                 ui.label(texts.NO_KEY)

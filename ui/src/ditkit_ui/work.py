@@ -90,9 +90,9 @@ def _run_of(family: str, name: str = "", file: str = "") -> Iterator[RunContext]
     if file:
         yield _run(family, file)
         return
-    known = installed_families()[family]
-    (chosen,) = (recipe for recipe in read_recipes(known.recipes) if recipe.name == name)
-    with run_of_recipe(known.spec(), chosen) as run:
+    entry = installed_families()[family]
+    (chosen,) = (recipe for recipe in read_recipes(entry.recipes) if recipe.name == name)
+    with run_of_recipe(entry.spec(), chosen) as run:
         yield run
 
 
@@ -127,9 +127,9 @@ def machine() -> dict[str, Any]:
 
 def recipe(family: str, name: str, gpus: str) -> dict[str, Any]:
     """Memory and hours of a recipe on GPUs; empty where it is for more GPUs or larger ones."""
-    known = installed_families()[family]
-    spec = known.spec()
-    (chosen,) = (recipe for recipe in read_recipes(known.recipes) if recipe.name == name)
+    entry = installed_families()[family]
+    spec = entry.spec()
+    (chosen,) = (recipe for recipe in read_recipes(entry.recipes) if recipe.name == name)
     here, _ = gpus_to_fit(RunConfig(), gpus)
     if not (used := gpus_for(chosen, here)):
         return {}
@@ -188,13 +188,13 @@ def dataset(family: str, file: str) -> dict[str, Any]:
     for sample in samples:
         trained[os.path.abspath(sample.media)].append(sample)
     extras = {path: _extras(of_file[0], kinds) for path, of_file in trained.items()}
-    taken = {extra["path"] for some in extras.values() for extra in some}
+    extra_paths = {extra["path"] for some in extras.values() for extra in some}
     notes: list[str] = []
     rows: dict[str, dict[str, Any]] = {}
     for folder, prefix in zip(folders, names_of(list(map(str, folders))), strict=True):
         for row in _stored_captions(run, folder, notes):
             path = row["path"] = os.path.abspath(folder / row["name"])
-            if path in taken or path in rows or not os.path.lexists(path):
+            if path in extra_paths or path in rows or not os.path.lexists(path):
                 continue
             of_file = trained.get(path, [])
             names = [path, row["name"], str(folder / row["name"]), prefix + row["name"]]

@@ -5,8 +5,7 @@ from typing import Any
 
 
 def check_axes(axes: Sequence[int], head_dim: int, key: str = "axes_dims_rope") -> None:
-    """Refuse rotated features of the axes (frame, row and column, say) that are not those of a
-    head.
+    """Refuse axes (frame, row and column, say) whose rotated features are not all of a head.
 
     Args:
         axes: Rotated features of a head by axis.

@@ -309,8 +309,8 @@ class DiffusersChecks(ModelChecks):
             return results | gradients
         without = [name for name, gradient in gradients.items() if gradient is None]
         missing = self.native({name: model.get_parameter(name) for name in without})
-        known = self.native({name: x for name, x in gradients.items() if x is not None})
-        return results | dict.fromkeys(missing) | known
+        others = self.native({name: x for name, x in gradients.items() if x is not None})
+        return results | dict.fromkeys(missing) | others
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The cases of a subclass."""

@@ -144,14 +144,14 @@ def _gradients_apart(
 ) -> float:
     pairs = [(expected[name], x) for name, x in actual.items() if x is not None]
     assert len(pairs) == len(expected), "a gradient of one process is none of the ranks"
-    whole = [full.double().flatten() for full, _ in pairs]
+    references = [full.double().flatten() for full, _ in pairs]
     # One exchange: each takes longer than these tiny steps.
     mean = ranks.mean_in_group(torch.cat([part.double().flatten() for _, part in pairs]))
-    parts = mean.split([len(full) for full in whole])
-    floor = SMALL * max(full.norm() for full in whole)
+    parts = mean.split([len(full) for full in references])
+    floor = SMALL * max(full.norm() for full in references)
     return largest(
         float((part - full).norm() / torch.maximum(full.norm(), floor))
-        for part, full in zip(parts, whole, strict=True)
+        for part, full in zip(parts, references, strict=True)
     )
 
 
