@@ -12,7 +12,6 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import reserve_sample_number
-from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.stages import (
@@ -28,8 +27,7 @@ from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_prompts, sample_prompts
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.jobs import Jobs, jobs_of
-from ditkit_core.run.model import load_model
-from ditkit_core.run.plans.planned_step import place_run
+from ditkit_core.run.model import load_to_sample
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
@@ -65,8 +63,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if unloaded is None:
         stages, label = _experts(jobs_of(run), options)
     else:
-        prepared = load_model(unloaded, place_run(sampling, unloaded), config.train.seed)
-        stages = single_stage(prepared.module, engine_for(prepared, sampling.execution))
+        prepared = load_to_sample(sampling, unloaded)
+        stages = single_stage(prepared.module, prepared.engine)
         label = (
             _label(options.adapter)
             if options.adapter

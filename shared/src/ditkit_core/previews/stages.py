@@ -12,13 +12,12 @@ from ditkit_core.adapters.files.entry import parse_merge
 from ditkit_core.adapters.files.start import MixedAdapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.distributed.torchrun import current_ranks
-from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
-from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.previews.generate import generate_samples
@@ -26,8 +25,7 @@ from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.jobs import Jobs, config_of
-from ditkit_core.run.model import build_model, load_model
-from ditkit_core.run.plans.planned_step import place_run
+from ditkit_core.run.model import build_model, load_to_sample
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.shares import SampleShares
@@ -79,11 +77,9 @@ def _stage(
     alone = with_config(run, config)
 
     @contextmanager
-    def opened() -> Iterator[tuple[Any, BlockEngine]]:
+    def opened() -> Iterator[tuple[Any, Engine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_model(
-            unloaded, place_run(sampling, unloaded), sampling.config.train.seed, current_ranks()
-        )
+        prepared = load_to_sample(sampling, unloaded, current_ranks())
         origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
@@ -97,7 +93,7 @@ def _stage(
         elif trained.file:
             origin = f"with {trained.file}"
         say(f"sampling with the {expert.name} expert {origin}")
-        yield prepared.module, engine_for(prepared, sampling.execution)
+        yield prepared.module, prepared.engine
 
     return DenoiserStage(
         opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma

@@ -19,7 +19,6 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.loading.model import Model
-from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import generate_samples
@@ -30,8 +29,7 @@ from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.gpus import with_kernels
 from ditkit_core.run.jobs import Jobs, jobs_of
-from ditkit_core.run.model import build_model, load_model
-from ditkit_core.run.plans.planned_step import place_run
+from ditkit_core.run.model import build_model, load_to_sample
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
 
@@ -127,10 +125,9 @@ def _generate(
         stages = denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
     else:
         if prepared is None:
-            unloaded = build_model(run)
-            prepared = load_model(unloaded, place_run(run, unloaded), run.config.train.seed)
+            prepared = load_to_sample(run, build_model(run))
         load_preview_weights(prepared, file)
-        stages = single_stage(prepared.module, engine_for(prepared, run.execution))
+        stages = single_stage(prepared.module, prepared.engine)
     generate_samples(run, stages, prompts, job.folder.samples, f"step-{preview.step:06d}")
     return prepared
 

@@ -21,10 +21,11 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.on_meta import model_on_meta
-from ditkit_core.loading.weights import load_divided, load_weights
+from ditkit_core.loading.weights import engine_for, load_divided, load_weights
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.jobs import TrainingJob
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
@@ -41,6 +42,13 @@ def load_model(
     prepared = load_weights(unloaded, placement=placement, seed=seed)
     if prepared.streamer is not None:
         say(prepared.streamer.describe())
+    return prepared
+
+
+def load_to_sample(run: RunContext, unloaded: Model, ranks: Ranks | None = None) -> Model:
+    """Load the weights onto the run's devices, with the engine that samples with them."""
+    prepared = load_model(unloaded, place_run(run, unloaded), run.config.train.seed, ranks)
+    prepared.engine = engine_for(prepared, run.execution)
     return prepared
 
 
