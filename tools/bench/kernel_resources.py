@@ -147,7 +147,7 @@ class Resources:
 
 
 def jobs() -> Iterator[StepJob]:
-    """Steps that call every kernel at both models' sizes."""
+    """Steps that call every kernel at the sizes of Wan 14B and FLUX.2 dev."""
     wan, flux2 = replace(CASES[0], size=(81, 720, 1280)), CASES[2]
     for case in (wan, flux2):
         plain = job_of(case, kernels="triton")

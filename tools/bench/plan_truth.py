@@ -65,7 +65,7 @@ class Case:
 
 
 def grid(device: torch.device) -> list[Case]:
-    """The cases: each lever alone and with others, for both models."""
+    """The cases: each lever alone and with others, for Wan and FLUX.2."""
     wan, flux2 = Case(model="wan"), Case(model="flux2")
     if device.type == "cuda":
         wan = replace(wan, width=5120, tokens=20280, blocks=4)

@@ -1,4 +1,4 @@
-"""Captions to features, for both families: as diffusers' pipelines make them, from every kind of
+"""Captions to features, for both language models: as diffusers' pipelines make them, from every kind of
 file."""
 
 import dataclasses
