@@ -1,8 +1,8 @@
 """The site of the documentation: every page of the repository, and references that are read off the
 code.
 
-    uv run sphinx-build -W --keep-going -n -c docs . dist/docs     # the pages are then in
-    dist/docs; index.html is the first
+    # the pages are then in dist/docs; index.html is the first
+    uv run sphinx-build -W --keep-going -n -c docs . dist/docs
 
 The sources are the repository itself, so the links between pages are those that work on GitHub.
 docs/README.md has the order of the pages.

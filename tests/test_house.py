@@ -5,6 +5,7 @@ import ast
 import builtins
 import importlib
 import re
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -174,6 +175,39 @@ def uses_ranks(node: ast.AST) -> str:
             return "uses"
         case _:
             return ""
+
+
+COMMAND = re.compile(r"    (?:# |(?:[A-Z]+=\S+ )?uv run |python |    --)")
+"""A line of a docstring that says how a program is started: a command, or a comment before it."""
+
+
+def examples(docstring: str) -> list[str]:
+    """The paragraphs of a docstring that are indented in all lines."""
+    return [
+        paragraph
+        for paragraph in docstring.split("\n\n")
+        if all(line.startswith("    ") for line in paragraph.splitlines())
+    ]
+
+
+def test_examples_in_docstrings_are_programs_and_how_tools_start_are_commands():
+    """Not run together by whoever wraps lines: an example of two statements keeps two lines."""
+    assert examples("One.\n\n    a = 1\n    b = 2\n\nTwo.") == ["    a = 1\n    b = 2"]
+    num_examples = num_lines = 0
+    for file in library():
+        for node in file.nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                for example in examples(ast.get_docstring(node) or ""):
+                    ast.parse(textwrap.dedent(example), f"{file.path}: {node.name}")
+                    num_examples += 1
+    for path in sorted((ROOT / "tools").rglob("*.py")):
+        if "new_model/" in path.as_posix():
+            continue  # the template of a package
+        for example in examples(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""):
+            wrong = [line for line in example.splitlines() if not COMMAND.match(line)]
+            assert not wrong, f"{path}: {wrong}"
+            num_lines += len(example.splitlines())
+    assert num_examples >= 6 and num_lines >= 60
 
 
 def test_few_modules_know_ranks_and_no_model_does():

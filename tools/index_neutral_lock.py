@@ -1,9 +1,11 @@
 """Keep addresses out of the committed `uv.lock`: a git clean filter.
 
-    python tools/index_neutral_lock.py --install       # once per clone, by whoever commits
-    python tools/index_neutral_lock.py < uv.lock       # what git runs when it stores the file
-    python tools/index_neutral_lock.py --check uv.lock # exit 1 when the file as it is contains an
-    address
+    # once per clone, by whoever commits
+    python tools/index_neutral_lock.py --install
+    # what git runs when it stores the file
+    python tools/index_neutral_lock.py < uv.lock
+    # exit 1 when the file as it is contains an address
+    python tools/index_neutral_lock.py --check uv.lock
 
 uv writes into `uv.lock` the address of the index that this machine happened to use, and each file's
 URL and hash. Committed, they would send everybody to that index. What the project wants to share is

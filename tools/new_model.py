@@ -1,10 +1,12 @@
 """Writes a model package that works as written, for an author to fill in: installs, trains its
 demo, exports, samples, and passes conformance.
 
-    uv run tools/new_model.py zed --kind image               packages/zed, found by its folder
-    uv run tools/new_model.py zed --kind video --standalone ../zed      a project of its own
-    uv run tools/new_model.py red-fox --kind image           several words: red-fox-train,
-    packages/red_fox, class RedFox
+    # packages/zed, found by its folder
+    uv run tools/new_model.py zed --kind image
+    # a project of its own
+    uv run tools/new_model.py zed --kind video --standalone ../zed
+    # several words: red-fox-train, packages/red_fox, class RedFox
+    uv run tools/new_model.py red-fox --kind image
 
 The package has a transformer of two blocks of its own. Each place that an author fills in is marked
 with FILL IN and the number of the step; docs/adding_a_model.md explains the steps, and the

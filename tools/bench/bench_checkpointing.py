@@ -1,12 +1,15 @@
 """Compare checkpointing policies: recomputed attention, time, memory, and whether results are
 bitwise identical.
 
-    uv run tools/bench/bench_checkpointing.py                    # this CPU: 4,096 tokens, 2 blocks
-    of Wan 2.1 1.3B's width uv run tools/bench/bench_checkpointing.py --device cuda      # Wan 2.1
-    1.3B whole, 77 frames of 720x1280: 72,000 tokens uv run tools/bench/bench_checkpointing.py
-    --device cuda --blocks 8 --repeats 3    # in a few minutes uv run
-    tools/bench/bench_checkpointing.py --device cuda --size 480x832 --frames 77 --trained full uv
-    run tools/bench/bench_checkpointing.py --policies full 'attn_only(self)'
+    # this CPU: 4,096 tokens, 2 blocks of Wan 2.1 1.3B's width
+    uv run tools/bench/bench_checkpointing.py
+    # Wan 2.1 1.3B whole, 77 frames of 720x1280: 72,000 tokens
+    uv run tools/bench/bench_checkpointing.py --device cuda
+    # in a few minutes
+    uv run tools/bench/bench_checkpointing.py --device cuda --blocks 8 --repeats 3
+    uv run tools/bench/bench_checkpointing.py --device cuda --size 480x832 --frames 77 \\
+        --trained full
+    uv run tools/bench/bench_checkpointing.py --policies full 'attn_only(self)'
 
 The experiment that the policies were founded on: `attn_only` runs attention's forward once for each
 call instead of twice, and everything else as often as `full` does. A step is forward, loss and

@@ -1,8 +1,8 @@
 """Full fine-tuning in bf16 where rounding to nearest stalls, against fp32 weights: the table of the
 documentation.
 
-    uv run tools/bench/bench_rounding.py                      # in under two minutes on one CPU
-    thread uv run tools/bench/bench_rounding.py --steps 2000 --lr 3e-6
+    uv run tools/bench/bench_rounding.py  # in under two minutes on one CPU thread
+    uv run tools/bench/bench_rounding.py --steps 2000 --lr 3e-6
 
 A small transformer (the toy of the conformance checks) learns the velocities of another one whose
 weights are 2 % away, at a constant learning rate of which bf16 keeps few updates. Every row starts

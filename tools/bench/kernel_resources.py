@@ -1,8 +1,8 @@
 """What each Triton kernel takes of a GPU's multiprocessors, in the steps of Wan 14B and FLUX.2 dev.
 No GPU and no weights are needed.
 
-    uv run tools/bench/kernel_resources.py > benchmarks/kernel_resources.md     # some minutes on
-    one core
+    # some minutes on one core
+    uv run tools/bench/kernel_resources.py > benchmarks/kernel_resources.md
 
 Steps run on fake tensors, as in plans, and every call of a kernel is noted. Triton then compiles
 the kernels of these calls as it would when a GPU first launches them, with the properties that it

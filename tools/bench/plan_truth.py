@@ -1,10 +1,12 @@
 """Hold plans against what is measured: the peak of real training steps, each in a process of its
 own.
 
-    uv run tools/bench/plan_truth.py                    # the grid on this machine's CPU, as
-    benchmarks/plan_truth_cpu.md has it uv run tools/bench/plan_truth.py --device cuda      # slices
-    of Wan 14B and FLUX.2 dev at full width on the first GPU uv run tools/bench/plan_truth.py --only
-    wan-lora    # the cases whose name contains this
+    # the grid on this machine's CPU, as benchmarks/plan_truth_cpu.md has it
+    uv run tools/bench/plan_truth.py
+    # slices of Wan 14B and FLUX.2 dev at full width on the first GPU
+    uv run tools/bench/plan_truth.py --device cuda
+    # the cases whose name contains this
+    uv run tools/bench/plan_truth.py --only wan-lora
 
 On a CPU the peak is that of the process (VmHWM) above what it was before the model was built, under
 glibc settings that give freed memory back at once; without them the process keeps what it freed and

@@ -1,9 +1,8 @@
 """Count what a training step does on a GPU, ours and diffusers', and model its time on five GPUs.
 No GPU and no weights are needed.
 
-    uv run tools/bench/roofline.py > benchmarks/roofline.md       # a minute on one core
-    uv run tools/bench/roofline.py --only wan                     # the cases whose name contains
-    this
+    uv run tools/bench/roofline.py > benchmarks/roofline.md  # a minute on one core
+    uv run tools/bench/roofline.py --only wan                # the cases whose name contains this
 
 Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py:
 Meter`). The time of an operation is that of plans (`planner/kernel_time.py`).

@@ -1,8 +1,9 @@
 """Compare planned times with those that an H100 measured: whole steps, and their kernels by kind.
 
-    uv run tools/bench/time_truth.py > benchmarks/time_truth.md    # a minute on one core
-    uv run tools/bench/time_truth.py --only klein                  # the steps whose name contains
-    this
+    # a minute on one core
+    uv run tools/bench/time_truth.py > benchmarks/time_truth.md
+    # the steps whose name contains this
+    uv run tools/bench/time_truth.py --only klein
 
 No GPU and no weights: every plan is a step on fake tensors. `planner/kernel_time.py` has the
 constants that follow from these measurements, in two tables. After a new measurement, change its

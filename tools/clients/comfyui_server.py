@@ -1,7 +1,7 @@
 """ComfyUI's server with whole workflows over HTTP, against our own Euler steps from the same noise.
 
-    COMFY=FOLDER uv run tools/clients/comfyui_server.py                    # one model of each
-    family COMFY=FOLDER uv run tools/clients/comfyui_server.py --models klein
+    COMFY=FOLDER uv run tools/clients/comfyui_server.py  # one model of each family
+    COMFY=FOLDER uv run tools/clients/comfyui_server.py --models klein
 
 `COMFY` is a clone of ComfyUI with its requirements next to ditkit; its pages are not needed. The
 server runs on the loopback, on the CPU in fp32, over a folder of its own with tiny models, and is

@@ -1,9 +1,10 @@
 """Products in 8 bits (`base.compute`) next to bf16: errors of gradients by layer, and losses of a
 training, on the Wan demo.
 
-    uv run tools/demo/bench_eight_bits.py > benchmarks/eight_bits_cpu.md      # under five minutes
-    on one CPU thread uv run tools/demo/bench_eight_bits.py --steps 20                          # a
-    look
+    # under five minutes on one CPU thread
+    uv run tools/demo/bench_eight_bits.py > benchmarks/eight_bits_cpu.md
+    # a look
+    uv run tools/demo/bench_eight_bits.py --steps 20
 
 Each training starts from the same weights and sees the same samples, noise and noise levels; only
 the products with the frozen base differ. Then the weights that the bf16 run ended with are loaded

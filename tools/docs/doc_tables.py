@@ -1,11 +1,14 @@
 """The tables of the pages in docs/.
 
-    uv run tools/docs/doc_tables.py                       # print them all
-    uv run tools/docs/doc_tables.py --only audit-wan      # print one
-    uv run tools/docs/doc_tables.py --write               # put them between the markers of the
-    pages (30 minutes on a quiet machine) uv run tools/docs/doc_tables.py --write --only places uv
-    run tools/docs/doc_tables.py --check               # compare the pages with the code: takes
-    seconds, measures nothing
+    # print them all
+    uv run tools/docs/doc_tables.py
+    # print one
+    uv run tools/docs/doc_tables.py --only audit-wan
+    # put them between the markers of the pages (30 minutes on a quiet machine)
+    uv run tools/docs/doc_tables.py --write
+    uv run tools/docs/doc_tables.py --write --only places
+    # compare the pages with the code: takes seconds, measures nothing
+    uv run tools/docs/doc_tables.py --check
 
 Some tables are read off the code, some are planned (fake tensors: no weights, no GPU), some
 measured on this machine's CPU. A line below those says when and on what; where other programs kept

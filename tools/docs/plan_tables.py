@@ -1,9 +1,11 @@
 """What fits on which GPU: the table of docs/memory.md, from the planner's own search.
 
-    uv run tools/docs/plan_tables.py                       # print it
-    uv run tools/docs/plan_tables.py --only klein-base-4b  # the rows whose name contains this
-    uv run tools/docs/plan_tables.py --write               # write it into docs/memory.md, with a
-    plan, and a part of the plan into README.md
+    # print it
+    uv run tools/docs/plan_tables.py
+    # the rows whose name contains this
+    uv run tools/docs/plan_tables.py --only klein-base-4b
+    # write it into docs/memory.md, with a plan, and a part of the plan into README.md
+    uv run tools/docs/plan_tables.py --write
 
 No GPU and no weights: every profile is a step on fake tensors.
 """

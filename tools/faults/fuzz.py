@@ -1,9 +1,9 @@
 """Hostile input in fourteen kinds: every case must end in success or one clear line, within 30
 seconds and 4 GiB.
 
-    uv run tools/faults/fuzz.py                                        # 10,000 cases of each kind:
-    hours uv run tools/faults/fuzz.py --cases 300 --kind adapters toml       # some kinds uv run
-    tools/faults/fuzz.py --case adapters:217                    # one case, with its traceback
+    uv run tools/faults/fuzz.py                                   # 10,000 cases of each kind: hours
+    uv run tools/faults/fuzz.py --cases 300 --kind adapters toml  # some kinds
+    uv run tools/faults/fuzz.py --case adapters:217               # one case, with its traceback
 
 A kind runs in a child process that reports each case before and after. A child that takes longer
 than the limit for one case is ended, and another goes on with the next; memory is limited by the

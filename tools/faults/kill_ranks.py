@@ -1,10 +1,11 @@
 """SIGKILLs of random ranks at random moments, and the comparison with a run of one process that was
 never disturbed.
 
-    uv run tools/faults/kill_ranks.py > benchmarks/kill_ranks_cpu.md     # 50 kills, 15 or more of
-    them inside a save; half an hour uv run tools/faults/kill_ranks.py --kills 4 --inside 1 --steps
-    100 --ranks 3 uv run tools/faults/kill_ranks.py --families wan flux2 zimage --methods lora full
-    --kills 8 --inside 2 --steps 60
+    # 50 kills, 15 or more of them inside a save; half an hour
+    uv run tools/faults/kill_ranks.py > benchmarks/kill_ranks_cpu.md
+    uv run tools/faults/kill_ranks.py --kills 4 --inside 1 --steps 100 --ranks 3
+    uv run tools/faults/kill_ranks.py --families wan flux2 zimage --methods lora full --kills 8 \\
+        --inside 2 --steps 60
 
 torchrun starts a family's demo again after each kill (--max-restarts), and it continues from its
 last save. The last save's index has the digests of weights, optimizer state, average and metrics,

@@ -1,9 +1,10 @@
 """Random SIGKILLs over all stages of training, and the comparison with a run that was never
 disturbed.
 
-    uv run tools/faults/kill_test.py                              # 200 kills: all families, LoRA,
-    full fine-tuning, and that with all levers of memory uv run tools/faults/kill_test.py --kills 20
-    --seed 1 uv run tools/faults/kill_test.py --families wan --methods lora --kills 2
+    # 200 kills: all families, LoRA, full fine-tuning, and that with all levers of memory
+    uv run tools/faults/kill_test.py
+    uv run tools/faults/kill_test.py --kills 20 --seed 1
+    uv run tools/faults/kill_test.py --families wan --methods lora --kills 2
 
 Each family's demo is trained once without a kill, from nothing to its report, on fewer media. Then
 the same command runs in new folders and is killed up to eight times per folder, until it completes:

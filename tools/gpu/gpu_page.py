@@ -1,8 +1,9 @@
 """Write the page of what GPUs measured, from the rows of tools/gpu/gpu_truth.py.
 
-    uv run tools/gpu/gpu_page.py > benchmarks/gpu_h100.md                  # from
-    benchmarks/gpu_h100*.jsonl uv run tools/gpu/gpu_page.py gpu_truth.jsonl other.jsonl > page.md
+    # from benchmarks/gpu_h100*.jsonl
+    uv run tools/gpu/gpu_page.py > benchmarks/gpu_h100.md
     # from other files, the newest first
+    uv run tools/gpu/gpu_page.py gpu_truth.jsonl other.jsonl > page.md
 
 Where a file has rows of several runs, the last run that measured a part counts. The page has no
 number that is not in a row, but ratios of two.

@@ -1,10 +1,13 @@
 """Everything that only a GPU can show, in fourteen minutes: one command for the first GPU at hand.
 
-    uv run tools/gpu/gpu_truth.py                        # all parts, at most 840 seconds
-    uv run tools/gpu/gpu_truth.py --only bitwise plan    # some of them
-    uv run tools/gpu/gpu_truth.py --musubi DIR --diffsynth DIR    # with steps of these trainers,
-    from checkouts of them uv run tools/gpu/gpu_truth.py --device cpu --tiny    # whether everything
-    in it runs, without a GPU: its numbers are worth nothing
+    # all parts, at most 840 seconds
+    uv run tools/gpu/gpu_truth.py
+    # some of them
+    uv run tools/gpu/gpu_truth.py --only bitwise plan
+    # with steps of these trainers, from checkouts of them
+    uv run tools/gpu/gpu_truth.py --musubi DIR --diffsynth DIR
+    # whether everything in it runs, without a GPU: its numbers are worth nothing
+    uv run tools/gpu/gpu_truth.py --device cpu --tiny
 
 Parts run in order of worth (`tools/gpu/gpu_parts.py`), each in a process of its own with a time
 limit, so that a crash or a hang loses one part; without a GPU these are copies (`fork`) of one that

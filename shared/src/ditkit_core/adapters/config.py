@@ -180,8 +180,9 @@ class LoraConfig(AdapterConfig):
     """An `AdapterConfig` by the names that peft has for it: `r` is `rank`, `lora_alpha` is `alpha`,
     `lora_dropout` is `dropout`, and `target_modules` is `targets`.
 
-        LoraConfig(r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"],
-        use_rslora=True)
+        LoraConfig(
+            r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"], use_rslora=True
+        )
 
     Defaults are ours: rank 32, alpha equal to the rank, and the model's first set of layers.
     """

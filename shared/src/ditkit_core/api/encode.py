@@ -36,8 +36,9 @@ def encode(
     """Encode the videos, images and captions of a folder with a model's VAE and text encoder, which
     need not be in memory with its transformer.
 
-        samples = encode(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "clips", "cache", frames=33,
-        height=480, width=832) item = samples[0].load()  # latents, text and more
+        base = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        samples = encode(WAN, base, "clips", "cache", frames=33, height=480, width=832)
+        item = samples[0].load()  # latents, text and more
 
     Args:
         spec: The family.

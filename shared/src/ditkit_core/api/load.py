@@ -47,8 +47,8 @@ def load(
 ) -> Model:
     """Load a model's weights onto its devices, with an adapter to train or without.
 
-        model = load(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", LoraConfig(r=16),
-        checkpointing="attn_only", dtype="bf16")
+        base = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        model = load(WAN, base, LoraConfig(r=16), checkpointing="attn_only", dtype="bf16")
 
     Args:
         spec: The family.

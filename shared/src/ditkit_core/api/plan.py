@@ -29,8 +29,9 @@ def plan(
     """Plan a training step: its memory, its time and where each block runs. It takes seconds, reads
     no weights and needs no GPU.
 
-        step = plan(WAN, "t2v-14b", "rtx4090", LoraConfig(r=32), size=(49, 480, 832),
-        checkpointing="full") step.fits, step.devices[0].peak, step.seconds
+        settings = {"size": (49, 480, 832), "checkpointing": "full"}
+        step = plan(WAN, "t2v-14b", "rtx4090", LoraConfig(r=32), **settings)
+        step.fits, step.devices[0].peak, step.seconds
 
     Args:
         spec: The family.
