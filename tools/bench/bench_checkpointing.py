@@ -177,9 +177,8 @@ def row(name: str, each: Found | None, full: Found | None) -> str:
     )
     return (
         f"| `{name}` | {counts} | {each.seconds:.3f} s | {each.of_full:.3f} | "
-        f"{each.peak / 2**20:,.0f} MiB | "
-        f"{(each.peak - full.peak) / 2**20:+,.0f} MiB | {abs(each.loss - full.loss):.2g} | "
-        f"{gradient:.2g} |"
+        f"{each.peak / 2**20:,.0f} MiB | {(each.peak - full.peak) / 2**20:+,.0f} MiB | "
+        f"{abs(each.loss - full.loss):.2g} | {gradient:.2g} |"
     )
 
 

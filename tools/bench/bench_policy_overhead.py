@@ -184,8 +184,7 @@ def main() -> None:
     block = step_seconds(pair, "full", args.repeats) / pair_args.blocks
     print(
         f"torch {torch.__version__}, one thread, least of {args.repeats}; a block's part of a step "
-        f"at 1024 tokens, width {args.width}, "
-        f"{args.dtype}, LoRA, full: {block * 1e3:.1f} ms"
+        f"at 1024 tokens, width {args.width}, {args.dtype}, LoRA, full: {block * 1e3:.1f} ms"
     )
     print(
         "| policy | microseconds a block | above (a bare checkpoint; the engine) | share of a step "

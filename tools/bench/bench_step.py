@@ -503,9 +503,8 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
     peaks = ", ".join(f"{name} {mebibytes(row.peak)}" for name, row in found.items())
     losses = " / ".join("-" if row.loss is None else f"{row.loss:.5f}" for row in found.values())
     print(
-        f"{shape}: {times}; ratio {ratios}, floor/diffusers {floor} "
-        f"(matmul+SDPA are {'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; "
-        f"losses {losses}",
+        f"{shape}: {times}; ratio {ratios}, floor/diffusers {floor} (matmul+SDPA are "
+        f"{'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; losses {losses}",
         flush=True,
     )
 

@@ -336,8 +336,7 @@ class Speed:
         figure = f"{self.seconds:g} s" if self.seconds else f"{self.rate:g} TFLOP/s"
         return (
             f"| {self.setting} | {self.source} | {figure} | {done:,.0f} | {implied:,.0f}{share} | "
-            f"{seconds:.3g} s | "
-            f"{seconds / published:.2f} | {self.reason} |"
+            f"{seconds:.3g} s | {seconds / published:.2f} | {self.reason} |"
         )
 
 
@@ -459,11 +458,10 @@ def main() -> int:
     print("# Plans against published figures\n")
     print(
         f"`uv run tools/bench/plan_published.py`, torch {torch.__version__.partition('+')[0]}, "
-        f"{datetime.date.today():%Y-%m-%d}. Nothing was measured here: "
-        "the planner made the predictions on fake tensors, and others published the figures in "
-        "their pull requests and pages. The numbers in "
-        "brackets are notes below the tables, because most settings were published only in "
-        "part.\n\n## Memory\n"
+        f"{datetime.date.today():%Y-%m-%d}. Nothing was measured here: the planner made the "
+        "predictions on fake tensors, and others published the figures in their pull requests and "
+        "pages. The numbers in brackets are notes below the tables, because most settings were "
+        "published only in part.\n\n## Memory\n"
     )
     print(
         "| setting | published [1] | predicted | predicted / published | parts of the prediction, "

@@ -102,8 +102,7 @@ def kill_run(family: str, method: str, args: argparse.Namespace) -> int:
     verdict = "bitwise that" if same else "NOT that"
     print(
         f"\n{len(rows)} kills, {inside} inside a save; torchrun ended with {status}; the last save "
-        f"is {verdict} of one "
-        "process that was never disturbed.",
+        f"is {verdict} of one process that was never disturbed.",
         flush=True,
     )
     return int(not same or len(rows) < args.kills or inside < args.inside)

@@ -142,8 +142,7 @@ class StepExecution:
         if self.devices and self.device != "auto":
             raise UserError(
                 f"{argument('train.device')} = {self.device!r} and {argument('train.devices')} are "
-                f"both set; "
-                "leave one of them out"
+                "both set; leave one of them out"
             )
 
 

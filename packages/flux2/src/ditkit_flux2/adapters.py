@@ -48,8 +48,7 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
         if module in modules:
             raise UserError(
                 f"the {form} form cannot store an adapter on {module} ({reason}); "
-                f"{set_forms(['diffusers'])}, "
-                "or leave the module out of adapter.targets"
+                f"{set_forms(['diffusers'])}, or leave the module out of adapter.targets"
             )
 
 

@@ -19,8 +19,7 @@ VAE = batch_normed(
 # line break after "object".
 _SYSTEM_MESSAGE = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing "
-    "on object relationships, "
-    "object\nattribution and actions without speculation."
+    "on object relationships, object\nattribution and actions without speculation."
 )
 
 _MISTRAL_SMALL_3 = {

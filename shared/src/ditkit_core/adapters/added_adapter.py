@@ -248,8 +248,7 @@ def _opened(
     if dora.sign < 0 and not bool((dora.from_merged.abs() < 1e3).all()):
         raise UserError(
             f"{adapter.file.source.path} cannot be taken out of {module} again, because it makes "
-            f"rows of its weight zero; give another strength "
-            "or another file"
+            "rows of its weight zero; give another strength or another file"
         )
     return dora
 

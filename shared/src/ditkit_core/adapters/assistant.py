@@ -29,10 +29,9 @@ def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> d
             kind = "DoRA" if file_module.use_dora else file_module.method
             raise UserError(
                 f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is "
-                f"trained an assistant must be a LoRA; train a "
-                f"LoRA, LoKr or LoHa or leave its layers out of {argument('adapter.targets')}, or "
-                f"make a LoRA of the assistant: merge it with the export command's --merge, then "
-                f"--extract"
+                "trained an assistant must be a LoRA; train a LoRA, LoKr or LoHa or leave its "
+                f"layers out of {argument('adapter.targets')}, or make a LoRA of the assistant: "
+                "merge it with the export command's --merge, then --extract"
             )
     return {module: file_module.rank for module, file_module in both.items()}
 

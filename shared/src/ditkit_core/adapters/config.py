@@ -114,8 +114,7 @@ class AdapterConfig:
         if (largest := max(self.rank, *self._ranks.values(), 0)) > _LARGEST_RANK:
             raise UserError(
                 f"{argument('adapter.rank')} or {argument('adapter.rank_pattern')} has a rank of "
-                f"{largest:g}, and no layer has a side above {_LARGEST_RANK}; "
-                "write a smaller one"
+                f"{largest:g}, and no layer has a side above {_LARGEST_RANK}; write a smaller one"
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(
@@ -138,8 +137,7 @@ class AdapterConfig:
             raise UserError(
                 f"{argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} are "
                 f"for adapters, and {argument('adapter.method')} = full trains the weights "
-                f"themselves; "
-                "leave them out"
+                "themselves; leave them out"
             )
 
     @cached_property
@@ -297,8 +295,7 @@ class ExportConfig:
         if self.scaled and self.forms != ("official",):
             raise UserError(
                 f"{argument('export.dtype')} = {FP8_SCALED} is for ComfyUI, which reads the "
-                f"official form; {set_forms(['official'])}, "
-                "or another dtype"
+                f"official form; {set_forms(['official'])}, or another dtype"
             )
 
     @property

@@ -89,9 +89,8 @@ def compare_with_pipeline(
     if not difference <= TOLERANCE[dtype]:
         raise UserError(
             f"{adapter_file} over {components.transformer or components.base}: diffusers' output "
-            f"differs from ours by "
-            f"{difference:.1e} (at most {TOLERANCE[dtype]:.0e} expected); the file is not this "
-            f"model's adapter, export it again"
+            f"differs from ours by {difference:.1e} (at most {TOLERANCE[dtype]:.0e} expected); the "
+            "file is not this model's adapter, export it again"
         )
     # A new adapter with B = 0: loading it proves names and shapes, but not values.
     reader = "diffusers loads" if method == "lora" else "diffusers' model with peft's layers takes"
@@ -350,8 +349,7 @@ def compare_whole(
     if not difference <= limit:
         raise UserError(
             f"{folder}: diffusers' output differs from ours by {difference:.1e} (at most "
-            f"{limit:.0e} expected); it is not this "
-            "model's transformer, export it again"
+            f"{limit:.0e} expected); it is not this model's transformer, export it again"
         )
     return f"diffusers loads {folder.parent.name}/{folder.name} ({len(source.tensors)} tensors) and agrees with our model to {difference:.1e}"
 

@@ -26,8 +26,7 @@ from ditkit_core.weights.fused_tensors import LoraMatrices
 DORA_METADATA = "ditkit.dora"
 OVER_BASE = (
     "dora_scale is over the norm of each row of the base's weight, as ComfyUI computes it; no "
-    "other program is known to read it so, "
-    "and none was there to verify it"
+    "other program is known to read it so, and none was there to verify it"
 )
 """Value of `DORA_METADATA` in files of forms whose magnitudes are over the base's norm."""
 

@@ -124,9 +124,8 @@ def _find(
             raise
         raise UserError(
             "memory ran out in the audit, because it computes in fp64; for the audit alone, use "
-            "smaller samples (--data.frames, "
-            "--data.height, --data.width, --train.batch_size 1), or stream more blocks with "
-            "--train.swap_blocks"
+            "smaller samples (--data.frames, --data.height, --data.width, --train.batch_size 1), "
+            "or stream more blocks with --train.swap_blocks"
         ) from error
 
 
@@ -166,9 +165,8 @@ def _audit(subject: Subject, weights: str, prepared: Model, seed: int) -> AuditF
         if seconds > _LONG_SECONDS:
             say(
                 f"estimated time: at most {seconds / 3600:.1f} h for {num_passes(subject)} "
-                f"forwards and backwards of {tokens} tokens, most of them "
-                "at this device's fp64 speed; smaller samples (--data.frames, --data.height, "
-                "--data.width) take less"
+                f"forwards and backwards of {tokens} tokens, most of them at this device's fp64 "
+                "speed; smaller samples (--data.frames, --data.height, --data.width) take less"
             )
         with progress("audit", num_passes(subject)) as bar:
             return audit(subject, advance=bar.advance, notes=notes)

@@ -129,8 +129,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         if not (options.base or config.model.base or config.model.transformer):
             raise UserError(
                 f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the "
-                f"{form} form; the base is needed to convert them: give "
-                "--base FILE"
+                f"{form} form; the base is needed to convert them: give --base FILE"
             )
         source, arch, _ = _base(spec, config, options)
         base = _stored(spec, arch, source)
@@ -187,8 +186,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
             f"the adapter does not cover {len(largest)} parameters that differ, with "
-            f"{extracted.share_left:.1%} of the energy of the whole "
-            f"difference: {named}{more}"
+            f"{extracted.share_left:.1%} of the energy of the whole difference: {named}{more}"
         )
     residual = round(extracted.residual, 6)
     metadata = derived_metadata(

@@ -43,9 +43,8 @@ _ADVICE = {
 }
 _GENERAL = (
     "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, "
-    "height or width, train.batch_size = 1, "
-    f"a lower adapter.rank, train.cuda_graphs = off, optim.name = "
-    f"{optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
+    "height or width, train.batch_size = 1, a lower adapter.rank, train.cuda_graphs = off, "
+    f"optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
 _UNTOUCHED = "the last save is untouched"
 _NOTHING_LEFT = (
@@ -137,8 +136,7 @@ def _explained(
     elif all(plan.fits for plan in report.devices):
         yield (
             "according to the plan this run fits, so either another program uses memory (set "
-            "train.reserve to leave it room) or the plan is "
-            "wrong"
+            "train.reserve to leave it room) or the plan is wrong"
         )
     yield _on_gpus(run, report, on_host=on_host) if report.is_cuda else _on_the_host(run, report)
 

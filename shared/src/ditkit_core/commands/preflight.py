@@ -63,8 +63,7 @@ def check_paths(
     if reads_base and options.demo and config.model.preset and config.is_on_demo_base:
         raise UserError(
             f"--demo works on a tiny checkpoint of its own, which is no {config.model.preset}: "
-            f"leave out model.preset, "
-            "or name that model's weights with model.base"
+            "leave out model.preset, or name that model's weights with model.base"
         )
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb not in ("", "on_sheet") or options.demo:

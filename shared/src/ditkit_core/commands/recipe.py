@@ -63,9 +63,8 @@ def use_recipe(
         smallest = min(recipes, key=_memory)
         warn(
             f"no recipe for {GOALS[recipes[0].goal]} is for {_names(gpus)}; the smallest is "
-            f"{smallest.name}, for "
-            f"{smallest.machine}: --recipe {smallest.name} --fit looks for settings with which it "
-            f"fits"
+            f"{smallest.name}, for {smallest.machine}: --recipe {smallest.name} --fit looks for "
+            "settings with which it fits"
         )
         return DOES_NOT_FIT
     chosen = candidates[0]

@@ -92,8 +92,7 @@ FOREIGN_WORDS = {
         "each save has what continuing needs": "save_state save_state_on_train_end",
         "each expert knows its noise levels: choose with experts.train = high_noise or low_noise": (
             "dit_high_noise timestep_boundary max_timestep_boundary min_timestep_boundary "
-            "boundary_type train_high_noise train_low_noise "
-            "switch_boundary_every model_stage"
+            "boundary_type train_high_noise train_low_noise switch_boundary_every model_stage"
         ),
         "base.assistant": "assistant_lora_path training_adapter",
         "sample.adapter": "inference_lora_path validation_adapter_path",

@@ -27,8 +27,7 @@ REMOVED: Mapping[str, Removed] = {
     "train.compile": Removed(
         False,
         "fused kernels (train.kernels) and replayed CUDA graphs (train.cuda_graphs) take the place "
-        "of compiled blocks, "
-        "and a GPU that has them uses them by default",
+        "of compiled blocks, and a GPU that has them uses them by default",
     ),
 }
 """By dotted key."""

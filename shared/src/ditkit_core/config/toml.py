@@ -90,8 +90,7 @@ def _not_toml(path: Path, text: str, error: tomllib.TOMLDecodeError) -> UserErro
     if mark := mark_of(text[:HEAD_BYTES].encode()) or foreign_run_file(text):
         return UserError(
             f"{path} {mark.partition(';')[0]}, and a run file is TOML: sections such as [train] "
-            f"and keys such as steps = 1000 "
-            "below them; --help names the keys that matter"
+            "and keys such as steps = 1000 below them; --help names the keys that matter"
         )
     lines = text.splitlines()
     if twice := _twice(lines):

@@ -189,9 +189,8 @@ def _check_read_once(samples: Sequence[Sample], folder: str, read_from: dict[str
         if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
             raise UserError(
                 f"{sample.media} is read from {other} and again from {folder}; name folders that "
-                f"do not overlap in "
-                f"{argument('data.folders')}, and raise a number in {argument('data.repeats')} to "
-                f"use clips more often"
+                f"do not overlap in {argument('data.folders')}, and raise a number in "
+                f"{argument('data.repeats')} to use clips more often"
             )
 
 

@@ -47,8 +47,7 @@ def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
     if abs(height * size[1] - width * size[0]) > max(height, width, *size):
         raise UserError(
             f"mask {mask} has {width} x {height} pixels and {media} {size[1]} x {size[0]}, another "
-            f"aspect ratio, so that they do "
-            "not align; make the mask as large as its clip"
+            "aspect ratio, so that they do not align; make the mask as large as its clip"
         )
     return mask
 

@@ -73,8 +73,7 @@ def _in_order(
         names = sorted(several or [name for group in files.values() for name in group])
         return UserError(
             f"{' and '.join(names)} in data.references {folder} both match {id!r} as its "
-            f"reference; number them "
-            f"{Path(id).name}_0, {Path(id).name}_1 or remove all but one"
+            f"reference; number them {Path(id).name}_0, {Path(id).name}_1 or remove all but one"
         )
     numbers = sorted(number for number in files if number is not None)
     if numbers != list(range(len(numbers))):

@@ -236,8 +236,7 @@ def check_reduced(model: nn.Module | StagedModel) -> None:
         ):
             raise UserError(
                 f"{name} is trained, and neither sharded nor reduced over ranks: call fsdp.shard "
-                f"on the complete model, or "
-                "fsdp.reduce_whole for parameters that stay unsharded"
+                "on the complete model, or fsdp.reduce_whole for parameters that stay unsharded"
             )
 
 

@@ -318,9 +318,8 @@ class Ranks:
                 if name != "host" and value != (first := by_rank[0].get(name, "none")):
                     raise UserError(
                         f"rank {rank} on {facts['host']} has another {name} ({_shortened(value)}) "
-                        f"than rank 0 on {by_rank[0]['host']} "
-                        f"({_shortened(first)}); start every rank with the same command, files and "
-                        f"versions"
+                        f"than rank 0 on {by_rank[0]['host']} ({_shortened(first)}); start every "
+                        "rank with the same command, files and versions"
                     )
 
     def check_own_gpu(self, local: int) -> None:
@@ -340,8 +339,7 @@ class Ranks:
             if gpu and (other := users.setdefault(gpu, rank)) != rank:
                 raise UserError(
                     f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one "
-                    f"torchrun on each machine, with --nproc-per-node of "
-                    "at most its GPUs"
+                    "torchrun on each machine, with --nproc-per-node of at most its GPUs"
                 )
 
     @contextmanager
@@ -389,8 +387,7 @@ def lost_in(error: Exception) -> RankLost:
     """What the failure of an exchange means."""
     return RankLost(
         f"the connection to another rank broke ({reason_of(error)}): that process ended, its own "
-        f"message or torchrun's summary says why; "
-        "the same command continues from the last save"
+        "message or torchrun's summary says why; the same command continues from the last save"
     )
 
 

@@ -49,8 +49,7 @@ _GRACE = 5.0
 it."""
 _LOST = (
     "it was killed or crashed (torchrun's summary has its exit code; -9 often means that its "
-    "machine ran out of memory); the same command "
-    "continues from the last save"
+    "machine ran out of memory); the same command continues from the last save"
 )
 
 
@@ -166,8 +165,7 @@ def _connect(launch: Launch, store: "Store", *, on_gpus: bool) -> str:
     except RuntimeError as error:
         raise UserError(
             f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and "
-            f"NCCL_SOCKET_IFNAME name the network device "
-            "that reaches the others"
+            "NCCL_SOCKET_IFNAME name the network device that reaches the others"
         ) from error
     return kind
 

@@ -244,10 +244,9 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     hooks, with its message."""
     if tensor._version != version:
         raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {tensor.dtype} "
-            f"{list(tensor.shape)} is at version {tensor._version}; expected version {version} "
-            f"instead"
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; "
+            f"expected version {version} instead"
         )
     return tensor
 

@@ -123,8 +123,7 @@ def why_unusable() -> str:
         reason = str(error).split(". ")[0].splitlines()[0].rstrip(".")
     return (
         f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use ({reason}); "
-        f"install a driver for CUDA "
-        f"{torch.version.cuda}, or a torch for the installed driver"
+        f"install a driver for CUDA {torch.version.cuda}, or a torch for the installed driver"
     )
 
 

@@ -257,8 +257,7 @@ class T5Encoder:
         if self._tokenizer.pad_token is None:
             raise UserError(
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the "
-                f"model's; fetch it "
-                "again, or set model.tokenizer"
+                "model's; fetch it again, or set model.tokenizer"
             )
 
     def cut_of(self, caption: str, num_pictures: int = 0) -> tuple[int, str] | None:
@@ -355,9 +354,8 @@ class T5Encoder:
         if used[0] < 0 or used[-1] >= vocab_size:
             raise UserError(
                 f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the "
-                f"text encoder knows {vocab_size}: they do "
-                "not belong together; set model.tokenizer to the one that came with the text "
-                "encoder"
+                f"text encoder knows {vocab_size}: they do not belong together; set "
+                "model.tokenizer to the one that came with the text encoder"
             )
         tokens = tokens.to(self._device)
         return tokens.input_ids, tokens.attention_mask

@@ -59,8 +59,7 @@ def describe(
     if depth < needed:
         raise UserError(
             f"{source.path} has {depth} layers, and {encoding.reader} reads the hidden states "
-            f"after layer {needed}; "
-            f"{encoding.remedy}"
+            f"after layer {needed}; {encoding.remedy}"
         )
     # a list as long as the depth
     settings = {name: value for name, value in config.items() if name != "layer_types"}

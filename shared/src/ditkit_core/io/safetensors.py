@@ -122,8 +122,7 @@ class SafetensorsSource:
             if both := sorted(tensors.keys() & stored.keys()):
                 raise UserError(
                     f"{both[0]!r} is in {tensors[both[0]].file.name} and in {file.name} of {path}; "
-                    f"name one file, "
-                    "or remove the other copy"
+                    "name one file, or remove the other copy"
                 )
             tensors.update(stored)
             metadata.append(about)

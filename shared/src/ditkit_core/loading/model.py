@@ -178,8 +178,7 @@ class Model:
             there = " (it is one of model.module)" if name in dir(nn.Module) else ""
             raise AttributeError(
                 f"Model has no attribute {name!r}{there}: it is no torch.nn.Module, its `module` "
-                f"is; "
-                "adapters are added by load(…, LoraConfig(…))",
+                "is; adapters are added by load(…, LoraConfig(…))",
                 name=name,
                 obj=self,
             )
@@ -193,8 +192,7 @@ class Model:
         """Refuse pickling: a family's functions and files that are open have no form in a file."""
         raise UserError(
             "a Model cannot be pickled, and so not be sent to another process: call load there, "
-            "save_adapter for its "
-            "adapter, or torch.save(model.module) for its weights"
+            "save_adapter for its adapter, or torch.save(model.module) for its weights"
         )
 
     @property
@@ -331,8 +329,7 @@ class Model:
             if module.rank != rank or (module.method != "lora" and module.scale != scale):
                 raise UserError(
                     f"{path} has rank {module.rank} and scale {module.scale:g} for {name}, and the "
-                    f"model's adapter has {rank} and {scale:g}; "
-                    f"{remedy}"
+                    f"model's adapter has {rank} and {scale:g}; {remedy}"
                 )
 
     def _check_undivided(self, method: str, setting: str) -> None:

@@ -177,9 +177,8 @@ def _quantize_blocks(
         hold_as_stored(model, held)
         line = (
             f"{source.path}: {len(held)} matrices stay as they are stored, in "
-            f"{_and(held.values())}; "
-            f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of "
-            f"{quantized_bytes(before)}"
+            f"{_and(held.values())}; the base takes {quantized_bytes(num_bytes(model, dtype_of))} "
+            f"instead of {quantized_bytes(before)}"
         )
         say(
             line

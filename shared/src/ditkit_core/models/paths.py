@@ -129,9 +129,8 @@ def _without(part: str, key: str, value: str) -> str:
     named = "transformer" if part in ("transformer", "transformer_2") else part
     return (
         f"{key} = {value!r} is {one}, and no folder with all parts of a model; name what it is, "
-        f"such as "
-        f"{argument(f'model.{named}')}, and set {argument('model.base')} to a hub id or folder "
-        f"with the other parts"
+        f"such as {argument(f'model.{named}')}, and set {argument('model.base')} to a hub id or "
+        "folder with the other parts"
     )
 
 
@@ -275,8 +274,7 @@ class ModelPaths:
             remedy = path_remedy(value)
             lacks = (
                 "does not exist, and it is not a hub id (owner/name), so nothing says which "
-                "architecture it is; "
-                f"{remedy} {'Or' if remedy.endswith('?') else 'or'} set"
+                f"architecture it is; {remedy} {'Or' if remedy.endswith('?') else 'or'} set"
             )
         else:
             lacks = "is not here to say which architecture it is; set"
@@ -557,14 +555,12 @@ def _snapshot(
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"{where}: no such folder here{near}, and no such model on the hub or no right to read "
-            f"it; check the path, "
-            f"or open {page} and log in with `hf auth login`"
+            f"it; check the path, or open {page} and log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
             f"{where}: no such folder here{near}, and no such model in the local cache of the hub, "
-            f"which cannot be reached; correct the path, "
-            "or go online once"
+            "which cannot be reached; correct the path, or go online once"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code

@@ -238,9 +238,8 @@ class PrecisionConfig:
         if self.optimizer not in (None, "fp32"):
             raise UserError(
                 f"{argument('precision.optimizer')} = {self.optimizer}: moments and updates are "
-                f"fp32; remove this setting, or for less memory set "
-                f"{argument('optim.name')} = {' or '.join(in_8_bits)}, which stores its moments in "
-                f"8 bits"
+                f"fp32; remove this setting, or for less memory set {argument('optim.name')} = "
+                f"{' or '.join(in_8_bits)}, which stores its moments in 8 bits"
             )
         if self.reduction not in (None, "fp32") and not sharded:
             raise UserError(
@@ -251,9 +250,8 @@ class PrecisionConfig:
         if self.accumulation is not None and fused_backward:
             raise UserError(
                 f"{argument('precision.accumulation')} = {self.accumulation} is for gradients "
-                f"summed over micro-batches, but "
-                f"{argument('optim.fused_backward')} applies each gradient at once; remove one of "
-                f"the two"
+                f"summed over micro-batches, but {argument('optim.fused_backward')} applies each "
+                "gradient at once; remove one of the two"
             )
 
 

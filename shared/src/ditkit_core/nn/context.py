@@ -57,8 +57,7 @@ class AttentionCalls:
             if name and name not in self.counts:
                 raise UserError(
                     f"train.checkpointing: {policy} keeps attention {name!r}, which no block "
-                    f"calls; the blocks call "
-                    f"{', '.join(sorted(self.counts))}"
+                    f"calls; the blocks call {', '.join(sorted(self.counts))}"
                 )
 
 

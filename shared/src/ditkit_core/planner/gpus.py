@@ -246,9 +246,8 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
         if gpu.reserve + gib * GIB >= gpu.total:
             raise UserError(
                 f"train.reserve = {list(reserve_gib)} leaves nothing of {gpu.name} (number "
-                f"{index}), which has "
-                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {gpu.reserve / GIB:.1f}; lower it, "
-                f"or leave the device out"
+                f"{index}), which has {gpu.total / GIB:.1f} GiB, of which CUDA uses "
+                f"{gpu.reserve / GIB:.1f}; lower it, or leave the device out"
             )
     return tuple(
         replace(gpu, reserve=gpu.reserve + int(gib * GIB))

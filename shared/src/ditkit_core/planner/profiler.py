@@ -190,9 +190,8 @@ def measure(
                 raise
             raise UserError(
                 f"{_line_of_model(error)}: a tensor is on the host; `torch.tensor([...], "
-                f"device=...)` copies one in "
-                "each forward, which cannot be replayed: make it with torch.full, arange or "
-                "linspace, with device="
+                "device=...)` copies one in each forward, which cannot be replayed: make it with "
+                "torch.full, arange or linspace, with device="
             ) from error
         return measuring.measured
 

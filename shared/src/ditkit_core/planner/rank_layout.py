@@ -86,15 +86,13 @@ def layout_of(
     if devices:
         raise UserError(
             f"train.devices = {list(devices)} divides the model over the GPUs of one process, and "
-            f"this plan has several; "
-            "leave one of them out"
+            "this plan has several; leave one of them out"
         )
     nproc = launch.nproc or num_gpus
     if num_gpus not in (1, nproc):
         raise UserError(
             f"--gpus names {num_gpus} GPUs of a machine, and --nproc starts {nproc} processes on "
-            f"it; name one GPU for all of them, or as "
-            "many as processes"
+            "it; name one GPU for all of them, or as many as processes"
         )
     layout = RankLayout(nproc=nproc, nodes=launch.nodes, shard=shard, context=context)
     if layout.size % (group := max(shard, context)):

@@ -312,10 +312,9 @@ def _lines(report: PlanReport, *, why: bool) -> Iterator[str]:
         yield f"{estimate}reserve and workspace are assumed; --why says from what"
     if report.is_cuda and why:
         yield (
-            "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; "
-            "reserve: the CUDA context (0.6 GiB) and gaps "
-            "between the allocator's blocks (2 %), both assumed, and train.reserve; "
-            f"workspace: assumed for cuBLAS; "
+            "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold "
+            "with; reserve: the CUDA context (0.6 GiB) and gaps between the allocator's blocks (2 "
+            "%), both assumed, and train.reserve; workspace: assumed for cuBLAS; "
             f"{'a replayed' if report.work.has_cuda_graphs else 'an eager'} step is planned"
         )
     yield from (describe_shortfall(row, report.previews) for row in report.lacking)

@@ -128,8 +128,7 @@ class Comparison:
         without, with_ = shares
         return (
             f"devices compute {without} of a step, with train.pipelined {with_}, {self.gain:.2f} "
-            f"times as fast "
-            "(from estimated times)"
+            "times as fast (from estimated times)"
         )
 
 
@@ -350,12 +349,10 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
             f"{gpu.name}: matmuls at up to {matmul:.0%} of {rate / 1e12:g} TFLOP/s in "
-            f"{'fp32' if work.fp32 else gpu.half}, attention at "
-            f"{attention:.0%} and {backward:.0%} (backward), all else at "
-            f"{REACHED['elementwise'].memory:.0%} to {REACHED['fused'].memory:.0%} of "
-            f"{gpu.memory_bandwidth / 1e9:.0f} GB/s, "
-            f"copies from the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s "
-            f"({gpu.source})"
+            f"{'fp32' if work.fp32 else gpu.half}, attention at {attention:.0%} and {backward:.0%} "
+            f"(backward), all else at {REACHED['elementwise'].memory:.0%} to "
+            f"{REACHED['fused'].memory:.0%} of {gpu.memory_bandwidth / 1e9:.0f} GB/s, copies from "
+            f"the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s ({gpu.source})"
         )
         if work.compute != "dtype":
             kind = f"matmul_{work.compute}{'_scaled' * (work.kernels == 'triton')}"

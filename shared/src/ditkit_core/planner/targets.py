@@ -43,8 +43,7 @@ def targets_of(
         if host:
             raise UserError(
                 f"--host {host} is memory for weights that are streamed to GPUs, and this run is "
-                f"planned for the CPU; leave it out, "
-                "or name the GPUs to plan for: --gpus 24GiB"
+                "planned for the CPU; leave it out, or name the GPUs to plan for: --gpus 24GiB"
             )
         # The device is the host itself, so there is no other memory to limit.
         devices = execution.torch_devices
@@ -93,8 +92,7 @@ def budgets_here(
     if len(kinds) > 1:
         raise UserError(
             f"train.devices = {[str(device) for device in devices]}: GPUs and the host cannot be "
-            f"compared; set "
-            "train.split_points, the blocks before which the next device begins"
+            "compared; set train.split_points, the blocks before which the next device begins"
         )
     if kinds == {"cpu"}:
         free = free_memory_bytes(devices[0])

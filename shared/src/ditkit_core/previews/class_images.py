@@ -46,8 +46,7 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
         )
         raise UserError(
             f"prior.prompt: {missing} class images are missing in {folder}, and with {setting} "
-            f"they are not generated; put them there, "
-            "each with a caption in a .txt file"
+            "they are not generated; put them there, each with a caption in a .txt file"
         )
     # A metadata file decides what is in a dataset, so that generated images next to it would be
     # ignored.
@@ -55,8 +54,7 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
     if listed:
         raise UserError(
             f"prior.prompt: {folder} has {listed[0]}, which does not list generated images; set "
-            f"prior.images = "
-            f"{prior.images - missing} or leave prior.prompt empty"
+            f"prior.images = {prior.images - missing} or leave prior.prompt empty"
         )
     return missing
 

@@ -133,8 +133,7 @@ def _ranks_with_room(
         )
         say(
             f"previews: the {expert.name} expert waits on {where} ({moved / 2**30:.1f} "
-            f"GiB{' each' * (num > 1)}) while the other one "
-            "takes its steps"
+            f"GiB{' each' * (num > 1)}) while the other one takes its steps"
         )
     return num, ""
 

@@ -155,8 +155,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
         raise UserError(
             "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 "
-            "makes one; set "
-            "train.accumulation to 2 or more, or leave train.pipelined out"
+            "makes one; set train.accumulation to 2 or more, or leave train.pipelined out"
         )
     if here:
         check_preview_device(run)
@@ -169,14 +168,12 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     if ratio != 1 and method != "lora":
         raise UserError(
             f"optim.loraplus_lr_ratio = {ratio:g} is for the B of a LoRA, and adapter.method = "
-            f"{method} has none; leave it out "
-            "(optim.lr_pattern sets rates by layer)"
+            f"{method} has none; leave it out (optim.lr_pattern sets rates by layer)"
         )
     if run.config.prior.match_base and method == "full":
         raise UserError(
             "prior.match_base compares with the base without its adapter, and adapter.method = "
-            "full changes the base itself; use "
-            "prior.folder or prior.prompt, or train an adapter"
+            "full changes the base itself; use prior.folder or prior.prompt, or train an adapter"
         )
     if run.config.flow.slider_positive and method == "full":
         raise UserError(
@@ -186,8 +183,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     if run.config.flow.slider_positive and run.config.prior.wanted:
         raise UserError(
             "flow.slider_positive would train the class images of [prior] as a slider, too; set "
-            "prior.match_base, with the class in prior.prompt, or "
-            "remove [prior]"
+            "prior.match_base, with the class in prior.prompt, or remove [prior]"
         )
     _check_method(method, run.arch, run.spec.training)
     check_swap(train.swap_blocks, method, optim)
@@ -205,9 +201,8 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     if run.trains_bf16 and optim.rounding == "nearest":
         raise UserError(
             "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds "
-            "most updates away; set "
-            "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = "
-            "fp32"
+            "most updates away; set optim.rounding to stochastic, or to split (2 bytes more per "
+            "weight), or model.dtype = fp32"
         )
     in_8_bits = optimizers_that(lambda kind: kind.averages_in_8_bits)
     run.config.precision.check_training(
@@ -234,8 +229,7 @@ def check_ranks(run: RunContext, size: int) -> None:
     if size % config.ranks.shard:
         raise UserError(
             f"ranks.shard = {config.ranks.shard} does not divide this run's {size} "
-            f"process{'es' * (size > 1)}; start a multiple of it, or set "
-            f"ranks.shard to "
+            f"process{'es' * (size > 1)}; start a multiple of it, or set ranks.shard to "
             f"{' or '.join(str(number) for number in range(1, size + 1) if size % number == 0)}"
         )
     _check_context(config, size, run.spec.architecture, run.arch)
@@ -286,8 +280,7 @@ def check_ranks(run: RunContext, size: int) -> None:
             f"train.accumulation = {train.accumulation} makes {most} "
             f"micro-batch{'es' * (most > 1)} a step in all, too few for {working}; set "
             f"train.accumulation to {num_groups} or a multiple of it (train.batch_size is of one "
-            f"micro-batch), or start at most {fitting} "
-            f"process{'es' * (fitting > 1)}"
+            f"micro-batch), or start at most {fitting} process{'es' * (fitting > 1)}"
         )
 
 
@@ -300,14 +293,12 @@ def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) ->
     if trains_bf16 and not keeps_wide_gradients():
         raise UserError(
             f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds "
-            f"gradients that it has summed over ranks to bf16; update "
-            "it, or set model.dtype = fp32"
+            "gradients that it has summed over ranks to bf16; update it, or set model.dtype = fp32"
         )
     if base_format not in ("none", "fp8") and not shards_integers():
         raise UserError(
             f"{shard} with a base in {base_format}: this torch, {torch.__version__}, cannot divide "
-            f"parameters of integers; update it, "
-            "or set base.quantize to fp8 or none"
+            "parameters of integers; update it, or set base.quantize to fp8 or none"
         )
     if not config.optim.kind.by_element:
         raise UserError(
@@ -328,8 +319,7 @@ def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) ->
     if config.train.schedule.budget is not None:
         raise UserError(
             f"train.checkpointing = {config.train.checkpointing!r} is planned for whole weights, "
-            f"and {shard} divides them; name a policy, such "
-            "as full or attn_only"
+            f"and {shard} divides them; name a policy, such as full or attn_only"
         )
 
 
@@ -368,15 +358,13 @@ def check_preview_device(run: RunContext) -> None:
     if device.type != "cpu" and device in run.devices:
         raise UserError(
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave "
-            f"it out: previews are then generated where "
-            "the model is, and training waits for them"
+            "it out: previews are then generated where the model is, and training waits for them"
         )
     # Another device means another process, which has to import the model family by name.
     if not run.spec.import_path:
         raise UserError(
             f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its "
-            f"ModelSpec.import_path is empty); "
-            "leave sample.device out"
+            "ModelSpec.import_path is empty); leave sample.device out"
         )
     try:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
@@ -414,9 +402,8 @@ def _refuse_data(folder: RunFolder, changed: Collection[str]) -> None:
     if changed:
         raise UserError(
             f"{folder.path} was trained on something else ({len(changed)} changed, first "
-            f"{min(changed)!r}: clip, mask, caption, encoder "
-            f"or weights); put it back, set data.folder to where its data is now, or start a new "
-            f"run from its weights with "
+            f"{min(changed)!r}: clip, mask, caption, encoder or weights); put it back, set "
+            "data.folder to where its data is now, or start a new run from its weights with "
             f"--run.folder NEW --init-from {shlex.quote(str(folder.path))}"
         )
 
@@ -483,10 +470,8 @@ def _warn_of_scaled_lokrs(unloaded: Model) -> None:
         shown = " to ".join(dict.fromkeys(f"{scale:g}" for scale in (scaled[0], scaled[-1])))
         warn(
             f"{named}: {len(scaled)} of {len(layers)} LoKrs have whole factors, because their rank "
-            f"is at least half of a "
-            f"factor's larger side, and alpha / rank scales them by {shown}; LyCORIS ignores alpha "
-            f"there: leave {named} out "
-            "for the same"
+            f"is at least half of a factor's larger side, and alpha / rank scales them by {shown}; "
+            f"LyCORIS ignores alpha there: leave {named} out for the same"
         )
 
 
@@ -589,10 +574,9 @@ def check_class_prompt(data: RunData) -> None:
         needed.append(str(error))
     if needed:
         raise UserError(
-            f"prior.prompt: class images are generated from text alone, which this model cannot do "
-            f"({needed[0]}); put images of the class "
-            "into prior.folder, with a metadata.jsonl that names their conditions if the model "
-            "needs any, and leave prior.prompt empty"
+            "prior.prompt: class images are generated from text alone, which this model cannot do "
+            f"({needed[0]}); put images of the class into prior.folder, with a metadata.jsonl that "
+            "names their conditions if the model needs any, and leave prior.prompt empty"
         )
 
 
@@ -743,8 +727,7 @@ def without_effect(
     if 0 < config.train.steps <= config.optim.warmup_steps:
         yield (
             f"optim.warmup_steps = {config.optim.warmup_steps} is the whole run of "
-            f"{config.train.steps} steps: the learning rate never "
-            "reaches optim.lr"
+            f"{config.train.steps} steps: the learning rate never reaches optim.lr"
         )
     train, count = config.train, len(devices)
     if config.optim.rounding != "nearest" and not trains_bf16:

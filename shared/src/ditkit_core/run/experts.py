@@ -61,8 +61,7 @@ def check_experts(
         if presets_of_two and (expert_name := named_after(model.transformer)):
             raise UserError(
                 f"model.transformer = {model.transformer!r} is named after one of two experts "
-                f"({expert_name}), and nothing says that the model has "
-                f"two; {presets}, or rename it"
+                f"({expert_name}), and nothing says that the model has two; {presets}, or rename it"
             )
         return
     for name in ("rank", "lr", "steps"):
@@ -96,8 +95,7 @@ def check_experts(
         ):
             raise UserError(
                 f"model.{expert.part} = {path!r} is in {other.part!r}, which is the folder of the "
-                f"{other.name} expert: exchange them, or "
-                "rename it"
+                f"{other.name} expert: exchange them, or rename it"
             )
 
 
@@ -120,8 +118,7 @@ def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert 
     if experts and base.merge and not base.merge_low and trains != experts[0]:
         raise UserError(
             f"base.merge is for the {experts[0].name} expert; name the files of the "
-            f"{experts[1].name} one in base.merge_low (FILE@0 for none), "
-            "also if they are the same"
+            f"{experts[1].name} one in base.merge_low (FILE@0 for none), also if they are the same"
         )
 
 
@@ -182,9 +179,8 @@ def restricted(
     if low >= high:
         raise UserError(
             f"flow.min_sigma = {flow.min_sigma:g} and flow.max_sigma = {flow.max_sigma:g} leave "
-            f"nothing to the {expert.name} expert, which "
-            f"sees {expert.min_sigma:g} to {expert.max_sigma:g}; widen them, or choose another "
-            f"experts.train"
+            f"nothing to the {expert.name} expert, which sees {expert.min_sigma:g} to "
+            f"{expert.max_sigma:g}; widen them, or choose another experts.train"
         )
     # The grid spans the expert's whole range: [flow] may change when a run is resumed, and the grid
     # may not.

@@ -158,8 +158,7 @@ class SampleAdapters:
             for adapter in adapters[: len(entries)]:
                 yield (
                     f"{key}: samples are generated with {len(adapter.file.modules)} modules of "
-                    f"{adapter.file.source.path} at strength "
-                    f"{adapter.strength:g}; training is "
+                    f"{adapter.file.source.path} at strength {adapter.strength:g}; training is "
                     "without them"
                 )
 

@@ -118,14 +118,12 @@ class FlowConfig:
         if not positive and (negative or self.slider_guidance != 3):
             raise UserError(
                 f"{argument('flow.slider_negative')} and {argument('flow.slider_guidance')} need "
-                f"{argument('flow.slider_positive')}; set it to the "
-                "prompt of the end at strength 1"
+                f"{argument('flow.slider_positive')}; set it to the prompt of the end at strength 1"
             )
         if positive and positive == negative:
             raise UserError(
                 f"{argument('flow.slider_positive')} and {argument('flow.slider_negative')} are "
-                f"the same prompt, with no direction between them; "
-                "change one"
+                "the same prompt, with no direction between them; change one"
             )
         if not self.slider_guidance > 0:
             raise UserError(

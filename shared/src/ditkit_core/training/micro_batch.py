@@ -87,8 +87,7 @@ def flow_loss(
     if isinstance(items, Mapping):
         raise UserError(
             "items is one mapping, as torch's default collate makes of a batch, and samples differ "
-            "in size; write "
-            "DataLoader(…, collate_fn=list), or [item] for one item"
+            "in size; write DataLoader(…, collate_fn=list), or [item] for one item"
         )
     flow, spec = flow or FlowConfig(), model.spec
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in items]

@@ -254,8 +254,7 @@ def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None, famil
     if step == 0:
         return (
             f"before training, the loss {where}: the weights or that clip are damaged; replace "
-            f"them, remove the clip, or "
-            f"check its cache entry ({family}-encode --verify-cache)"
+            f"them, remove the clip, or check its cache entry ({family}-encode --verify-cache)"
         )
     remedy = (
         f"the last save is {save}: lower optim.lr, and resume from it"

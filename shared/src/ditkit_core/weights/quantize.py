@@ -45,8 +45,7 @@ def check_scaled(file: str, method: str) -> None:
     if method == "full":
         raise UserError(
             f"{file} contains quantized weights, and {argument('adapter.method')} = full trains "
-            f"the base; "
-            f"get the bf16 file, or set {argument('adapter.method')} = lora"
+            f"the base; get the bf16 file, or set {argument('adapter.method')} = lora"
         )
 
 

@@ -57,8 +57,7 @@ class Music(ClipConditioner):
         if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
             raise UserError(
                 f"data.fps = {fps:g}: WanToDance needs {music_features.RATE} frames per second "
-                f"divided by an integer; "
-                f"set {music_features.RATE / _rows_to_frame(fps):g}"
+                f"divided by an integer; set {music_features.RATE / _rows_to_frame(fps):g}"
             )
         music_features.check_library(Path(controls.files[MUSIC]))
         return (MUSIC,)
@@ -155,7 +154,6 @@ def _known(controls: ClipInputs) -> list[bool]:
     if len(keyframes) < controls.frames:
         raise UserError(
             f"{KEYFRAMES_MASK} has {len(numbers)} numbers, and the clip takes frames {first} to "
-            f"{first + controls.frames - 1}; "
-            "give one for each frame"
+            f"{first + controls.frames - 1}; give one for each frame"
         )
     return keyframes

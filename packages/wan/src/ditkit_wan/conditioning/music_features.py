@@ -78,8 +78,7 @@ def check_library(path: Path) -> None:
     if path.suffix.lower() not in TABLES and find_spec("librosa") is None:
         raise MissingDependency(
             f"{path} is a sound file, whose features need librosa, which is not installed; install "
-            f"librosa, or give a "
-            ".npy of the features"
+            "librosa, or give a .npy of the features"
         )
 
 

@@ -65,8 +65,7 @@ class WanImageEmbedding(nn.Module):
             if x.shape[1] != self.emb_pos.shape[1]:
                 raise UserError(
                     f"'image' has {x.shape[1]} tokens, and this model takes "
-                    f"{self.emb_pos.shape[1]}: those of the first image, "
-                    "then those of the last"
+                    f"{self.emb_pos.shape[1]}: those of the first image, then those of the last"
                 )
             x = x + self.emb_pos.to(norms)
         first, last = (cast(nn.LayerNorm, self.proj[index]) for index in (0, 4))

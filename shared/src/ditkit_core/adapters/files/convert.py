@@ -150,8 +150,7 @@ def add_missing_modules(
     if unknown := [name for name, shape in shapes.items() if shape is None]:
         raise UserError(
             f"{path}: readers of the {form} form need all layers of a block, and the shapes of "
-            f"{first_ten(unknown)} are unknown; "
-            "give --base or model.preset, or choose another form"
+            f"{first_ten(unknown)} are unknown; give --base or model.preset, or choose another form"
         )
     return {
         **adapters,

@@ -151,7 +151,6 @@ def not_applied(path: Path, keys: Sequence[str]) -> UserError:
     """The error where differences cannot be used."""
     return UserError(
         f"{path} also adds differences to whole weights, biases or norms ({len(keys)} keys: "
-        f"{first_ten(list(keys))}), which only merging can use: "
-        f"set base.merge, or merge it into a transformer with the export command: --adapter {path} "
-        f"--merge --base BASE"
+        f"{first_ten(list(keys))}), which only merging can use: set base.merge, or merge it into a "
+        f"transformer with the export command: --adapter {path} --merge --base BASE"
     )

@@ -140,8 +140,7 @@ def adapter_in(
         unread = [name for named in others.values() for name in named]
         raise UserError(
             f"{path} contains {' and '.join(others)} besides low-rank matrices "
-            f"({first_ten(unread)}), which is not supported; merge it with "
-            "the program that made it"
+            f"({first_ten(unread)}), which is not supported; merge it with the program that made it"
         )
     shapes = shapes_in(source, keys)
     file = replace(understand_adapter(source, known_names, keys, shapes), source=complete)
@@ -164,8 +163,7 @@ def adapter_in(
     ):
         raise UserError(
             f"{path} fits no preset of {spec.name} by its sizes, and {shared.name} has the same "
-            f"names; "
-            "name a LoRA of this model, or if its base is no preset, the base too (--base)"
+            "names; name a LoRA of this model, or if its base is no preset, the base too (--base)"
         )
     return FoundAdapter(
         path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences

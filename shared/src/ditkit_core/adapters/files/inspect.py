@@ -265,9 +265,8 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     if about["differences"]:
         lines.append(
             f"  also adds differences to whole weights, biases or norms, by {about['differences']} "
-            f"keys: "
-            "of ditkit, base.merge and --merge apply them, and the lines below are of all other "
-            "keys"
+            "keys: of ditkit, base.merge and --merge apply them, and the lines below are of all "
+            "other keys"
         )
     if about["changes_nothing"]:
         lines.append(

@@ -189,8 +189,7 @@ def _check_lora(
     if not fits or not has_number:
         raise UserError(
             f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit "
-            f"the layer's "
-            f"{list(layer)}; name a LoRA of this model"
+            f"the layer's {list(layer)}; name a LoRA of this model"
         )
     if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
         raise UserError(
@@ -345,8 +344,7 @@ def refuse_damaged(path: Path, modules: Iterable[tuple[str, Sequence[Tensor]]]) 
     if broken := [name for name, is_finite in finite.items() if not is_finite]:
         raise UserError(
             f"{path}: values of {len(broken)} of {len(finite)} modules are not finite (NaN or "
-            f"infinite): {first_ten(broken)}; "
-            "it was damaged in training, take an earlier save"
+            f"infinite): {first_ten(broken)}; it was damaged in training, take an earlier save"
         )
 
 
@@ -439,8 +437,7 @@ def understand_adapter(
             raise another_model(source, likeness, remedy)
         raise UserError(
             f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this "
-            f"model{likeness}: "
-            f"{first_ten(unmatched)}; {remedy or 'name a LoRA of this model'}"
+            f"model{likeness}: {first_ten(unmatched)}; {remedy or 'name a LoRA of this model'}"
         )
     # Only now, because an unreadable header of a file of another model is not the problem to
     # report.
@@ -513,7 +510,6 @@ def _assemble_factored(
     if len(methods) > 1 or None in adapters or first is None:
         raise UserError(
             f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and "
-            f"others another or none; merge that file with "
-            "the program that made it"
+            "others another or none; merge that file with the program that made it"
         )
     return FileModule(pieces, first.rank, first.scale, False, methods.pop())

@@ -43,8 +43,7 @@ def config_from_file(
         raise UserError(
             f"{argument('adapter.init')} = {path} has a {has}, which {argument('adapter.method')} "
             f"= {config.method} cannot start from; leave {argument('adapter.method')} out, or "
-            f"merge "
-            f"the file with {merge_key}"
+            f"merge the file with {merge_key}"
         )
     if methods != {"lora"}:
         return _factored_config(config, file, merge_key)
@@ -165,8 +164,7 @@ def _with_factors_of(
         raise UserError(
             f"{argument('adapter.init')} = {config.init} has the factors of "
             f"{argument('adapter.decompose_factor')} = {factor} and decompose_both = "
-            f"{str(both).lower()}; "
-            "leave both keys out"
+            f"{str(both).lower()}; leave both keys out"
         )
     return tried
 

@@ -83,8 +83,7 @@ def orientation_of(frame: "VideoFrame", path: Path) -> Orientation:
             return Orientation(quarter_turns=1 if b < 0 else 3, is_mirrored=(b < 0) == (c < 0))
     raise UserError(
         f"{path} asks players to show its frames at an angle that is no quarter turn, or sheared; "
-        f"re-encode it (ffmpeg -i IN OUT.mp4) and look "
-        "at the result, or remove it"
+        "re-encode it (ffmpeg -i IN OUT.mp4) and look at the result, or remove it"
     )
 
 
@@ -134,8 +133,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             if hdr.is_dolby_alone(_sample_entry(container, stream), stream.codec_context.color_trc):
                 raise UserError(
                     f"{path} is Dolby Vision profile 5, which only Dolby Vision decoders show "
-                    f"correctly: it would look green and purple; "
-                    "convert it (ffmpeg -i IN -vf "
+                    "correctly: it would look green and purple; convert it (ffmpeg -i IN -vf "
                     "libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
                 )
             width = round(stream.codec_context.width * (stream.sample_aspect_ratio or 1))
@@ -233,8 +231,7 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
     if timeline.seconds > _LONGEST_SHOWN * timeline.count:
         raise UserError(
             f"{path} has implausible timestamps ({timeline.count} frames in {timeline.seconds:.0f} "
-            f"s); "
-            "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
+            "s); re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
         )
     return Survey(timeline, height, width)
 

@@ -324,8 +324,7 @@ def _measure(
     ):
         raise UserError(
             "the loss or a gradient is not finite in fp64, so there is no reference to compare "
-            "with; check the weights and the samples "
-            f"{', '.join(subject.ids)}"
+            f"with; check the weights and the samples {', '.join(subject.ids)}"
         )
     return measured
 

@@ -353,8 +353,7 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
             )
             observation = (
                 f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle "
-                f"{middle[0]} x {middle[1]} are trained, as "
-                f"{sample.width} x {sample.height}"
+                f"{middle[0]} x {middle[1]} are trained, as {sample.width} x {sample.height}"
             )
             if (height, width) not in remedies:
                 remedies[height, width] = _less_cropped(height, width, data, size_step)

@@ -163,9 +163,8 @@ def _kept(function: Callable[..., Any], label: str, name: str, *arguments: Any) 
 def _refuse(label: str, *arguments: object) -> NoReturn:
     raise UserError(
         f"{label} should have been kept but is computed again: the checkpoint around the block "
-        f"does not see its mark. "
-        f"Write {argument('train.checkpointing')} = full to recompute everything, and report this "
-        f"policy"
+        f"does not see its mark. Write {argument('train.checkpointing')} = full to recompute "
+        "everything, and report this policy"
     )
 
 

@@ -83,8 +83,7 @@ def _norm_rotation(
 
 @_declared(
     "norm_rotation_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? rotary, Tensor "
-    "inverse, bool trained)"
-    " -> (Tensor, Tensor)",
+    "inverse, bool trained) -> (Tensor, Tensor)",
     "norm_rotation",
     "backward",
 )

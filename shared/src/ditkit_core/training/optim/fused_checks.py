@@ -41,8 +41,7 @@ def check_fused_backward(
     if conflicts:
         raise UserError(
             f"{argument('optim.fused_backward')} applies each gradient before the others are "
-            f"there, so it does not go with "
-            f"{' or '.join(setting for setting, _ in conflicts)}: "
+            f"there, so it does not go with {' or '.join(setting for setting, _ in conflicts)}: "
             f"{'; '.join(remedy for _, remedy in conflicts)}; or set "
             f"{argument('optim.fused_backward')} = false"
         )
@@ -58,13 +57,11 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
         raise UserError(
             f"{where}, which have to be updated while they are on the device: set "
             f"{argument('optim.fused_backward')} = true (and {argument('train.clip_by')} = "
-            f"last_step "
-            f"or block), or leave {argument('train.swap_blocks')} out, or split the model with "
-            f"{argument('train.devices')}"
+            f"last_step or block), or leave {argument('train.swap_blocks')} out, or split the "
+            f"model with {argument('train.devices')}"
         )
     if not optim.kind.streams:
         raise UserError(
             f"{where} and their optimizer state, which {argument('optim.name')} = {optim.name} "
-            f"cannot; "
-            f"use {', '.join(optimizers_that(lambda kind: kind.streams))}"
+            f"cannot; use {', '.join(optimizers_that(lambda kind: kind.streams))}"
         )

@@ -251,8 +251,7 @@ class OptimConfig:
             *others, last = optimizers_that(lambda kind: not kind.estimates_rate)
             raise UserError(
                 f"{argument('optim.fused_backward')} does not go with {self.name}, which estimates "
-                f"one rate from all gradients together; "
-                f"use {', '.join(others)} or {last}"
+                f"one rate from all gradients together; use {', '.join(others)} or {last}"
             )
 
     @property
@@ -267,9 +266,8 @@ class OptimConfig:
         )
         return (
             f"{name} = {rate:g} is far above the learning rates of {self.name}, usually 1e-5 to "
-            f"1e-3: the loss will probably "
-            f"rise; lower it (1 is for {argument('optim.name')} = prodigy, which estimates the "
-            f"rate)"
+            f"1e-3: the loss will probably rise; lower it (1 is for {argument('optim.name')} = "
+            "prodigy, which estimates the rate)"
         )
 
     @property

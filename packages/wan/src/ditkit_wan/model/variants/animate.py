@@ -309,6 +309,5 @@ def check_animate(
         if pose.shape[1:] != (frames, *clip.shape[2:]):
             raise UserError(
                 f"'pose' has the shape {list(pose.shape)} where its clip has {list(clip.shape)}: "
-                f"encode it at the size of the clip, "
-                "without the reference image"
+                "encode it at the size of the clip, without the reference image"
             )

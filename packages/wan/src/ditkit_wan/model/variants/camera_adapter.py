@@ -66,6 +66,5 @@ def check_cameras(
         if rays is not None and rays.shape[1:] != size:
             raise UserError(
                 f"the camera's rays have the shape {list(rays.shape)} where their clip has latents "
-                f"{list(clip.shape)}: "
-                "give a pose for each frame of the clip"
+                f"{list(clip.shape)}: give a pose for each frame of the clip"
             )

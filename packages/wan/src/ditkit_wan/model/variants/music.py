@@ -145,7 +145,6 @@ def check_music(music: Sequence[Tensor], latents: Sequence[Tensor]) -> None:
         if height * width // 4 % GROUPS:
             raise UserError(
                 f"WanToDance splits each frame into {GROUPS} parts for music, and {8 * width} × "
-                f"{8 * height} pixels are "
-                f"{height * width // 4} tokens; make width and height multiples of 64, or one of "
-                f"them of 128"
+                f"{8 * height} pixels are {height * width // 4} tokens; make width and height "
+                "multiples of 64, or one of them of 128"
             )
