@@ -135,11 +135,9 @@ def filled(text: str, name: str, values: dict[str, str]) -> str:
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
     words = re.split("[-_]", name)
-    module, command, title = (
-        "_".join(words),
-        "-".join(words),
-        "".join(word.title() for word in words),
-    )
+    module = "_".join(words)
+    command = "-".join(words)
+    title = "".join(word.title() for word in words)
     for theirs, ours in (
         ("ditkit_zed", f"ditkit_{module}"),
         ("ZED", module.upper()),

@@ -164,11 +164,9 @@ def wan() -> Pair:
     diffusers_models.share_adapters(
         ours, theirs, WAN.architecture.names, ("q", "k", "v", "o"), WAN.adapters.targets, RANK
     )
-    latents, text, timestep = (
-        torch.randn(1, 16, 1, 2, 4),
-        torch.randn(1, 2, 16).to(BF16),
-        torch.tensor([731.25]),
-    )
+    latents = torch.randn(1, 16, 1, 2, 4)
+    text = torch.randn(1, 2, 16).to(BF16)
+    timestep = torch.tensor([731.25])
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
@@ -206,11 +204,9 @@ def flux2() -> Pair:
     diffusers_models.share_adapters(
         ours, theirs, FLUX2.architecture.names, ("attention",), FLUX2.adapters.targets, RANK
     )
-    latents, text, sigma = (
-        torch.randn(1, 128, 1, 1, 2),
-        torch.randn(1, 2, 16).to(BF16),
-        torch.tensor([0.73125]),
-    )
+    latents = torch.randn(1, 128, 1, 1, 2)
+    text = torch.randn(1, 2, 16).to(BF16)
+    sigma = torch.tensor([0.73125])
     places = token_positions(2, (1, 2), [], torch.device("cpu"))
     rows = latents.flatten(2).transpose(1, 2).to(BF16)
     return Pair(

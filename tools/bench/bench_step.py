@@ -175,10 +175,8 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
         ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank
     )
     latents, target = torch.randn(2, 1, 128, 1, *grid).to(device)
-    text, sigma = (
-        torch.randn(1, num_text, arch.text_dim).to(device, dtype),
-        torch.tensor([0.73125], device=device),
-    )
+    text = torch.randn(1, num_text, arch.text_dim).to(device, dtype)
+    sigma = torch.tensor([0.73125], device=device)
     guidance = torch.tensor([3.5], device=device) if arch.guidance else None
     positions = token_positions(num_text, grid, [], device)
 

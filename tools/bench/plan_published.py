@@ -189,10 +189,8 @@ def steps_1_3b() -> Iterator[Line]:
     data which its recipe prepares."""
     numbers = _numbers(WAN, T2V_1_3B)
     for height, width, fast in ((720, 1280, False), (480, 832, False), (480, 832, True)):
-        size, peaks = (
-            f"77 frames of {height}×{width}{', precision.preset = fast' if fast else ''}",
-            {},
-        )
+        size = f"77 frames of {height}×{width}{', precision.preset = fast' if fast else ''}"
+        peaks = {}
         for policy, figure in (("full", 26.82), ("attn_only", 28.88)):
             made = _all_weights(T2V_1_3B, (77, height, width), 1, policy, fast=fast)
             plan = _alone(_with_masters(made, numbers, 1))

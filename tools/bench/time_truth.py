@@ -316,10 +316,8 @@ def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> st
     kernels = step.rest + Counter(
         {kernel: n * count for n, block in step.blocks.values() for kernel, count in block.items()}
     )
-    busy, launching = (
-        gpu_seconds(frozenset(kernels.items()), H100),
-        host_seconds(frozenset(kernels.items())),
-    )
+    busy = gpu_seconds(frozenset(kernels.items()), H100)
+    launching = host_seconds(frozenset(kernels.items()))
     ends = min(seconds), max(seconds)
     ratios = "–".join(f"{max(busy, launching) / end:.2f}" for end in reversed(ends))
     name = f"{model}, {'full' if checkpointing else 'none'}"

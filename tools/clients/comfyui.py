@@ -254,10 +254,8 @@ def compare_adapter(comfy: Any, patcher: Any, name: str, kind: str, form: str, f
     theirs = predict_theirs(patched, name, item)
     patched.unpatch_model(device_to=torch.device("cpu"))
     apart = distance(theirs, predict(model, item))
-    left, layout = (
-        left_out(log.lines, file, name),
-        find_adapter(file, spec, layers=LAYERS[name]).layout,
-    )
+    left = left_out(log.lines, file, name)
+    layout = find_adapter(file, spec, layers=LAYERS[name]).layout
     modules = list(LAYERS[name])
 
     def said(modules: Sequence[str]) -> str:

@@ -302,10 +302,8 @@ def rows_of(name: str, folder: Path) -> Iterator[Row]:
         yield Row("two references", name, [(base, None)], references=2)
         yield Row("two references, LoRA", name, [(base, lora)], references=2)
     if name == "t2v":
-        low, low_lora = (
-            merged_file(folder, name, model, "fp32"),
-            written(name, "rslora", "official", folder)[1],
-        )
+        low = merged_file(folder, name, model, "fp32")
+        low_lora = written(name, "rslora", "official", folder)[1]
         yield Row("two experts", name, [(base, None), (low, None)])
         yield Row("two experts, a LoRA each", name, [(base, lora), (low, low_lora)])
     whole = base_file(folder, name, "comfyui" if name == "zimage" else "official")

@@ -140,10 +140,8 @@ def euler(model: Model, items: Items, number: int) -> list[Tensor]:
 
 def train_base(module: nn.Module, steps: int, random: torch.Generator) -> None:
     """Train all weights on the data."""
-    model, optimizer = (
-        Model(module, BlockEngine(), TOY, {}),
-        torch.optim.AdamW(module.parameters(), lr=2e-3),
-    )
+    model = Model(module, BlockEngine(), TOY, {})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
     for step in range(steps):
         items = data(BATCH, random)
         sigma = sigma_at(torch.rand(BATCH, generator=random), FLOW).float()

@@ -195,10 +195,8 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
         [p for name, p in model.named_parameters() if (name in names) is wanted]
         for wanted in (True, False)
     ]
-    optimizer, average = (
-        Optimizer(both[0], both[1], (4e-3, 2e-3)),
-        {n: v.clone() for n, v in model.state_dict().items()},
-    )
+    optimizer = Optimizer(both[0], both[1], (4e-3, 2e-3))
+    average = {n: v.clone() for n, v in model.state_dict().items()}
     random, log = torch.Generator().manual_seed(0), Log("transformer", steps)
     for step in range(steps):
         chosen = torch.randint(len(latents), (32,), generator=random)
@@ -207,10 +205,8 @@ def train_transformer(work: Path, steps: int, clips_each: int) -> None:
         text.features[dropped], text.bias[dropped] = empty.features[0], empty.bias[0]
         sigma = torch.rand(32, generator=random)
         sigma = 2 * sigma / (1 + sigma)
-        noise, amount = (
-            torch.randn(latents[chosen].shape, generator=random),
-            sigma[:, None, None, None, None],
-        )
+        noise = torch.randn(latents[chosen].shape, generator=random)
+        amount = sigma[:, None, None, None, None]
         attention.bias = text.bias
         velocity = model(
             torch.lerp(latents[chosen], noise, amount),

@@ -233,10 +233,8 @@ HEAD = [
 def line(name: str, row: Row) -> str:
     """The outcomes of a kind, as a row of a table in Markdown."""
     counts = [row.outcomes[key] for key in ("used", "refused", *FAULTS)]
-    seconds, most = (
-        [f"{row.slowest:.1f}", f"{row.seconds:.0f}"],
-        f"{row.largest_bytes / 2**20:.0f} MiB",
-    )
+    seconds = [f"{row.slowest:.1f}", f"{row.seconds:.0f}"]
+    most = f"{row.largest_bytes / 2**20:.0f} MiB"
     return "| " + " | ".join(map(str, [name, row.cases, *counts, *seconds, most])) + " |"
 
 

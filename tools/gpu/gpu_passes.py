@@ -57,11 +57,9 @@ def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
     def random(*shape: int, dtype: torch.dtype = WIDE, trains: bool = True) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_(trains)
 
-    x, y, both = (
-        random(1, tokens, dim),
-        random(1, tokens, dim, dtype=NARROW),
-        random(1, tokens, 2 * dim, dtype=NARROW),
-    )
+    x = random(1, tokens, dim)
+    y = random(1, tokens, dim, dtype=NARROW)
+    both = random(1, tokens, 2 * dim, dtype=NARROW)
     scale, shift, gate = (random(1, 1, dim, trains=False) for _ in range(3))
     norm = nn.RMSNorm(dim, eps=1e-6, device=device).requires_grad_(False)
     rotary = random(1, tokens, 1, dim // heads // 2, 2, trains=False)

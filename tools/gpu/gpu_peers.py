@@ -115,10 +115,8 @@ def musubi(
     arch = described(case, tiny)[1]
     parser = setup_parser_common()
     if case.family == "wan":
-        parser, base = (
-            wan_train_network.wan_setup_parser(parser),
-            wan_train_network.WanNetworkTrainer,
-        )
+        parser = wan_train_network.wan_setup_parser(parser)
+        base = wan_train_network.WanNetworkTrainer
         family = [
             "--task",
             "t2v-14B",
@@ -130,10 +128,8 @@ def musubi(
             "3.0",
         ]
     else:
-        parser, base = (
-            flux_2_train_network.flux2_setup_parser(parser),
-            flux_2_train_network.Flux2NetworkTrainer,
-        )
+        parser = flux_2_train_network.flux2_setup_parser(parser)
+        base = flux_2_train_network.Flux2NetworkTrainer
         family = [
             "--model_version",
             case.preset,

@@ -251,11 +251,9 @@ def _fastvideo(
     item = {
         key: tensor.to(device) for key, tensor in gpu_models.random_batch(outline).items[0].items()
     }
-    latents, text, target = (
-        item["latents"].bfloat16()[None],
-        item["text"][None],
-        torch.randn_like(item["latents"]),
-    )
+    latents = item["latents"].bfloat16()[None]
+    text = item["text"][None]
+    target = torch.randn_like(item["latents"])
     timestep = torch.tensor([731.0], device=device)
 
     def step() -> float:

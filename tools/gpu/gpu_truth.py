@@ -423,10 +423,8 @@ def tables(rows: Sequence[Row], parts: Sequence[Part]) -> str:
 
 
 def _table(part: Part, rows: Sequence[Row]) -> Iterator[str]:
-    ends, found = (
-        [row for row in rows if "status" in row],
-        [row for row in rows if "status" not in row],
-    )
+    ends = [row for row in rows if "status" in row]
+    found = [row for row in rows if "status" not in row]
     end = ends[-1] if ends else {"status": "not run"}
     took = f" in {end['seconds']:.0f} s" if "seconds" in end else ""
     error = f": {end['error']}" if end.get("error") else ""

@@ -211,10 +211,8 @@ def initialise(
                 base = dense_weight(layer.get_base_layer()).to(device)
                 put(magnitude, "weight", _row_norms(layer, base, start_values, down, up))
             else:
-                base, rows = (
-                    dense_rows(layer.get_base_layer(), division),
-                    division.rows(magnitude.weight),
-                )
+                base = dense_rows(layer.get_base_layer(), division)
+                rows = division.rows(magnitude.weight)
                 assert rows is not None and len(rows) == len(base), module
                 some = slice(rows.start, rows.stop)
                 division.put(

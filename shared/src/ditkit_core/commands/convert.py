@@ -212,10 +212,8 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
             f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 leaves "
             f"the adapter unscaled"
         )
-    dtype, forms = (
-        options.dtype or config.export.dtype,
-        (options.to,) if options.to else config.export.forms,
-    )
+    dtype = options.dtype or config.export.dtype
+    forms = (options.to,) if options.to else config.export.forms
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
     folder = local_path(options.out) if options.out else path.with_name(f"{path.stem}_merged")
     check_kind(folder, is_transformer=True)
@@ -409,11 +407,9 @@ def _write(
     if written.method == "lora":
         lowest, highest = written.ranks[0], written.ranks[-1]
         ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
-        about, compared, rounded = (
-            f", {ranks}, {short}",
-            "products of the written matrices",
-            f"rounded to {short}",
-        )
+        about = f", {ranks}, {short}"
+        compared = "products of the written matrices"
+        rounded = f"rounded to {short}"
     else:
         about, compared, rounded = f" of a {written.method}", "its factors", "rounded"
     same = "bitwise identical" if written.exact else f"equal up to {written.worst:.1e} ({rounded})"

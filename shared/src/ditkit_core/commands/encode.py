@@ -43,10 +43,8 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     )
     if options.dump:
         encoded_ids, folder = {sample.id for sample in encoded}, local_path(options.dump)
-        samples, columns = (
-            [s for s in run.data.dataset.samples if s.id in encoded_ids],
-            run.data.auxiliary.columns,
-        )
+        samples = [s for s in run.data.dataset.samples if s.id in encoded_ids]
+        columns = run.data.auxiliary.columns
         with progress("dump", len(samples)) as bar:
             dump(
                 samples,

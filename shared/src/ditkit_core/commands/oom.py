@@ -188,10 +188,8 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
         changed = with_config(run, change.config)
         step = planned_step(changed, "cpu")
         costs = profile(step.job)
-        budget, undivided = (
-            Budget(name="cpu", total=limit, workspace=0),
-            Partition(devices=(0,) * len(costs.blocks)),
-        )
+        budget = Budget(name="cpu", total=limit, workspace=0)
+        undivided = Partition(devices=(0,) * len(costs.blocks))
         (planned,) = compose(costs, undivided, [budget], step.job.work)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"

@@ -116,10 +116,8 @@ def sample_sheet(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> 
 def _other_run(spec: ModelSpec, config: RunConfig, path: Path) -> RunConfig:
     """The configuration that samples with another run's adapter as with the first run's."""
     check_family("sample", RunFolder(path), spec.name)
-    first, other = (
-        resolve(RunConfig, stored=config.run_folder.path),
-        resolve(RunConfig, stored=path),
-    )
+    first = resolve(RunConfig, stored=config.run_folder.path)
+    other = resolve(RunConfig, stored=path)
     values = config_values(first), config_values(other)
     for key in values[0]:
         if key.startswith(("model.", "base.")) and values[0][key] != values[1][key]:

@@ -82,10 +82,8 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
             raise
         # Keep only text: the error refers to the frames, these refer to tensors, and the
         # explanation needs their memory.
-        failure, modules = (
-            (str(error) or type(error).__name__).splitlines()[0],
-            release_frames(error),
-        )
+        failure = (str(error) or type(error).__name__).splitlines()[0]
+        modules = release_frames(error)
     except Interrupted as stopped:
         warn(str(stopped))
         return 130

@@ -234,10 +234,8 @@ class ContextParallel:
 
     def gather(self, carry: Any, exchange: TokenExchange) -> Any:
         """The last block's carry with all tokens in what the head reads."""
-        fields, length = (
-            self.streams.fields(carry),
-            dict(zip(self.streams.names, exchange.lengths, strict=True)),
-        )
+        fields = self.streams.fields(carry)
+        length = dict(zip(self.streams.names, exchange.lengths, strict=True))
         for path in self.streams.head:
             if path in fields:
                 gathered = exchange.gathered(

@@ -292,12 +292,10 @@ class _Heartbeat(threading.Thread):
         """Write and read heartbeats until `end`; and find a rank that was killed: torchrun kills
         this one before a long step or preview is over."""
         others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
-        last_signs, silent, count, failed = (
-            dict.fromkeys(others, b""),
-            dict.fromkeys(others, 0.0),
-            0,
-            0.0,
-        )
+        last_signs = dict.fromkeys(others, b"")
+        silent = dict.fromkeys(others, 0.0)
+        count = 0
+        failed = 0.0
         while not self._ended.wait(self._interval):
             count += 1
             if os.getppid() != self._parent:

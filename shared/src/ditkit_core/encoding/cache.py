@@ -373,11 +373,9 @@ class MediaHashes:
 
     def _hashed(self, path: Path, state: _FileState) -> tuple[str, str]:
         """Read a file, and remember its hash and its `changes_since_first`."""
-        sample, digest, changes = (
-            _sample(path, state.size),
-            file_hash(path),
-            changes_since_first(path),
-        )
+        sample = _sample(path, state.size)
+        digest = file_hash(path)
+        changes = changes_since_first(path)
         # A file can change twice within the resolution of modification times. So a very recent file
         # is hashed, but not remembered.
         if time.time_ns() - state.modified > _SETTLED_NANOSECONDS:

@@ -140,10 +140,8 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or the output of an encoder is not finite.
     """
-    keep_going, conditioning = (
-        on_bad is not None,
-        encoders.conditioning or Conditioning(conditioners=()),
-    )
+    keep_going = on_bad is not None
+    conditioning = encoders.conditioning or Conditioning(conditioners=())
     # No sample of a dataset has an id with a line break.
     mirrored = {
         sample.id: replace(sample, id=f"{sample.id}\n", is_mirrored=True) for sample in samples

@@ -383,11 +383,9 @@ class BlockQueue:
                 self._empty(index)
 
     def _empty(self, index: int) -> None:
-        block, states, sums = (
-            self.blocks[index],
-            self.states.get(index, ()),
-            self.sums.get(index, ()),
-        )
+        block = self.blocks[index]
+        states = self.states.get(index, ())
+        sums = self.sums.get(index, ())
         is_new = index in self._updated
         self._is_storing |= is_new
         written = (block, *states) if self._updates else sums

@@ -451,10 +451,8 @@ def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) ->
         module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]
     ) -> list[Tensor]:
         family, config = contents()
-        hidden_size, dtype = (
-            config["hidden_size"],
-            module.get_parameter("embed_tokens.weight").dtype,
-        )
+        hidden_size = config["hidden_size"]
+        dtype = module.get_parameter("embed_tokens.weight").dtype
         count = captions_at_once(encoding, family, hidden_size, dtype)
         # One layer is enough: all layers have the same size, and a caption keeps only the hidden
         # state of each.

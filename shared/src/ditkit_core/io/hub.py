@@ -75,11 +75,9 @@ def upload(hub: Hub, files: Mapping[str, Path | bytes], message: str) -> str:
 
     if not sys.stderr.isatty():  # they would fill a log
         disable_progress_bars()
-    api, where, revision = (
-        HfApi(library_name="ditkit"),
-        f"--push {hub.repository}",
-        hub.revision or None,
-    )
+    api = HfApi(library_name="ditkit")
+    where = f"--push {hub.repository}"
+    revision = hub.revision or None
     try:
         adds = [
             CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)

@@ -167,24 +167,18 @@ class SafetensorsSource:
         """
         stored = self.tensors[name]
         num_bytes = stored.num_bytes // of
-        shape, offset = (
-            stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:]),
-            index * num_bytes,
-        )
+        shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
+        offset = index * num_bytes
         if rows is not None:
             of_row = num_bytes // shape[0]
-            num_bytes, shape, offset = (
-                len(rows) * of_row,
-                (len(rows), *shape[1:]),
-                offset + rows.start * of_row,
-            )
+            num_bytes = len(rows) * of_row
+            shape = (len(rows), *shape[1:])
+            offset = offset + rows.start * of_row
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
         if stored.packing is not None:
-            values, first = (
-                buffer.view(stored.dtype).view(shape),
-                index * (stored.shape[0] // of) + (rows.start if rows else 0),
-            )
+            values = buffer.view(stored.dtype).view(shape)
+            first = index * (stored.shape[0] // of) + (rows.start if rows else 0)
             at_once = max(1, _UNPACKED_AT_ONCE // max(1, values[:1].numel()))
             for start in range(0, len(values), at_once):
                 some = values[start : start + at_once]

@@ -275,10 +275,8 @@ class Model:
                 ranks divide the weights.
         """
         self._check_undivided("load_adapter(path)", "adapter")
-        names, modules = (
-            self.spec.architecture.names,
-            layers_of(self.spec.architecture.build, self.origin.arch),
-        )
+        names = self.spec.architecture.names
+        modules = layers_of(self.spec.architecture.build, self.origin.arch)
         file = open_adapter(local_path(str(path)), names=names, modules=modules)
         before = {
             name: weight for name, weight in self.module.named_parameters() if is_adapter_name(name)
@@ -290,10 +288,8 @@ class Model:
             module: Any = self.module
             inject(module, config, self.spec.adapters.targets)
             self.loaded_from = replace(self.origin, trained=config)
-        layers, values = (
-            adapter_layers(self.module),
-            initial_adapter(file, adapter_layers(self.module)),
-        )
+        layers = adapter_layers(self.module)
+        values = initial_adapter(file, adapter_layers(self.module))
 
         def device_of(name: str) -> torch.device:
             return next(layers[name].get_base_layer().parameters()).device

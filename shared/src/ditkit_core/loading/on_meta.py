@@ -90,10 +90,8 @@ def model_on_meta(
         modules=layers_of(spec.architecture.build, arch),
     )
     # An assistant is taken out again for samples, which differences of whole parameters cannot be.
-    others, open_merge = (
-        {base.assistant_key(component): open_file},
-        partial(open_file, parameters=shapes),
-    )
+    others = {base.assistant_key(component): open_file}
+    open_merge = partial(open_file, parameters=shapes)
     parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
     merged = [(others.get(key, open_merge)(file), strength) for key, file, strength in parsed]
     adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
@@ -167,10 +165,8 @@ def _quantize_blocks(
 ) -> None:
     """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks
     for."""
-    formats, dtype_of = (
-        formats_in_blocks(spec, model, source, mapping),
-        loaded_dtype(spec, precision),
-    )
+    formats = formats_in_blocks(spec, model, source, mapping)
+    dtype_of = loaded_dtype(spec, precision)
     held = {name: stored for name, stored in formats.items() if kind in ("none", stored)}
     if held:
         before = num_bytes(model, dtype_of)

@@ -97,10 +97,8 @@ def rounds_products(device: torch.device) -> bool:
     product in fp32 that is added afterwards is rounded once, and takes 2.6 times as long.
     """
     # 1 + 2^-8 - 1: the sum in the parentheses is halfway between 1 and the next number of bf16.
-    left, right = (
-        torch.zeros(_TOKENS, _PARTS, device=device),
-        torch.zeros(_PARTS, _WIDTH, device=device),
-    )
+    left = torch.zeros(_TOKENS, _PARTS, device=device)
+    right = torch.zeros(_PARTS, _WIDTH, device=device)
     left[:, :2], right[0], right[1] = 1, 1, 2**-8
     total = torch.full((_TOKENS, _WIDTH), -1.0, device=device, dtype=torch.bfloat16)
     return bool((total.addmm_(left.bfloat16(), right.bfloat16()) == 0).any())

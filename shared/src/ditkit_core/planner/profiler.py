@@ -593,10 +593,8 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
         )
         if stage in backward:
             position = order.index(stage)
-            here, then = (
-                backward[stage],
-                backward[order[position + 1]] if position + 1 < len(order) else measured.end,
-            )
+            here = backward[stage]
+            then = backward[order[position + 1]] if position + 1 < len(order) else measured.end
             second = again.get(stage, here)
             cost = replace(
                 cost,

@@ -76,10 +76,8 @@ def _dividing_weights(stage: StageCost, shard: int, reduction: float) -> StageCo
         [rows for rows in stage.rows if rows.is_trained is is_trained]
         for is_trained in (False, True)
     )
-    trained_bytes, all_trained = (
-        _of_rank(trained, shard),
-        sum(rows.number * rows.bytes_each for rows in trained),
-    )
+    trained_bytes = _of_rank(trained, shard)
+    all_trained = sum(rows.number * rows.bytes_each for rows in trained)
     share = trained_bytes / all_trained if all_trained else 0.0
     padded = shard * share
     return replace(
@@ -231,10 +229,8 @@ class RankStep:
         """Whole gradients, after the last backward: first of the ranks that share samples, then of
         all."""
         context, size = self.layout.context, self.layout.size
-        num_bytes, traffic = (
-            sum(stage.gradients for stage in self.profile.stages),
-            dict[str, _Traffic](),
-        )
+        num_bytes = sum(stage.gradients for stage in self.profile.stages)
+        traffic = dict[str, _Traffic]()
         if context > 1:
             sent = 2 * num_bytes * (context - 1) // context
             seconds = sent / route.gathered(context)

@@ -257,10 +257,8 @@ def span_time(
         # In a full fine-tune, trained weights are copied in for each forward and backward. The last
         # backward of a step also has optimizer state, and copies both back; those before it copy
         # sums of gradients back, which those after the first had before.
-        once, again = (
-            stage.adapters + 2 * (stage.optimizer - stage.sums),
-            2 * (work.micro_batches - 1) * stage.sums,
-        )
+        once = stage.adapters + 2 * (stage.optimizer - stage.sums)
+        again = 2 * (work.micro_batches - 1) * stage.sums
         updated = stage.adapters + (once + again) // work.micro_batches
         trained = (stage.adapters, updated) if profile.trains_all else (0, 0)
         there, back = (stage.weights + num_bytes if is_streamed else 0 for num_bytes in trained)

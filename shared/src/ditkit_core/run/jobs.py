@@ -107,10 +107,8 @@ class Jobs:
     def notes(self) -> Iterator[str]:
         """Lines about experts for a plan."""
         if self.run.trains_several:
-            names, planned = (
-                ", ".join(expert.name for expert in self.run.experts),
-                self.largest.expert,
-            )
+            names = ", ".join(expert.name for expert in self.run.experts)
+            planned = self.largest.expert
             assert planned is not None
             yield f"experts {names} are trained one after the other, with one in memory at a time: this plan is for {planned.name}"
 

@@ -105,10 +105,8 @@ class _Sample:
         """Take all remaining steps at noise levels of `min_sigma` and above; False if `on_step`
         ended them."""
         loaded.before(self._job)
-        denoiser, goes_on = (
-            Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance),
-            True,
-        )
+        denoiser = Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance)
+        goes_on = True
         while goes_on and self.latents is None and self._sigma >= min_sigma:
             self._resume(lambda: self._steps.send(denoiser))
             goes_on = not on_step()

@@ -117,10 +117,8 @@ def _overview(clips: Sequence[Tensor], to: SampleFiles) -> list[Path]:
         path, image = to.folder / f"{to.stem}-sheet.png", contact_sheet(clips)
     elif len(clips) > 1:
         columns = to.images if to.images > 1 else 0
-        path, image = (
-            to.folder / f"{to.stem}-grid.png",
-            grid([clip[:, 0] for clip in clips], columns=columns),
-        )
+        path = to.folder / f"{to.stem}-grid.png"
+        image = grid([clip[:, 0] for clip in clips], columns=columns)
     else:
         return []
     write_image(path, image)

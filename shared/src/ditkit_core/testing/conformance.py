@@ -463,10 +463,8 @@ class CoreChecks(ModelChecks):
             # against the largest.
             largest = max(float(expected.detach().norm()) for _, expected in pairs.values())
             for name, (together, expected) in pairs.items():
-                error, size = (
-                    float((together - expected).detach().norm()),
-                    float(expected.detach().norm()),
-                )
+                error = float((together - expected).detach().norm())
+                size = float(expected.detach().norm())
                 assert together.shape == expected.shape, name
                 assert error <= tolerance * max(size, 1e-2 * largest), (chosen, name, error, size)
 

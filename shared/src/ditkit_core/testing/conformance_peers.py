@@ -176,11 +176,9 @@ class PeerChecks(ModelChecks):
     ) -> None:
         """In training both, when adapters are off the assistant alone, in samples the DoRA alone:
         outputs, and gradients of the input."""
-        model, path, strength = (
-            self._adapted(4, use_dora=True),
-            tmp_path / "assistant.safetensors",
-            0.7,
-        )
+        model = self._adapted(4, use_dora=True)
+        path = tmp_path / "assistant.safetensors"
+        strength = 0.7
         theirs = self.diffusers.transformer(model)
         theirs.load_lora_adapter(
             self._written(model, tmp_path / "own.safetensors"), adapter_name="own"

@@ -150,10 +150,8 @@ class PrecisionChecks(ModelChecks):
             "matmul": torch.bfloat16,
             "attention": torch.bfloat16,
         }
-        before, raised = (
-            self._result(Precision(**plain)),
-            self._result(Precision(**{**plain, group: torch.float64})),
-        )
+        before = self._result(Precision(**plain))
+        raised = self._result(Precision(**{**plain, group: torch.float64}))
         assert all(
             value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values())
         )
@@ -244,10 +242,8 @@ class PrecisionChecks(ModelChecks):
                 if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
             )
 
-        wide, narrow = (
-            carried(Precision()),
-            carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16)),
-        )
+        wide = carried(Precision())
+        narrow = carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16))
         stream = 2 * self.spec.training.num_tokens(items[0]) * self.arch.dim
         assert wide - narrow == self.num_streams * stream, (
             "num_tokens or num_streams differs from the last carry's stream"

@@ -105,10 +105,8 @@ class QuantizedChecks(ModelChecks):
     def test_the_blocks_matrices_are_quantized_and_nothing_else(self, kind: str) -> None:
         """Not what stays in fp32, not embedding and head, no adapter; all are, of the sizes that
         this kind can hold."""
-        model, plain = (
-            self._quantized(kind, "lora everywhere"),
-            cast(Any, make_model(self.spec, self.arch)),
-        )
+        model = self._quantized(kind, "lora everywhere")
+        plain = cast(Any, make_model(self.spec, self.arch))
         fits = LAYOUTS[kind].fits
         expected = {
             f"{name}.weight"

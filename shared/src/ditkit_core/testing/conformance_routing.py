@@ -72,10 +72,8 @@ def _hidden(router: TokenRouter, model: Any, inputs: Any) -> Any:
         if not names[1:]
     }
     (batch, length), device = _size(carry, streams), "cpu"
-    mask, order = (
-        field_at(carry, next(iter(streams.masks))),
-        torch.rand(batch, length, device=device),
-    )
+    mask = field_at(carry, next(iter(streams.masks)))
+    order = torch.rand(batch, length, device=device)
     parts = (
         None
         if mask is None

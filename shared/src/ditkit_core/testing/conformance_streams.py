@@ -130,10 +130,8 @@ def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
     if in_backward:
         train_streamed(spec, model, items, engine, ema=EMAConfig(decay=0.9))
         return
-    there, batches = (
-        Model(model, engine, spec),
-        micro_batches(items)[0 if "split" in case.levers else 1 :],
-    )
+    there = Model(model, engine, spec)
+    batches = micro_batches(items)[0 if "split" in case.levers else 1 :]
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     for step in range(2):
         context = StepContext(

@@ -155,11 +155,9 @@ def as_rank(work: Callable[[], Any]) -> None:
         work: Returns what JSON can hold.
     """
     torch.set_num_threads(1)
-    rank, num, folder = (
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-        Path(os.environ["RANKS_FOLDER"]),
-    )
+    rank = int(os.environ["RANK"])
+    num = int(os.environ["WORLD_SIZE"])
+    folder = Path(os.environ["RANKS_FOLDER"])
     with joined(rank, num, folder):
         (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
 

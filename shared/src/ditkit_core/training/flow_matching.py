@@ -276,10 +276,8 @@ def prepare(
     Noise level and noise of a sample are a function of the run's seed, the step (counted from 0),
     the sample's place in the step and its id.
     """
-    batch, first_index = (
-        micro_batches[micro],
-        sum(len(before.ids) for before in micro_batches[:micro]),
-    )
+    batch = micro_batches[micro]
+    first_index = sum(len(before.ids) for before in micro_batches[:micro])
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
     names = [(seed, "noise", step, first_index + i, name) for i, name in enumerate(batch.ids)]
     strata = strata_of(flow, micro_batches, micro, seed=seed, step=step)

@@ -232,10 +232,8 @@ class ReplayedMicroBatches:
         noised, weights, divisor = tree_map_only(
             Tensor, Tensor.clone, (batch.noised, batch.weights, divisor)
         )
-        batch, clock = (
-            batch._replace(noised=noised, weights=weights),
-            StepClock([self._device], in_graph=True),
-        )
+        batch = batch._replace(noised=noised, weights=weights)
+        clock = StepClock([self._device], in_graph=True)
         timed = with_clock(model, clock)
 
         def recorded() -> Tensor:

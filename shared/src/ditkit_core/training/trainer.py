@@ -461,11 +461,9 @@ class Trainer:
             callback.after_validation(state.step, loss)
 
     def _save(self, metrics: MetricsLog | None) -> None:
-        shards, folder, digest = (
-            self._model.shards,
-            self._folder / "state",
-            metrics.saved() if metrics else "",
-        )
+        shards = self._model.shards
+        folder = self._folder / "state"
+        digest = metrics.saved() if metrics else ""
         self._last_save = RunFolder(self._folder).save(self._state.step)
         if self._writer is not None:  # too much to be gathered on one rank
             assert shards is not None

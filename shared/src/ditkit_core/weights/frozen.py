@@ -88,10 +88,8 @@ def build_frozen(
 ) -> Module:
     """Build a library's module on `meta` from its configuration, which must not describe far more
     parameters than the files have tensors."""
-    failure, remedy = (
-        f"{source.path}: no model can be built from its configuration",
-        "fetch its config.json again",
-    )
+    failure = f"{source.path}: no model can be built from its configuration"
+    remedy = "fetch its config.json again"
     with (
         given_to_library(failure, remedy),
         at_most_parameters(4 * len(source.tensors) + 1000),

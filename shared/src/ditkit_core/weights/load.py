@@ -242,12 +242,10 @@ def load_into(
     # One reader for all tensors: its scratch memory is allocated once.
     reader = ParameterReader(source)
     for name in sorted(mapping, key=lambda name: file_position(source, mapping[name][0])):
-        device, dtype, parts, edit = (
-            device_of(name),
-            dtype_of(name),
-            mapping[name],
-            (edits or {}).get(name),
-        )
+        device = device_of(name)
+        dtype = dtype_of(name)
+        parts = mapping[name]
+        edit = (edits or {}).get(name)
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, QuantizedLinear) and leaf == "weight":

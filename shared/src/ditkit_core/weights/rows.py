@@ -51,15 +51,11 @@ def dense_rows(layer: nn.Linear, division: RowReader) -> Tensor:
     values = layer.values()
     has_scales = all(len(value) == layer.out_features for value in values.values())
     if has_scales:  # each row has its own
-        stored, num_rows = (
-            {name: division.local_values(value) for name, value in values.items()},
-            len(rows),
-        )
+        stored = {name: division.local_values(value) for name, value in values.items()}
+        num_rows = len(rows)
     else:  # nf4: blocks of one scale, and groups of scales, are over several rows
-        stored, num_rows = (
-            {name: unsharded(value, division) for name, value in values.items()},
-            layer.out_features,
-        )
+        stored = {name: unsharded(value, division) for name, value in values.items()}
+        num_rows = layer.out_features
     dense = torch.empty(num_rows, layer.in_features, device=stored["weight"].device)
     with torch.no_grad():
         quantize(stored, dense)

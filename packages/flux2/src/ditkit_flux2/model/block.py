@@ -81,10 +81,8 @@ class Flux2DoubleBlock(nn.Module):
         out_t, out_i = out.split(sizes, 1)
         text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
         image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
-        h_t, h_i = (
-            self._hidden(self.txt_mlp, text, *mlp_t),
-            self._hidden(self.img_mlp, image, *mlp_i),
-        )
+        h_t = self._hidden(self.txt_mlp, text, *mlp_t)
+        h_i = self._hidden(self.img_mlp, image, *mlp_i)
         # Both last matmuls at once: a recompute can stop in front of them only if nothing after the
         # first is recomputed.
         y_t, y_i = recompute_boundaries([(self.txt_mlp[2], h_t), (self.img_mlp[2], h_i)])

@@ -88,10 +88,8 @@ class Subject(VaeConditioner):
         size = (controls.frames, controls.height, controls.width)
         pixels, mask = torch.zeros(3, *size), torch.zeros(size)
         if MASK in controls.files:
-            pixels, mask = (
-                video(controls, BACKGROUND),
-                1 - ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1),
-            )
+            pixels = video(controls, BACKGROUND)
+            mask = 1 - ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
         latents = self.latents(pixels)
         front = torch.cat([torch.ones(4, *reference.shape[1:]), reference])
         clip = torch.cat([mask_channels(mask, self.vae.strides[1]), latents])

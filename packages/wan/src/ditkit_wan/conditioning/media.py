@@ -25,10 +25,8 @@ def missing_condition(controls: ClipInputs, columns: Sequence[str], why: str) ->
         columns: One of them is enough.
         why: Purpose of the image, for the message.
     """
-    whose, one = (
-        controls.clip or "a sample",
-        "that column" if len(columns) == 1 else "one of the columns",
-    )
+    whose = controls.clip or "a sample"
+    one = "that column" if len(columns) == 1 else "one of the columns"
     remedy = (
         f"add {one}"
         if controls.clip

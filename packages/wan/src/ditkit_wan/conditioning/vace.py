@@ -56,10 +56,8 @@ class Vace(VaeConditioner):
             mask = ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
         # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
         chosen = (mask > 0.5).float()
-        kept_latents, regenerated = (
-            self.latents(pixels * (1 - chosen)),
-            self.latents(pixels * chosen),
-        )
+        kept_latents = self.latents(pixels * (1 - chosen))
+        regenerated = self.latents(pixels * chosen)
         context = torch.cat([kept_latents, regenerated, mask_channels(mask)])
         images = [
             fitted(Path(controls.files[column]), controls.height, controls.width, canvas=1.0)

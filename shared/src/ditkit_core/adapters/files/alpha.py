@@ -38,10 +38,8 @@ class AlphaHeader:
     @classmethod
     def of(cls, source: SafetensorsSource) -> "AlphaHeader":
         """Read the header of a file."""
-        raw, where = (
-            source.metadata.get(DIFFUSERS_METADATA, "{}"),
-            f"{source.path}: the header's {DIFFUSERS_METADATA}",
-        )
+        raw = source.metadata.get(DIFFUSERS_METADATA, "{}")
+        where = f"{source.path}: the header's {DIFFUSERS_METADATA}"
         config_file = source.path.with_name(_PEFT_CONFIG)
         # Only for peft's own keys: a folder may have another adapter's configuration next to this
         # file.

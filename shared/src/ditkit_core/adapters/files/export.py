@@ -417,10 +417,8 @@ def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tens
             for part, tensor in parts_of(layer, method).items()
         }
         return weight + rows_of(weight_change(parts, layer.scaling["default"]), index, of)
-    down, up = (
-        layer.lora_A["default"].weight.detach(),
-        rows_of(layer.lora_B["default"].weight.detach(), index, of),
-    )
+    down = layer.lora_A["default"].weight.detach()
+    up = rows_of(layer.lora_B["default"].weight.detach(), index, of)
     down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
     if layer.lora_magnitude_vector:

@@ -230,10 +230,8 @@ def shapes_in(source: SafetensorsSource, keys: FileKeys) -> dict[str, tuple[int,
         if factors:
             num_rows, width = shape_of_parts(factors) if are_factors(factors) else (1, 1)
         else:
-            num_rows, width = (
-                math.prod(matrices.get("up", ())[:1]),
-                math.prod(matrices.get("down", ())[1:]),
-            )
+            num_rows = math.prod(matrices.get("up", ())[:1])
+            width = math.prod(matrices.get("down", ())[1:])
         for part in parts:
             shapes.setdefault(part.name, (num_rows // len(parts) * part.of, width))
     return shapes

@@ -113,11 +113,9 @@ class FileAdapter:
         has_number = shapes.get("alpha", ()) in ((), (1,))
         if factors:
             _check_factors(source, keys, factors, layer, has_number=has_number)
-            rank, low_rank, method = (
-                rank_of_parts(factors),
-                low_rank_of(factors),
-                METHOD_OF_PART[next(iter(factors))],
-            )
+            rank = rank_of_parts(factors)
+            low_rank = low_rank_of(factors)
+            method = METHOD_OF_PART[next(iter(factors))]
             scale = (
                 float(source.read(keys["alpha"])) / low_rank
                 if "alpha" in keys and low_rank is not None
@@ -172,10 +170,8 @@ def _check_lora(
 ) -> None:
     for kind in ("down", "up"):
         if kind not in keys:
-            there, ours = (
-                ", ".join(keys.values()),
-                ", ".join(dict.fromkeys(part.name for part in parts)),
-            )
+            there = ", ".join(keys.values())
+            ours = ", ".join(dict.fromkeys(part.name for part in parts))
             raise UserError(
                 f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again"
             )

@@ -469,10 +469,8 @@ def _wait(devices: Iterable[torch.device]) -> None:
 def estimated_seconds(subject: Subject) -> float:
     """An upper estimate of an audit's duration: the time of a pass in fp64, which is the slowest
     kind, for all passes."""
-    devices, began = (
-        {parameter.device for parameter in subject.model.parameters()},
-        time.perf_counter(),
-    )
+    devices = {parameter.device for parameter in subject.model.parameters()}
+    began = time.perf_counter()
     with eval_mode(subject.model, subject.precision):
         _measure(subject, _Batch.sampled(subject, 0), _IN_FP64, None)
     _wait(devices)

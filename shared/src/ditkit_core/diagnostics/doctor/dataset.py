@@ -334,10 +334,8 @@ class _Examination:
                 info = probe(path)
             except UserError as error:
                 # damaged after its windows, which were decoded without an error
-                end, extent = (
-                    max(s.start_seconds + s.frames / fps for s in samples),
-                    available(path, fps, at_most=1),
-                )
+                end = max(s.start_seconds + s.frames / fps for s in samples)
+                extent = available(path, fps, at_most=1)
                 info = MediaInfo(
                     kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps
                 )

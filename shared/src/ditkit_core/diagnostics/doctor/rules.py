@@ -231,10 +231,8 @@ def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
     of each."""
     rows_with_unused = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
     if rows_with_unused:
-        kept, frames = (
-            sum(row.kept for row in rows_with_unused),
-            sum(row.frames for row in rows_with_unused),
-        )
+        kept = sum(row.kept for row in rows_with_unused)
+        frames = sum(row.frames for row in rows_with_unused)
         observation = f"{kept} of their {frames} frames are trained on, less than half of each"
         remedy = (
             'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
@@ -318,10 +316,8 @@ def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> 
     the same."""
     short = sorted(sample.frames for sample in shortened_clips(samples, data))
     if short:
-        shortest, lengths = (
-            min(data.lengths),
-            f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}",
-        )
+        shortest = min(data.lengths)
+        lengths = f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
         observation = f"they have fewer than {shortest} frames ({shortest / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
         remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
         yield Finding(

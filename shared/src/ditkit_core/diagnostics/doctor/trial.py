@@ -189,10 +189,8 @@ def _encoded(run: RunContext, unloaded: Model, examined: ExaminedDataset) -> lis
     """The largest micro-batch, encoded, after a look at what the model refuses."""
     _check_shapes(run.data, unloaded, [*examined.samples, *examined.class_images])
     check_components(run, examined.samples)
-    encoded, wanted = (
-        encode_samples(run.data, examined.largest, run.data.fps),
-        len(examined.largest),
-    )
+    encoded = encode_samples(run.data, examined.largest, run.data.fps)
+    wanted = len(examined.largest)
     if len(encoded) < wanted:
         raise UserError(
             f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings"
@@ -279,10 +277,8 @@ def _findings(row: StepRow, method: str) -> Iterator[Finding]:
         remedy = "remove them from adapter.targets, or add the data that they process"
         yield Finding("D23", listed(names, 3), observation, remedy, severity=severity)
     if row.reloaded is False:
-        observation, remedy = (
-            "the save differs when it is read back",
-            "check the disk and the memory of this machine",
-        )
+        observation = "the save differs when it is read back"
+        remedy = "check the disk and the memory of this machine"
         yield Finding("D24", "a save of this run", observation, remedy)
 
 

@@ -88,10 +88,8 @@ def judge_change(
             unsure,
             _HOLD_OUT_MORE,
         )
-    words, headline = (
-        f"validation loss did not change beyond chance ({chance})",
-        f"it is too early to say: {unseen}",
-    )
+    words = f"validation loss did not change beyond chance ({chance})"
+    headline = f"it is too early to say: {unseen}"
     advice = "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr)."
     return Verdict(words, "unclear", headline, unsure, advice)
 

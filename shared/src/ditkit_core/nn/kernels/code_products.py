@@ -33,10 +33,8 @@ def _multiply(
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         first = tile // (TILES * across) * TILES
         together = min(down - first, TILES)
-        tile_row, tile_column = (
-            first + tile % (TILES * across) % together,
-            tile % (TILES * across) // together,
-        )
+        tile_row = first + tile % (TILES * across) % together
+        tile_column = tile % (TILES * across) // together
         sums = tl.zeros((ROWS, COLUMNS), tl.int32)
         # what is behind the last row, column or number is read as zeros
         for span in range(tl.cdiv(length, SPAN)):
@@ -69,10 +67,8 @@ def multiplied(
     m], plus a bias [m], to a matrix [n, m] of another dtype. All are contiguous, and 16 divides k.
     """
     (rows, length), width = left.shape, len(right)
-    tiles, programs = (
-        triton.cdiv(rows, _ROWS) * triton.cdiv(width, _COLUMNS),
-        hopper.multiprocessors(left.device),
-    )
+    tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(width, _COLUMNS)
+    programs = hopper.multiprocessors(left.device)
     lefts = TensorDescriptor(left, [rows, length], [length, 1], [_ROWS, _SPAN])
     rights = TensorDescriptor(right, [width, length], [length, 1], [_COLUMNS, _SPAN])
     # On its way to memory an fp32 tile takes 128 KiB of the 227 that a multiprocessor has: with a

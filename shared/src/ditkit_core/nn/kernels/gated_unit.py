@@ -50,9 +50,7 @@ def backward(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient of x; both halves are written into one tensor."""
     rows, gradients, half = x.flatten(0, -2), gradient.flatten(0, -2), gradient.shape[-1]
     d_x = x.new_empty(x.shape)
-    grid, strides = (
-        (rows.shape[0], blocks_of(half, _BLOCK), 1),
-        (gradients.stride(0), rows.stride(0)),
-    )
+    grid = (rows.shape[0], blocks_of(half, _BLOCK), 1)
+    strides = (gradients.stride(0), rows.stride(0))
     _backward(grid, (gradients, rows, d_x), strides, (half, _BLOCK))
     return d_x

@@ -84,10 +84,8 @@ def _products(
     products, low, left, left_of_low, scaling, rows,
     TERMS: tl.constexpr, RANK: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offsets, count = (
-        tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK),
-        tl.cast(rows, tl.int64) * RANK,
-    )
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.cast(rows, tl.int64) * RANK
     if HAS_LOW:
         half = tl.num_programs(0) // 2
         if tl.program_id(0) >= half:

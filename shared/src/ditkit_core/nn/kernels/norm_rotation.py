@@ -64,11 +64,9 @@ def _backward(
     TRAINED: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     groups, features = tl.arange(0, G)[:, None], tl.arange(0, W)[None, :]
-    inside, offsets, group = (
-        (groups < GROUPS) & (features < WIDTH),
-        groups * WIDTH + features,
-        tl.arange(0, G),
-    )
+    inside = (groups < GROUPS) & (features < WIDTH)
+    offsets = groups * WIDTH + features
+    group = tl.arange(0, G)
     weights = tl.load(weight + features, mask=features < WIDTH, other=0.0)
     total = tl.zeros((G, W), tl.float32)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):

@@ -103,15 +103,11 @@ def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tupl
     """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and
     the scales of its rows [n, 1]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    codes, scale = (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(x.shape[0], 1, dtype=torch.float32),
-    )
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    tensors, is_scaled = (
-        (x, scale if columns is None else columns, codes, scale),
-        columns is not None,
-    )
+    tensors = (x, scale if columns is None else columns, codes, scale)
+    is_scaled = columns is not None
     _round(
         (x.shape[0], 1, 1), tensors, (x.stride(0),), (x.shape[1], is_scaled, limit, _TINY, _BLOCK)
     )

@@ -143,10 +143,8 @@ class PlannedRun:
         """Of all steps, validation, previews and samples of all experts. Loading, encoding,
         decoding and saving come on top: minutes."""
         step, validated = self.seconds(gpus), self._forward(self.one, gpus)
-        sampled, every_steps = (
-            self._calls_of_samples() * self._forward(self.sample, gpus),
-            self.jobs.run.config.sample.every_steps,
-        )
+        sampled = self._calls_of_samples() * self._forward(self.sample, gpus)
+        every_steps = self.jobs.run.config.sample.every_steps
         total = sampled
         for job in self.jobs:
             config, held_out = job.run.config, job.run.config.held_out

@@ -386,10 +386,8 @@ class NamedOptimizer:
             # updates nothing, but counts the step in optimizers that count per group
             self.step_one(name, lr)
         for single in self._singles.values():
-            group, single_group = (
-                single.part.param_groups[single.group],
-                single.optimizer.param_groups[0],
-            )
+            group = single.part.param_groups[single.group]
+            single_group = single.optimizer.param_groups[0]
             group.update(
                 {key: single_group[key] for key in single.kind.progress if key in single_group}
             )
