@@ -102,8 +102,8 @@ def family_spec(
     """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced
     with `dataclasses.replace`.
 
-    Seven arguments are required (`STEPS`). The error for a missing one names the file and the step
-    of the guide where it is written.
+    Six arguments are required, and `levels` where the shift is no constant (`STEPS`). The error for
+    a missing one names the file and the step of the guide where it is written.
 
     Args:
         name: Name of the family, and prefix of its commands.
