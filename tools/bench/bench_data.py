@@ -55,9 +55,12 @@ PROGRAM = Path(__file__).resolve()
 def texture(random: np.random.Generator, width: int) -> np.ndarray:
     """Blotches of two sizes, uint8 [SIDE, width, 3]."""
     layers = [
-        np.kron(random.normal(size=(SIDE // side, width // side + 1, 3)) * side, np.ones((side,
-        side, 1)))[:, :width] for side in (4, 16)
-    ]  # fmt: skip
+        np.kron(
+            random.normal(size=(SIDE // side, width // side + 1, 3)) * side,
+            np.ones((side, side, 1)),
+        )[:, :width]
+        for side in (4, 16)
+    ]
     mixed = layers[0] + layers[1]
     return ((mixed - mixed.min()) / np.ptp(mixed) * 255).astype(np.uint8)
 
@@ -199,10 +202,14 @@ def second_start(place: Path, base: Path, repeats: int) -> str:
             path.stat().st_size for path in Path(f"{folder}-cache").rglob("*") if path.is_file()
         )
         rows.append(
-            (count, f"{filled['seconds']:.2f} s", f"{each['seconds']:.2f} s",
-            f"{1000 * each['seconds'] / count:.2f} ms",
-             f"{held / count:,.0f}")
-        )  # fmt: skip
+            (
+                count,
+                f"{filled['seconds']:.2f} s",
+                f"{each['seconds']:.2f} s",
+                f"{1000 * each['seconds'] / count:.2f} ms",
+                f"{held / count:,.0f}",
+            )
+        )
     return (
         "## A second start on an unchanged dataset\n\nThe tiny encoders of the demo fill the "
         "cache; the second start finds everything in it. Exponent of the second "
@@ -329,10 +336,13 @@ def window(place: Path, base: Path, repeats: int) -> str:
         )  # fmt: skip
         seconds.append(at_end["seconds"])
         rows.append(
-            (f"{frames:,}", f"{1000 * at_end['seconds']:.1f} ms",
-            f"{1000 * all_of_it['seconds']:.1f} ms",
-             f"{all_of_it['seconds'] / at_end['seconds']:.1f}")
-        )  # fmt: skip
+            (
+                f"{frames:,}",
+                f"{1000 * at_end['seconds']:.1f} ms",
+                f"{1000 * all_of_it['seconds']:.1f} ms",
+                f"{all_of_it['seconds'] / at_end['seconds']:.1f}",
+            )
+        )
     return (
         f"## The last {WINDOW} frames of a long video\n\nH.264 of {SIDE} × {SIDE} with a keyframe "
         f"every 250 frames, as the encoder sets them. Exponent of the window by the length of "

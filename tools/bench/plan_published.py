@@ -250,9 +250,10 @@ def split_a14b() -> Iterator[Line]:
         yield Line(
             setting=f"the same at the peak of a step at 480×832×49, without the encoders: cuda:{index}",
             published="not published",
-            figure=0, predicted=plan.peak, made_of=_in_gib({k: v for k,
-            v in plan.purposes.items() if v > GIB / 20}),
-        )  # fmt: skip
+            figure=0,
+            predicted=plan.peak,
+            made_of=_in_gib({k: v for k, v in plan.purposes.items() if v > GIB / 20}),
+        )
     yield Line(
         setting="its adapter as a file in bf16", published="292.5 MiB", figure=292.5 * MIB,
         predicted=_adapter_bytes(made),
@@ -278,10 +279,11 @@ def split_flux2() -> Iterator[Line]:
     for index, plan in enumerate(plans):
         yield Line(
             setting=f"the same at the peak of a step at 512×512: cuda:{index}",
-            published="not published", figure=0,
-            predicted=plan.peak, made_of=_in_gb({k: v for k,
-            v in plan.purposes.items() if v > GB / 20}),
-        )  # fmt: skip
+            published="not published",
+            figure=0,
+            predicted=plan.peak,
+            made_of=_in_gb({k: v for k, v in plan.purposes.items() if v > GB / 20}),
+        )
 
 
 def _in_gib(held: Mapping[str, float]) -> str:
@@ -405,10 +407,19 @@ def speeds() -> Iterator[Speed]:
         yield Speed(
             setting=f"FLUX.2 dev, {stored} {does}, LoRA 16, 512×512, full, split over 2 RTX 5090",
             source=f"genno's split of {program}",
-            seconds=seconds, gpus="2xrtx5090", cut=MIDDLE_OF_DEV,
-            job=peers(FLUX2, DEV, (1, 512, 512), rank=16, quantize=stored, compute=computed,
-            kernels=kernels),
-        )  # fmt: skip
+            seconds=seconds,
+            gpus="2xrtx5090",
+            cut=MIDDLE_OF_DEV,
+            job=peers(
+                FLUX2,
+                DEV,
+                (1, 512, 512),
+                rank=16,
+                quantize=stored,
+                compute=computed,
+                kernels=kernels,
+            ),
+        )
 
 
 NOTES = """

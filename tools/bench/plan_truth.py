@@ -264,11 +264,16 @@ def plan(case: Case, device: torch.device) -> int:
     spec, arch, adapter, items = described(case)
     precision = Precision(matmul=parse_dtype(case.dtype))
     job = Job(
-        spec=spec, arch=arch, adapter=adapter, batch=items, ema=EMAConfig(decay=case.ema),
+        spec=spec,
+        arch=arch,
+        adapter=adapter,
+        batch=items,
+        ema=EMAConfig(decay=case.ema),
         kind=device.type,
-        execution=Execution(checkpointing=case.policy, kernels="torch", quantize=case.quantize,
-        precision=precision),
-    )  # fmt: skip
+        execution=Execution(
+            checkpointing=case.policy, kernels="torch", quantize=case.quantize, precision=precision
+        ),
+    )
     made = profile(job)
     count = len(made.blocks)
     # torch allocates cuBLAS' workspaces as tensors, which the measured peak has as well.

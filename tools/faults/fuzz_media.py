@@ -168,12 +168,17 @@ class Captions:
                 damaged_bytes(draw, data) if draw.random() < 0.3 else data
             )
         config = DataConfig(
-            folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error",
-            "skip")),
-            trigger=draw.choice(("", "ohwx", "(.*", "\\", "a")), shuffle_tags=draw.random() < 0.5,
+            folder=str(folder),
+            frames=1,
+            height=16,
+            width=16,
+            on_bad=draw.choice(("error", "skip")),
+            trigger=draw.choice(("", "ohwx", "(.*", "\\", "a")),
+            shuffle_tags=draw.random() < 0.5,
             tag_separator=draw.choice((",", "|", "a")),
-            keep_tags=draw.choice((0, 1, 5)), tag_variants=draw.choice((1, 4, 64)),
-        )  # fmt: skip
+            keep_tags=draw.choice((0, 1, 5)),
+            tag_variants=draw.choice((1, 4, 64)),
+        )
         for sample in scan(config, frame_step=1, size_step=16, fps=8.0).samples:
             assert captions_of(sample.captions, config)
 

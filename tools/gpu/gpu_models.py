@@ -108,10 +108,15 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
     """A plan of the step on a GPU."""
     spec, arch, adapter, item = described(case, tiny)
     job = StepJob(
-        spec=spec, arch=arch, adapter=adapter, batch=[item], kind=kind,
-        execution=Execution(checkpointing=mode.policy, kernels=mode.kernels,
-        precision=mode.precision),
-    )  # fmt: skip
+        spec=spec,
+        arch=arch,
+        adapter=adapter,
+        batch=[item],
+        kind=kind,
+        execution=Execution(
+            checkpointing=mode.policy, kernels=mode.kernels, precision=mode.precision
+        ),
+    )
     work = Workload(
         kernels=mode.kernels,
         cuda_graphs=mode.cuda_graphs,

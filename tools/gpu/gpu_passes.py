@@ -74,12 +74,14 @@ def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
     return {
         "copy": Pass(run=lambda: x.detach().clone(), forward=8 * number, has_kernel=False),
         "modulated norm": Pass(
-            run=lambda: modulated_norm(x, scale, shift, 1e-6, WIDE, NARROW), forward=6 * number,
-            backward=10 * number
+            run=lambda: modulated_norm(x, scale, shift, 1e-6, WIDE, NARROW),
+            forward=6 * number,
+            backward=10 * number,
         ),
         "modulated norm, trained": Pass(
-            run=lambda: modulated_norm(x, trained[0], trained[1], 1e-6, WIDE, NARROW), forward=6 * number,
-            backward=10 * number
+            run=lambda: modulated_norm(x, trained[0], trained[1], 1e-6, WIDE, NARROW),
+            forward=6 * number,
+            backward=10 * number,
         ),
         "norm and rotation": Pass(
             run=lambda: normalised_heads(y, norm, heads, Precision(matmul=NARROW), rotary),
@@ -88,13 +90,16 @@ def passes_of(device: torch.device, tokens: int, dim: int) -> dict[str, Pass]:
         ),
         "gated unit": Pass(run=lambda: gated_unit(both), forward=6 * number, backward=10 * number),
         "gated sum": Pass(
-            run=lambda: gated_sum(y, x, gate), forward=10 * number, backward=6 * number,
-            has_kernel=False
+            run=lambda: gated_sum(y, x, gate),
+            forward=10 * number,
+            backward=6 * number,
+            has_kernel=False,
         ),
         **weights,
-        "transposed codes": Pass(run=lambda: codes.T.contiguous(), forward=2 * dim * dim,
-        has_kernel=False),
-    }  # fmt: skip
+        "transposed codes": Pass(
+            run=lambda: codes.T.contiguous(), forward=2 * dim * dim, has_kernel=False
+        ),
+    }
 
 
 def _converted(layer: QuantizedLinear, dim: int) -> Pass:

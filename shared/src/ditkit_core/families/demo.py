@@ -93,13 +93,21 @@ def write_text_model(
     tokenizer = word_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     config = resolve_name("transformers:Qwen3Config")(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width,
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
-        architectures=["Qwen3ForCausalLM"], dtype="float32",
-    )  # fmt: skip
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
     model = random_model("text encoder", resolve_name("transformers:Qwen3ForCausalLM"), config)
     if are_separate:
         separate_words(model.model, tokenizer, captions)
@@ -186,11 +194,15 @@ def word_tokenizer(
     )
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *starts]
     tokenizer = resolve_name("transformers:Qwen2Tokenizer")(
-        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[(start[:-1],
-        start[-1]) for start in starts],
-        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512,
-        chat_template=chat_template, padding_side="right",
-    )  # fmt: skip
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=[(start[:-1], start[-1]) for start in starts],
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=PAD,
+        model_max_length=512,
+        chat_template=chat_template,
+        padding_side="right",
+    )
     tokenizer.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)]
     )

@@ -182,12 +182,17 @@ def steps(
                     _restore(model, values)
                 plain = plain or gradients
                 table[f"{adapter}/{dtype}/{policy}"] = Step(
-                    differs=differences(gradients, plain), apart=distance,
+                    differs=differences(gradients, plain),
+                    apart=distance,
                     collectives=dict(calls.collectives),
-                    attention=calls.attention, unreduced=refused(model),
-                    without=[n for n,
-                    p in model.named_parameters() if p.requires_grad and n not in gradients],
-                )  # fmt: skip
+                    attention=calls.attention,
+                    unreduced=refused(model),
+                    without=[
+                        n
+                        for n, p in model.named_parameters()
+                        if p.requires_grad and n not in gradients
+                    ],
+                )
     return table
 
 
