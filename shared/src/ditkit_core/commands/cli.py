@@ -195,9 +195,8 @@ def _work(family: Family, command: str, argv: Sequence[str]) -> tuple[RunConfig,
             flags = begun
         config = _resolve(family, command, flags)
         if command in ("train", "encode") and flags.options.comfyui:
-            from ditkit_core.commands.comfyui import (
-                with_comfyui,
-            )  # here, and not above: what a file is for takes torch
+            # here, and not above: what a file is for takes torch
+            from ditkit_core.commands.comfyui import with_comfyui
 
             flags = with_comfyui(family.spec(), flags, config)
             config = _resolve(family, command, flags)
@@ -221,9 +220,8 @@ def _work(family: Family, command: str, argv: Sequence[str]) -> tuple[RunConfig,
 
             change_queue(config, flags.options)
             return 0
-        if (
-            command == "watch"
-        ):  # it reads files alone: the family's spec would take seconds and most of a GiB
+        # it reads files alone: the family's spec would take seconds and most of a GiB
+        if command == "watch":
             from ditkit_core.diagnostics.report.server import watch
 
             options = flags.options
@@ -271,9 +269,8 @@ def _recipe(family: Family, flags: Flags) -> Flags | int:
         raise UserError(
             f"--recipe {word} writes a run file in one process; then start that file with torchrun"
         )
-    from ditkit_core.commands.recipe import (
-        use_recipe,
-    )  # here, and not above: what fits a GPU takes torch
+    # here, and not above: what fits a GPU takes torch
+    from ditkit_core.commands.recipe import use_recipe
 
     try:
         return use_recipe(family.spec(), recipes, flags, family.components)

@@ -111,9 +111,8 @@ def _searched(
     run = create_run(spec, config)
     launch = launch_from(options)
     ranks = planned_layout(run, options.gpus, launch)
-    check_plannable(
-        run, here=False
-    )  # the configured devices are not checked: the search chooses among all
+    # the configured devices are not checked: the search chooses among all
+    check_plannable(run, here=False)
     gpus, names = gpus_to_fit(run.config, options.gpus)
     host = host_limit(options.host, here=not options.gpus)
     result = (
@@ -124,9 +123,8 @@ def _searched(
     chosen = result.chosen
     if chosen is None:
         return DOES_NOT_FIT, "", list(result.lines)
-    if (
-        not options.gpus
-    ):  # a GPU that train.device or train.devices names may be the one that generates previews
+    # a GPU that train.device or train.devices names may be the one that generates previews
+    if not options.gpus:
         check_preview_device(with_config(run, result.level.config))
 
     def auxiliary(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
@@ -260,9 +258,8 @@ def in_words(candidate: Candidate, names: Sequence[str]) -> str:
     order += ", micro-batches not replayed" * candidate.drops_cuda_graphs
     return (
         f"checkpointing {execution.checkpointing}, {weights_in_words(execution.quantize)}, "
-        f"{'; '.join(spans)}{order}: "
-        f"about {candidate.seconds:.2g} s a step, "
-        f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
+        f"{'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, the fullest GPU uses "
+        f"{candidate.fullness:.0%} of its budget"
     )
 
 
@@ -312,8 +309,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
             f"nothing fits: {smallest} the GPUs have enough memory, but the host needs "
-            f"{needed / GIB:.2f} GiB for weights and activations "
-            f"and has {task.host / GIB:.2f} GiB"
+            f"{needed / GIB:.2f} GiB for weights and activations and has {task.host / GIB:.2f} GiB"
         )
     else:
         yield f"nothing fits: {smallest}, all streamed, the fullest GPU still lacks {least_missing(task) / GIB:.2f} GiB"

@@ -214,10 +214,8 @@ def _described(field: ConfigField, values: Sequence[str]) -> dict[str, Any]:
 
 def _accepted(hint: Any) -> dict[str, Any]:
     """What a type accepts."""
-    kind, arguments = (
-        get_origin(hint),
-        [argument for argument in get_args(hint) if argument is not NoneType],
-    )
+    kind = get_origin(hint)
+    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
     if kind is Literal:
         return {"enum": arguments}
     if kind in (Union, UnionType):
@@ -225,9 +223,8 @@ def _accepted(hint: Any) -> dict[str, Any]:
         return {"anyOf": accepted} if len(accepted) > 1 else accepted[0]
     if kind is tuple and Ellipsis in arguments:
         item = _accepted(arguments[0])
-        return {
-            "anyOf": [{"type": "array", "items": item}, item]
-        }  # a list of one may be written as its item
+        # a list of one may be written as its item
+        return {"anyOf": [{"type": "array", "items": item}, item]}
     if kind is tuple:
         items = list(map(_accepted, arguments))
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}

@@ -226,9 +226,8 @@ def claimed(entry: Path) -> Iterator[bool]:
         return
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's claim
-            with suppress(
-                OSError
-            ):  # without locks the file says nothing, and there would be one for each entry
+            # without locks the file says nothing, and there would be one for each entry
+            with suppress(OSError):
                 file.unlink()
         # a folder that cannot be written or locked: writing the entry says what is wrong, if
         # anything

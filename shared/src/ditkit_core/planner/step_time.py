@@ -425,9 +425,8 @@ def utilisation_of(
     }
     utilisation = Utilisation(sizes, lambda item: flops_of(job, item), num_tokens, sum(rates))
     doing("counting the arithmetic of a step")
-    utilisation.flops(
-        next(iter(utilisation.sizes))
-    )  # now, and not in the first step, which would seem to hang
+    # now, and not in the first step, which would seem to hang
+    utilisation.flops(next(iter(utilisation.sizes)))
     return utilisation
 
 

@@ -148,9 +148,8 @@ def _over_steps(section: Section, media: Mapping[Path, Medium]) -> list[Strip]:
         return [_side_by_side(section.samples[0], media)]
     strips: dict[tuple[str, str, int], list[Medium]] = {}
     for sample_set in section.samples:
-        occurrences = Counter[
-            tuple[str, str]
-        ]()  # one prompt may be listed twice, with other conditions
+        # one prompt may be listed twice, with other conditions
+        occurrences = Counter[tuple[str, str]]()
         for sample in sample_set.samples:
             key = (sample.prompt, sample.seed)
             occurrences[key] += 1

@@ -311,10 +311,8 @@ class _Exact(torch.autograd.Function):
         # Every span of queries adds to the gradients of all keys and values.
         d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         for span in _exact_spans(q, k):
-            weights, d_out = (
-                _exact_weights(q, span, keys, padding_mask, ctx.causal),
-                gradient[:, span].transpose(1, 2),
-            )
+            weights = _exact_weights(q, span, keys, padding_mask, ctx.causal)
+            d_out = gradient[:, span].transpose(1, 2)
             d_v += weights.transpose(-2, -1) @ d_out
             d_weights = d_out @ values.transpose(-2, -1)
             # The softmax's backward: dS = W ∘ (dW - Σ dW ∘ W), per query.
