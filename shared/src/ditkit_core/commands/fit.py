@@ -110,7 +110,7 @@ def _searched(
     it."""
     run = create_run(spec, config)
     launch = launch_from(options)
-    ranks = planned_layout(run, options.gpus, launch)
+    ranks = planned_layout(run.config, options.gpus, launch)
     # the configured devices are not checked: the search chooses among all
     check_plannable(run, here=False)
     gpus, names = gpus_to_fit(run.config, options.gpus)

@@ -55,7 +55,7 @@ def report_of(
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
     execution = run.execution
-    layout = planned_layout(run, gpus, launch)
+    layout = planned_layout(run.config, gpus, launch)
     if layout is not None:
         check_ranks(run, layout.size)
     routes = () if layout is None else parse_links(launch.link, layout)
@@ -121,14 +121,14 @@ def _verifying(spec: ModelSpec, config: RunConfig, arch: Any, adapter_bytes: int
     return bytes_at_use(spec, arch, 0 if trains_all else shard * adapter_bytes)
 
 
-def planned_layout(run: RunContext, gpus: str, launch: PlannedLaunch) -> RankLayout | None:
+def planned_layout(config: RunConfig, gpus: str, launch: PlannedLaunch) -> RankLayout | None:
     """The ranks of a run on the GPUs of a machine, as `--gpus` names them, or as there are here;
     None for a process alone."""
     if gpus:
         count = len(parse_gpus(gpus))
     else:
-        count = torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
-    return layout_of(run.config.ranks, count, launch, devices=run.config.train.devices)
+        count = torch.cuda.device_count() if config.train.torch_devices[0].type == "cuda" else 1
+    return layout_of(config.ranks, count, launch, devices=config.train.devices)
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:
