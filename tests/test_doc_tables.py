@@ -1,23 +1,21 @@
 """The pages of docs/ have what the code says today, and every schedule that they show is one."""
 
-import itertools
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.engine.ac_schedule import parse_schedule, words
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import FORMATS
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.adapter_programs import NOT_TRIED
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from doc_models import LICENCES, SPECS
 from doc_planned import POLICIES, SUBJECTS, job_of, row
-from doc_precision import CASES, precision_of
-from doc_programs import KINDS, LORA, verdict
+from doc_precision import CASES, NAMES, precision_of
+from doc_programs import KINDS, files, is_written, loaded
 from doc_ranks import MACHINES, RUNS
 from doc_tables import CHECKPOINTING, ROOT, TABLES, Table, section, stale, stamp
 from marked import between
@@ -156,23 +154,31 @@ def test_licences_are_those_of_the_packages_pages():
         assert any(f"| `{hub_id}` | {licence} |" in row for row in rows), hub_id
 
 
-@pytest.mark.parametrize("kind", ["LoRA", *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_tick_in_the_table_of_programs_is_what_an_inspection_says(
-    spec: ModelSpec, kind: str
-) -> None:
-    arch = next(iter(spec.architecture.presets.values()))
-    block = re.compile(r"(layers|double_blocks|single_blocks)\.0\.(?!.*modulation)")
-    inside = [name for name in layers_of(spec.architecture.build, arch) if block.match(name)]
-    for form, naming in itertools.product(FORMATS.values(), ("official", "diffusers")):
-        layout = replace(
-            KINDS.get(kind, LORA),
-            form=form.name,
-            naming=naming,
-            alpha=form.scale == "alpha" or form.name == "lycoris",  # as their programs write it
-            dora_over_base=kind == "DoRA" and form.dora == "base",
-        )
-        readers = spec.adapters.rules.readers(layout, inside)
-        for program, problem in readers.items():
-            loads = not problem or problem.startswith("loads a part of it")
-            assert verdict(spec, program, layout).startswith("✓") == loads, (layout, program)
+def test_the_table_of_programs_says_what_an_inspection_says(spec: ModelSpec, kind: str) -> None:
+    """Of an adapter of the default targets: a form without a star is loaded whole, and one that is
+    not there is not."""
+    head, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in written(BY_NAME["programs"])
+    ]
+    (row,) = [row for row in rows if row[0] == kind and NAMES[spec.name] in row[1].split(", ")]
+    targets, _ = files(spec, next(iter(spec.architecture.presets.values())))
+    forms = [form for form in ADAPTER_FORMS.values() if is_written(spec, kind, form.name, targets)]
+    assert len(head) == 6 and len(targets) > 50 and forms
+    for program, cell in zip(head[2:], row[2:], strict=True):
+        for form in forms:
+            layout = form.layout(spec.architecture.names.bare, **KINDS[kind])
+            problem = spec.adapters.rules.readers(layout, targets)[program]
+            assert f"`{form.name}`*" in cell or (f"`{form.name}`" in cell) == (problem == "")
+            assert (cell == "not tried") == (problem == NOT_TRIED)
+
+
+def test_a_star_is_of_a_form_that_loses_some_layers():
+    """ComfyUI has no name of FLUX.2's modulation in diffusers' names."""
+    (flux2,) = (spec for spec in SPECS if spec.name == "flux2")
+    targets, layers = files(flux2, flux2.architecture.presets["klein-4b"])
+    assert "`diffusers`," in loaded(flux2, "LoRA", [targets])["ComfyUI"]
+    assert "`diffusers`*," in loaded(flux2, "LoRA", [targets, layers])["ComfyUI"]
+    assert "`diffusers`" not in loaded(flux2, "LoRA", [layers])["ComfyUI"]

@@ -34,7 +34,7 @@ from ditkit_core.errors import UserError
 from doc_data import control_columns, metadata_columns
 from doc_models import SPECS, models
 from doc_planned import budgets, kept
-from doc_precision import audited, backends, places, presets
+from doc_precision import NAMES, audited, backends, places, presets
 from doc_programs import programs
 from doc_ranks import scaled
 from doc_recipes import recipes
@@ -132,10 +132,7 @@ TABLES = (
     Table(name="places", page=PRECISION, kind="read", make=places),
     Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),
     Table(name="control-columns", page=DATA, kind="read", make=control_columns),
-    *(
-        Table(name=f"programs-{spec.name}", page=EXPORT, kind="read", make=partial(programs, spec))
-        for spec in SPECS
-    ),
+    Table(name="programs", page=EXPORT, kind="read", make=partial(programs, SPECS, NAMES)),
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
     Table(name="ranks", page=RANKS, kind="planned", make=scaled),
