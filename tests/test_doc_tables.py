@@ -154,6 +154,17 @@ def test_licences_are_those_of_the_packages_pages():
         assert any(f"| `{hub_id}` | {licence} |" in row for row in rows), hub_id
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_page_of_a_family_names_the_columns_of_its_conditions(spec: ModelSpec) -> None:
+    page = (ROOT / "packages" / spec.name / "README.md").read_text(encoding="utf-8")
+    names = {
+        column.name
+        for arch in spec.architecture.presets.values()
+        for column in spec.for_arch(arch).data.columns(arch)
+    }
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_table_of_programs_says_what_an_inspection_says(spec: ModelSpec, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables of docs/data.md: names of columns that metadata may have."""
+"""Tables of columns that metadata may have: of every model, and of Wan's conditions."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from ditkit_core.data.columns import (
     REFERENCE_COLUMNS,
 )
 from ditkit_core.data.masks import MASK
-from doc_models import SPECS
+from ditkit_wan.spec import WAN
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -36,12 +36,11 @@ def metadata_columns() -> Iterator[str]:
 
 
 def control_columns() -> Iterator[str]:
-    """The columns of conditions; which presets take them is on the page of their package."""
+    """The columns of Wan's conditions; which presets take them is on the same page."""
     columns = {
         column.name: column
-        for spec in SPECS
-        for arch in spec.architecture.presets.values()
-        for column in spec.for_arch(arch).data.columns(arch)
+        for arch in WAN.architecture.presets.values()
+        for column in WAN.for_arch(arch).data.columns(arch)
     }
     yield "| column | also called | kind | |"
     yield "|---|---|---|---|"

@@ -46,6 +46,7 @@ PROGRAMS = Path(sys.executable).parent
 CHECKPOINTING, PRECISION, DATA, RANKS = (
     ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
 )
+WAN_PAGE = ROOT / "packages" / "wan" / "README.md"
 EXPORT = ROOT / "docs" / "export.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
@@ -131,7 +132,7 @@ TABLES = (
     Table(name="backends", page=CHECKPOINTING, kind="read", make=backends),
     Table(name="places", page=PRECISION, kind="read", make=places),
     Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),
-    Table(name="control-columns", page=DATA, kind="read", make=control_columns),
+    Table(name="control-columns", page=WAN_PAGE, kind="read", make=control_columns),
     Table(name="programs", page=EXPORT, kind="read", make=partial(programs, SPECS, NAMES)),
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
