@@ -30,15 +30,12 @@ CAPTIONS = ("a cat, asleep", "a dog")
 BESIDE = {"a.txt": CAPTIONS[0], "b.txt": CAPTIONS[1]}
 WRITTEN = {
     "TagGUI": (BESIDE, {}),
-    "ai-toolkit": (BESIDE, {}),
     "OneTrainer": ({"a.txt": "a cat\na cat, asleep\n", "b.txt": "a dog"}, {"captions": "lines"}),
-    "kohya's scripts: WD14": (BESIDE, {}),
     "kohya's scripts: BLIP": ({"a.caption": CAPTIONS[0], "b.caption": CAPTIONS[1]}, {}),
     "musubi-tuner": (
         {"captions.jsonl": ("image_path", "caption", "absolute")},
         {"metadata": "captions.jsonl"},
     ),
-    "the same, with": (BESIDE, {}),
     "finetrainers": ({"videos.txt": "a.png\nb.png\n", "prompts.txt": "\n".join(CAPTIONS)}, {}),
     "VideoX-Fun": ({"train.json": ("file_path", "text", "list")}, {"metadata": "train.json"}),
     "Hugging Face": ({"metadata.jsonl": ("file_name", "text", "")}, {}),
