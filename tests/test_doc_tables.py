@@ -186,7 +186,7 @@ def test_the_table_of_programs_says_what_an_inspection_says(spec: ModelSpec, kin
             assert (cell == "not tried") == (problem == NOT_TRIED)
 
 
-def test_a_star_is_of_a_form_that_loses_some_layers():
+def test_a_star_is_of_a_form_that_loses_some_layers() -> None:
     """ComfyUI has no name of FLUX.2's modulation in diffusers' names."""
     (flux2,) = (spec for spec in SPECS if spec.name == "flux2")
     targets, layers = files(flux2, flux2.architecture.presets["klein-4b"])
