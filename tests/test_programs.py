@@ -4,6 +4,7 @@ named holds.
 The rows themselves are compared with the programs by tools/clients, where somebody has them.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,9 +16,15 @@ from safetensors.torch import save_file
 
 from ditkit_core.adapters.files.export import loaded_by, readers_of
 from ditkit_core.adapters.files.identify import find_adapter, layers_of, parameters_of
+from ditkit_core.adapters.inject import chosen_of
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS, FORMATS, AdapterLayout
+from ditkit_core.models.adapter_formats import (
+    ADAPTER_FORMS,
+    DIFFERENCES,
+    FORMATS,
+    AdapterLayout,
+)
 from ditkit_core.models.adapter_programs import NO_MODEL, NOT_TRIED, kinds_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.weights.fused_tensors import FusedTensors
@@ -30,12 +37,14 @@ from ditkit_wan.verify import DIFFUSERS as WAN_IN_DIFFUSERS
 from ditkit_zimage.presets import ZImageArch
 from ditkit_zimage.spec import ZIMAGE
 from ditkit_zimage.verify import DIFFUSERS as ZIMAGE_IN_DIFFUSERS
+from doc_models import SPECS
 
+NAMINGS = ("official", "diffusers")
 PRESETS = {"t2v-1.3b": WAN, "klein-base-4b": FLUX2, "base": ZIMAGE}
 LAYOUTS = [
     (form, naming, method, dora)
     for form in FORMATS
-    for naming in ("official", "diffusers")
+    for naming in NAMINGS
     for method, dora in (
         ("lora", ""),
         ("lora", "base"),
@@ -244,3 +253,66 @@ def test_diffusers_loads_no_file_of_differences_alone(tmp_path, family, form):
         with suppress(ValueError, KeyError, IndexError):
             loader.load_lora_weights(str(tmp_path / "x.safetensors"))
         assert torch.equal(verify.run(theirs, inputs), before)
+
+
+FACTORED = ("lora", "lokr", "loha")
+
+
+def alike(*forms: str) -> dict[str, set[str]]:
+    """These forms of every kind."""
+    return {method: set(forms) for method in FACTORED}
+
+
+FILES_OF_OTHERS = {
+    "wan": {
+        "ComfyUI": alike("videox official", "videox diffusers"),
+        "DiffSynth": {"lora": {"bare official"}},
+    },
+    "flux2": {
+        "ComfyUI": alike("onetrainer diffusers", "lycoris diffusers", "bare diffusers"),
+        "DiffSynth": {"lora": {"bare diffusers"}},
+        "diffusers": {"lora": {"peft official", "peft diffusers"}},
+    },
+    "krea2": {"diffusers": {"lora": {"peft official"}}},
+    "zimage": {
+        "ComfyUI": alike(*(f"{form} {name}" for form in ("lycoris", "bare") for name in NAMINGS)),
+        "DiffSynth": {"lora": {"bare official"}},
+    },
+}
+"""By family, program and kind: the forms with their names of modules that the program loads, of
+those that ditkit reads and does not write. tools/clients ran the programs."""
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_programs_load_the_files_of_others_that_they_were_seen_to_load(spec):
+    """An adapter of the default targets, with alpha where it is LyCORIS' own."""
+    arch = next(iter(spec.architecture.presets.values()))
+    layers = list(layers_of(spec.architecture.build, arch))
+    modules = chosen_of(layers, (), spec.adapters.targets)
+    loads: dict[str, dict[str, set[str]]] = {}
+    for form in FORMATS.keys() - ADAPTER_FORMS.keys() - {"prefixed"}:
+        for naming, method in itertools.product(NAMINGS, FACTORED):
+            layout = AdapterLayout(form=form, naming=naming, method=method, alpha=form == "lycoris")
+            for program, problem in spec.adapters.rules.readers(layout, modules).items():
+                if not problem:
+                    forms = loads.setdefault(program, {}).setdefault(method, set())
+                    forms.add(f"{form} {naming}")
+    of_lycoris = {"LyCORIS": alike(*(f"lycoris {naming}" for naming in NAMINGS))}
+    tried = spec.name in ("wan", "flux2", "zimage")
+    assert loads == FILES_OF_OTHERS.get(spec.name, {}) | (of_lycoris if tried else {})
+
+
+@pytest.mark.parametrize("spec", (WAN, FLUX2, ZIMAGE), ids=lambda spec: spec.name)
+def test_comfyui_loads_differences_of_the_blocks_alone(spec):
+    arch = next(iter(spec.architecture.presets.values()))
+    blocks = [
+        name
+        for name in layers_of(spec.architecture.build, arch)
+        if re.match(r"(layers|double_blocks|single_blocks)\.0\.(?!.*modulation)", name)
+    ]
+    for form in FORMATS:
+        layout = AdapterLayout(form=form, method=DIFFERENCES)
+        problem = spec.adapters.rules.readers(layout, blocks)["ComfyUI"]
+        partly = form == "musubi" and spec is ZIMAGE
+        assert problem.startswith("loads a part of it") == partly
+        assert (not problem or partly) == (form in ("official", "musubi")), form
