@@ -13,7 +13,7 @@ No GPU and no weights: every profile is a step on fake tensors.
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.search import Candidate, FitTask
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.plans.changes import fit_levels, levers
+from ditkit_core.run.plans.changes import Changed, fit_levels, levers
 from ditkit_core.run.plans.fit import task_for
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
@@ -126,14 +126,24 @@ def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
     seconds = chosen.seconds
-    changed = "".join(f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in level.changed)
+    changed = "".join(f"<br>{word}" for word in _changed(level.changed))
     return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
+
+
+def _changed(changes: Sequence[Changed]) -> list[str]:
+    """The keys that a full fine-tune needed, in a few words."""
+    words = [f"{change.key.rpartition('.')[2]} {change.value}" for change in changes]
+    fused = ["fused_backward true", "clip_by last_step"]
+    if not set(fused) <= set(words):
+        return words
+    return ["fused", *(word for word in words if word not in fused)]
 
 
 def _settings(chosen: Candidate) -> str:
     """A choice in a few words; exact resident weights on one GPU are not mentioned."""
     execution = chosen.execution
-    words = [str(execution.checkpointing)]
+    schedule = str(execution.checkpointing)
+    words = ["mixed" if "=" in schedule else schedule]
     if execution.quantize != "none":
         words.append(execution.quantize)
     if execution.swap_blocks:
@@ -186,21 +196,14 @@ def notes() -> str:
         for gpu in single
     )
     return (
-        "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen "
-        "weights where it is not bf16, the number of blocks "
-        "whose weights are streamed from the host (`swap`), and the block before which the second "
-        "GPU begins (`cut`). Of a full fine-tune the keys "
-        "follow that `--fit` had to change. Then come the planned peak of "
-        "each GPU, page-locked host memory for streamed weights and offloaded activations, and an "
-        "**estimate** of the seconds per step. A micro-batch "
-        "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are "
-        "those of the run files. A dash means that nothing fits; the cell then names the "
-        f"mildest single change with which something does. Each GPU keeps free a part of what "
-        f"torch reports: {reserves} GiB. Kernels reach the shares that an H100 reached of the "
-        f"published "
-        f"rates of the slowest known GPU with as much memory ({'; '.join(rates)}), and the host is "
-        f"as slow as that H100's. The table is of training alone; `--plan` has a second table "
-        f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."
+        "`mixed`: blocks have different policies. `swap`: so many blocks keep their weights on the "
+        "host. `cut`: the block with which the second GPU begins. `fused`: `--fit` sets "
+        '`optim.fused_backward = true` and `train.clip_by = "last_step"`. Then come the peak of '
+        "each GPU, page-locked host memory, and an **estimate** of the seconds of a step. A dash: "
+        "nothing fits but with the change below it. The table is of training alone, with one "
+        "sample in a micro-batch and the other keys of the run files. Left free of what torch "
+        f"reports: {reserves} GiB. A size stands for the slowest known GPU with as much memory "
+        f"({'; '.join(rates)}). Planned, not measured: fake tensors, torch {_torch()}."
     )
 
 
