@@ -63,11 +63,22 @@ def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
 
 def models() -> Iterator[str]:
     """A row for each hub id that a preset belongs to."""
-    yield "| `model.base` | preset | parts that a run loads, GB in bf16 | together, GB | licence |"
-    yield "|---|---|---|---|---|"
+    yield (
+        "| `model.base` | preset | transformer, GB | VAE | text encoder | image or speech encoder "
+        "| together | licence, if it is known |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
     for spec in SPECS:
         for hub_id, preset in spec.architecture.hub_presets.items():
             found = sizes(spec, spec.architecture.presets[preset])
-            parts = ", ".join(f"{name} {size:.1f}" for name, size in found.items())
-            licence = LICENCES.get(hub_id, "see the card")
-            yield f"| `{hub_id}` | `{preset}` | {parts} | {sum(found.values()):.1f} | {licence} |"
+            (transformer, *others), total = found.items(), sum(found.values())
+            name, size = transformer
+            parts = dict(others)
+            cells = [
+                f"{size:.1f}" + " (two)" * name.startswith("2 "),
+                *(f"{parts.pop(part):.1f}" for part in ("VAE", "text encoder")),
+                " + ".join(f"{other:.1f}" for other in parts.values()),
+                f"{total:.1f}",
+                LICENCES.get(hub_id, ""),
+            ]
+            yield f"| `{hub_id}` | `{preset}` | {' | '.join(cells)} |"
