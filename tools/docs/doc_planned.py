@@ -31,7 +31,7 @@ POLICIES = (
     "none", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload",
     "full+offload",
 )  # fmt: skip
-GPUS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
+GPUS = {"wan": ("24GiB", "48GiB"), "flux2": ("80GiB",)}
 TERA = 10**12
 
 

@@ -2,7 +2,7 @@
 demos; and the attention backends."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,25 +90,28 @@ def precision_of(family: str, **fields: Any) -> Precision:
 
 
 def places() -> Iterator[str]:
-    """Every place, and the dtype that the presets give it where matmuls are bf16; families with one
-    `reference` share a column."""
+    """Every place, and the dtype that the presets for training give it where matmuls are bf16."""
+    kinds = [precision_of("wan"), precision_of("wan", preset="fast")]
+    yield "| place | what runs in it | `default` | `fast` |"
+    yield "|---|---|---|---|"
+    for place in (*PLACES[1:], PLACES[0]):
+        words = " ".join(field_docs(Precision)[place].split()).rstrip(".")
+        yield f"| `{place}` | {words} | {_dtypes(place, kinds)} |"
+
+
+def references() -> Iterator[str]:
+    """The dtypes of the official code; families with the same ones share a column."""
     columns: dict[Precision, list[str]] = {}
     for family in SPECS:
         columns.setdefault(precision_of(family, preset="reference"), []).append(NAMES[family])
-    kinds = [precision_of("wan"), precision_of("wan", preset="fast"), *columns]
-    yield (
-        "| place | what runs in it | `default` | `fast` | "
-        + " | ".join(f"`reference`, {' and '.join(names)}" for names in columns.values())
-        + " |"
-    )
-    yield "|---|---|" + "---|" * len(kinds)
+    yield f"| place | {' | '.join(' and '.join(names) for names in columns.values())} |"
+    yield "|---|" + "---|" * len(columns)
     for place in (*PLACES[1:], PLACES[0]):
-        words = " ".join(field_docs(Precision)[place].split()).rstrip(".")
-        yield (
-            f"| `{place}` | {words} | "
-            + " | ".join(dtype_name(getattr(kind, place)) for kind in kinds)
-            + " |"
-        )
+        yield f"| `{place}` | {_dtypes(place, columns)} |"
+
+
+def _dtypes(place: str, kinds: Iterable[Precision]) -> str:
+    return " | ".join(dtype_name(getattr(kind, place)) for kind in kinds)
 
 
 def presets() -> Iterator[str]:

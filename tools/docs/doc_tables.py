@@ -34,7 +34,7 @@ from ditkit_core.errors import UserError
 from doc_data import control_columns, metadata_columns
 from doc_models import SPECS, models
 from doc_planned import budgets, kept
-from doc_precision import NAMES, audited, backends, places, presets
+from doc_precision import NAMES, audited, backends, places, presets, references
 from doc_programs import programs
 from doc_ranks import scaled
 from doc_recipes import recipes
@@ -131,6 +131,7 @@ TABLES = (
     Table(name="models", page=CONFIGURATION, kind="read", make=models),
     Table(name="backends", page=CHECKPOINTING, kind="read", make=backends),
     Table(name="places", page=PRECISION, kind="read", make=places),
+    Table(name="references", page=AUDITS, kind="read", make=references),
     Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),
     Table(name="control-columns", page=WAN_PAGE, kind="read", make=control_columns),
     Table(name="programs", page=EXPORT, kind="read", make=partial(programs, SPECS, NAMES)),
