@@ -63,22 +63,13 @@ def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
 
 def models() -> Iterator[str]:
     """A row for each hub id that a preset belongs to."""
-    yield (
-        "| `model.base` | preset | transformer, GB | VAE | text encoder | image or speech encoder "
-        "| together | licence, if it is known |"
-    )
-    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    yield "| `model.base` | preset | transformer, GB | with encoders | licence, if it is known |"
+    yield "|---|---|---:|---:|---|"
     for spec in SPECS:
         for hub_id, preset in spec.architecture.hub_presets.items():
             found = sizes(spec, spec.architecture.presets[preset])
-            (transformer, *others), total = found.items(), sum(found.values())
-            name, size = transformer
-            parts = dict(others)
-            cells = [
-                f"{size:.1f}" + " (two)" * name.startswith("2 "),
-                *(f"{parts.pop(part):.1f}" for part in ("VAE", "text encoder")),
-                " + ".join(f"{other:.1f}" for other in parts.values()),
-                f"{total:.1f}",
-                LICENCES.get(hub_id, ""),
-            ]
-            yield f"| `{hub_id}` | `{preset}` | {' | '.join(cells)} |"
+            name, size = next(iter(found.items()))
+            two = " (two)" * name.startswith("2 ")
+            licence = LICENCES.get(hub_id, "")
+            total = sum(found.values())
+            yield f"| `{hub_id}` | `{preset}` | {size:.1f}{two} | {total:.1f} | {licence} |"

@@ -59,8 +59,8 @@ RUNS = (
 
 def scaled() -> Iterator[str]:
     """The table, line by line."""
-    yield "| | GPUs | how ranks divide it | GiB a rank | GiB sent | s not hidden | s a step | efficiency | what stops scaling first |"
-    yield "|" + "---|" * 9
+    yield "| | GPUs | how ranks divide it | GiB a rank | s a step | efficiency | what stops scaling first |"
+    yield "|" + "---|" * 7
     (gpu,) = parse_gpus("80GiB")
     for each in RUNS:
         run = create_run(each.spec, each.config())
@@ -86,8 +86,6 @@ def _cells(found: RankFit) -> Iterator[str]:
     parts += [f"context {layout.context}"] if layout.context > 1 else []
     yield ", ".join(parts)
     yield f"{found.chosen.plan[0].peak / GIB:.1f}"
-    yield f"{sum(found.plan.sent.values()) / GIB:.1f}"
-    yield f"{time.exposed:.2f}"
     yield f"{found.seconds:.1f}"
     yield f"{time.efficiency or 0:.0%}"
     slowest = max(zip(time.exchanges, found.plan.sent, strict=True))[1]

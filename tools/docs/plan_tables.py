@@ -118,48 +118,32 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
 
 
 def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
-    """A cell: the choice of `--fit` for these GPUs, and its cost."""
+    """A cell: what the choice of `--fit` for these GPUs costs."""
     level, _, result = fit_levels(
         row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus)
     )
     chosen = result.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
-    seconds = chosen.seconds
-    changed = "".join(f"<br>{word}" for word in _changed(level.changed))
-    return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
+    return "<br>".join([_cost(chosen), *_changed(chosen, level.changed)])
 
 
-def _changed(changes: Sequence[Changed]) -> list[str]:
-    """The keys that a full fine-tune needed, in a few words."""
-    words = [f"{change.key.rpartition('.')[2]} {change.value}" for change in changes]
-    fused = ["fused_backward true", "clip_by last_step"]
-    if not set(fused) <= set(words):
-        return words
-    return ["fused", *(word for word in words if word not in fused)]
+def _cost(chosen: Candidate) -> str:
+    seconds = f"{chosen.seconds:.{0 if chosen.seconds >= 10 else 1}f} s"
+    return f"{seconds}, host {chosen.host / GIB:.1f}" if chosen.host else seconds
 
 
-def _settings(chosen: Candidate) -> str:
-    """A choice in a few words; exact resident weights on one GPU are not mentioned."""
-    execution = chosen.execution
-    schedule = str(execution.checkpointing)
-    words = ["mixed" if "=" in schedule else schedule]
-    if execution.quantize != "none":
-        words.append(execution.quantize)
-    if execution.swap_blocks:
-        words.append(f"swap {'+'.join(map(str, execution.swap_blocks))}")
-    if execution.split_points:
-        words.append(f"cut {', '.join(map(str, execution.split_points))}")
-    if execution.pipelined:
-        words.append("pipelined")
-    if chosen.drops_cuda_graphs:
-        words.append("no graphs")
-    return ", ".join(words)
-
-
-def _bytes(chosen: Candidate) -> str:
-    held = " + ".join(f"{plan.peak / GIB:.1f}" for plan in chosen.plan)
-    return f"{held} GiB{f', host {chosen.host / GIB:.1f}' if chosen.host else ''}"
+def _changed(chosen: Candidate, changes: Sequence[Changed]) -> list[str]:
+    """The settings that change what is learned, without how updates in the backward clip."""
+    quantize = chosen.execution.quantize
+    return [
+        *([quantize] if quantize != "none" else []),
+        *(
+            f"{change.key.rpartition('.')[2]} {change.value}"
+            for change in changes
+            if change.key not in ("optim.fused_backward", "train.clip_by")
+        ),
+    ]
 
 
 def _change(row: Row, gpus: tuple[GPU, ...]) -> Iterator[str]:
@@ -196,13 +180,11 @@ def notes() -> str:
         for gpu in single
     )
     return (
-        "`mixed`: blocks have different policies. `swap`: so many blocks keep their weights on the "
-        "host. `cut`: the block with which the second GPU begins. `fused`: `--fit` sets "
-        '`optim.fused_backward = true` and `train.clip_by = "last_step"`. Then come the peak of '
-        "each GPU, page-locked host memory, and an **estimate** of the seconds of a step. A dash: "
-        "nothing fits but with the change below it. The table is of training alone, with one "
-        "sample in a micro-batch and the other keys of the run files. Left free of what torch "
-        f"reports: {reserves} GiB. A size stands for the slowest known GPU with as much memory "
+        "A cell has the seconds of a step, an **estimate**, GiB of page-locked host memory for "
+        "streamed weights and offloaded activations, and settings that change what is learned. A "
+        "dash: nothing fits but with the change below it. Of training alone, with one sample in a "
+        "micro-batch and AdamW where nothing else is said. Left free of what torch reports: "
+        f"{reserves} GiB. A size stands for the slowest known GPU with as much memory "
         f"({'; '.join(rates)}). Planned, not measured: fake tensors, torch {_torch()}."
     )
 
