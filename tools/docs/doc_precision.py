@@ -69,19 +69,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 def backends() -> Iterator[str]:
     """The features of each attention backend, from the table that runs are checked against."""
-    yield "| `train.attention` | backward | key mask | dropout | dtype | device | compute capability | needs | kept by `attn_only` |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| `train.attention` | trains | key mask | dropout | dtype | device | compute capability | needs |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, backend in BACKENDS.items():
         can = [
             "yes" if each else "no"
             for each in (backend.has_backward, backend.takes_mask, backend.takes_dropout)
         ]
-        dtype, kept = (
-            "bf16, fp16" if backend.half_only else "any",
-            "yes" if backend.has_backward else "refused for training",
-        )
+        dtype = "bf16, fp16" if backend.half_only else "any"
         where = f"{' '.join(backend.devices) or 'any'} | {backend.capabilities}"
-        yield f"| `{name}` | {' | '.join(can)} | {dtype} | {where} | {backend.module or 'torch'} | {kept} |"
+        yield f"| `{name}` | {' | '.join(can)} | {dtype} | {where} | {backend.module or ''} |"
 
 
 def precision_of(family: str, **fields: Any) -> Precision:
