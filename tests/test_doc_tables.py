@@ -17,7 +17,7 @@ from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, NAMES, precision_of
 from doc_programs import KINDS, files, is_written, loaded
 from doc_ranks import MACHINES, RUNS
-from doc_tables import CHECKPOINTING, ROOT, TABLES, Table, section, stale, stamp
+from doc_tables import CHECKPOINTING, ROOT, TABLES, Table, section, stale
 from marked import between
 from pages import PAGES
 
@@ -129,19 +129,13 @@ def test_each_run_has_a_row_for_each_number_of_ranks():
     ]
 
 
-def test_a_busy_machine_is_said_to_be_one():
-    timed = BY_NAME["overhead"]
-    assert "kept the machine busy" in stamp(timed, 1000.0) and "busy" not in stamp(timed, 0.0)
-    assert "busy" not in stamp(BY_NAME["rounding"], 1000.0)
-
-
 def test_a_table_that_cannot_be_made_leaves_no_half():
     def broken():
         yield "| head |"
         raise UserError("no such tool")
 
     with pytest.raises(UserError, match="no such tool"):
-        section(Table(name="made up", page=CHECKPOINTING, kind="measured", make=broken), 0.0)
+        section(Table(name="made up", page=CHECKPOINTING, kind="measured", make=broken))
 
 
 def test_licences_are_those_of_the_packages_pages():

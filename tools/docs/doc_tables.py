@@ -11,9 +11,8 @@
     uv run tools/docs/doc_tables.py --check
 
 Some tables are read off the code, some are planned (fake tensors: no weights, no GPU), some
-measured on this machine's CPU. A line below those says when and on what; where other programs kept
-the machine busy, it says that too. Each is written as soon as it is made, and one that fails leaves
-the page as it is.
+measured on this machine's CPU. A line below those says when and on what. Each is written as soon as
+it is made, and one that fails leaves the page as it is.
 """
 
 import argparse
@@ -50,11 +49,7 @@ WAN_PAGE = ROOT / "packages" / "wan" / "README.md"
 EXPORT = ROOT / "docs" / "export.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 RECIPES = ROOT / "docs" / "recipes" / "README.md"
-POLICIES, AUDITS = (
-    ROOT / "benchmarks" / f"{name}.md" for name in ("checkpointing_cpu", "precision_cpu")
-)
-BUSY = 0.5
-"""Load from other programs, as a share of the cores, above which times are marked as unreliable."""
+AUDITS = ROOT / "benchmarks" / "precision_cpu.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +62,6 @@ class Table:
     """Its lines."""
     kind: str
     """`read` off the code, `planned`, or `measured`."""
-    has_times: bool = False
-    """Whether it says how long something took, which other programs on the machine change."""
 
     @property
     def markers(self) -> Markers:
@@ -140,15 +133,6 @@ TABLES = (
     Table(name="ranks", page=RANKS, kind="planned", make=scaled),
     Table(name="recipes", page=RECIPES, kind="planned", make=recipes),
     Table(name="budgets", page=CHECKPOINTING, kind="planned", make=budgets),
-    # One block and few repeats: less than three minutes on a quiet machine.
-    Table(
-        name="experiment", page=POLICIES, kind="measured", has_times=True,
-        make=lambda: printed("bench_checkpointing.py", "--blocks", "1", "--repeats", "5"),
-    ),
-    Table(
-        name="overhead", page=POLICIES, kind="measured", has_times=True,
-        make=lambda: printed("bench_policy_overhead.py")
-    ),
     Table(name="presets", page=PRECISION, kind="measured", make=presets),
     Table(name="audit-wan", page=AUDITS, kind="measured",
     make=lambda: audit_of_the_demo("wan-train")),
@@ -159,19 +143,15 @@ TABLES = (
 )  # fmt: skip
 
 
-def section(table: Table, load: float) -> str:
-    """The text between a table's markers.
-
-    Args:
-        load: Average number of programs that wanted a core in the minute before.
-    """
+def section(table: Table) -> str:
+    """The text between a table's markers."""
     lines = ["", *table.make(), ""]
     if table.kind != "read":
-        lines += [stamp(table, load), ""]
+        lines += [stamp(table), ""]
     return "\n".join(lines)
 
 
-def stamp(table: Table, load: float) -> str:
+def stamp(table: Table) -> str:
     """When, how, and on what."""
     today, version = datetime.date.today().isoformat(), torch.__version__.partition("+")[0]
     words = (
@@ -179,10 +159,7 @@ def stamp(table: Table, load: float) -> str:
     )
     if table.kind == "planned":
         return f"Planned, not measured: {words}."
-    cores = os.cpu_count() or 1
-    words = f"Measured: {words}; {processor()}, one thread of {cores} cores"
-    busy = f"; **other programs kept the machine busy** (load {load:.1f}): do not trust the times"
-    return f"{words}{busy if table.has_times and load > BUSY * cores else ''}."
+    return f"Measured: {words}; {processor()}, one thread of {os.cpu_count() or 1} cores."
 
 
 def processor() -> str:
@@ -195,16 +172,11 @@ def processor() -> str:
     )
 
 
-def load_before() -> float:
-    """Programs that wanted a core in the last minute; 0 on systems without this number."""
-    return os.getloadavg()[0] if sys.platform != "win32" else 0.0
-
-
 def stale(table: Table) -> bool:
     """Whether its page differs from the code."""
     return (
         between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name)
-        != f"\n{section(table, 0)}\n"
+        != f"\n{section(table)}\n"
     )
 
 
@@ -229,10 +201,10 @@ def main() -> int:
             f"not as the code has it today: {', '.join(old)}" if old else "as the code has it today"
         )
         return int(bool(old))
-    load, failed = load_before(), 0
+    failed = 0
     for table in chosen:
         try:
-            made = section(table, load)
+            made = section(table)
             if args.write:
                 text = table.page.read_text(encoding="utf-8")
                 table.page.write_text(
