@@ -11,8 +11,7 @@ only its gate, if that is trained), or named at the boundary and then recomputed
 A block under `attn_only`, from left to right:
 
     forward     norm, q k v | attention | projection, norm, up, act | last matmul | gated sum
-                  dropped   |   kept    |          dropped          |    kept: nothing but its
-                                                                    |    input, which is dropped
+                  dropped   |   kept    |          dropped          |    only its input, dropped
     recompute   norm, q k v | (skipped) | projection, norm, up, act X RecomputeDone
                                                                     ^ the boundary
 

@@ -49,8 +49,7 @@ def timestep_features(
         dtype: The dtype of `Precision.timestep`.
 
     Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py;
-        `timestep_embedding` in
-    black-forest-labs/flux2, src/flux2/model.py.
+        `timestep_embedding` in black-forest-labs/flux2, src/flux2/model.py.
     """
     if dtype == torch.float64:
         angles = axis_angles(timestep, dim // 2, _MAX_PERIOD)

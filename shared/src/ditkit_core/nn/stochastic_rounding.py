@@ -50,8 +50,7 @@ def random_bits(
         start: First value of the counter; each value gives two numbers.
 
     Source: `lowbias32` with its later constants in C. Wellons, "hash-prospector": each bit of the
-        result depends on
-    each bit of the input with a probability within 0.11 % of one half.
+        result depends on each bit of the input with a probability within 0.11 % of one half.
     """
     half = (count + 1) // 2
     state = torch.arange(start, start + half, dtype=torch.int32, device=device)

@@ -290,8 +290,7 @@ def half_width(
         confidence: Share of such intervals that contain the true mean, in (0, 1).
 
     Source: the cluster-robust variance of a mean, with G / (G - 1) for few units and Student's t
-        with G - 1 degrees of
-    freedom.
+        with G - 1 degrees of freedom.
     """
     mean = math.fsum(values) / max(len(values), 1)
     parts: dict[Hashable, list[float]] = defaultdict(list)
