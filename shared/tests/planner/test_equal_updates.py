@@ -18,7 +18,7 @@ def test_a_step_from_weight_to_weight_is_measured_on_one_of_each_kind(
     pytest.importorskip("torchao")
     job = replace(
         toy_job(clip_norm=1.0),
-        adapter=AdapterConfig(method="lora", rank=64),
+        adapter=AdapterConfig(method="lora", rank=64, targets=("qkv", "embed.text")),
         optim=OptimConfig(name="adamw8bit"),
     )
     parts = []

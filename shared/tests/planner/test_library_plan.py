@@ -19,6 +19,7 @@ from ditkit_core.planner.targets import targets_of
 from ditkit_core.testing.toy import TOY, ToyArch
 
 ARCH = ToyArch(dim=256, depth=5)
+ADAPTER = AdapterConfig(rank=4, targets=("qkv",))
 
 
 def batch() -> list[dict[str, torch.Tensor]]:
@@ -27,7 +28,7 @@ def batch() -> list[dict[str, torch.Tensor]]:
 
 
 def planned(execution: Execution, gpus: str, **others: Any) -> StepPlan:
-    return plan(TOY, ARCH, execution, batch(), gpus, adapter=AdapterConfig(rank=4), **others)
+    return plan(TOY, ARCH, execution, batch(), gpus, adapter=ADAPTER, **others)
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -71,7 +72,7 @@ def test_a_placement_on_this_machine_is_the_one_of_its_plan() -> None:
         arch=ARCH,
         batch=batch(),
         execution=execution,
-        adapter=AdapterConfig(rank=4),
+        adapter=ADAPTER,
         kind="cpu",
     )
     model = build_on_meta(TOY, ARCH, execution.precision)

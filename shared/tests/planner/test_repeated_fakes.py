@@ -81,14 +81,13 @@ def test_results_are_taken_for_equal_arguments_alone() -> None:
             x + torch.empty(4, 4, device="cpu:1")
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize(("method", "optimizer"), [("lora", "adamw8bit"), ("full", "adamw")])
 def test_a_profile_is_the_same_with_torch_alone(
     method: Any, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = replace(
         toy_job(clip_norm=1.0),
-        adapter=AdapterConfig(method=method, rank=64),
+        adapter=AdapterConfig(method=method, rank=64, targets=("qkv", "embed.text")),
         optim=OptimConfig(name=optimizer),
     )
     measured = profile(job)
