@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tiny_captioner import write_captioner, write_photos
+from worker_here import WorkerHere
 
 from ditkit_core.errors import UserError
 from ditkit_ui.job import Job
@@ -27,6 +28,7 @@ def test_a_job_is_stopped_and_begun_again(tmp_path: Path) -> None:
         job.stop()  # while it imports torch
         await first
         assert (job.state, list(folder.glob("*.txt"))) == ("stopped", [])
+        job._worker = WorkerHere()
         await job.run("caption", family="zimage", arguments=arguments)
         assert job.state == "done" and "captions: 2 written" in "\n".join(job.lines)
         assert len(list(folder.glob("*.txt"))) == 2

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
+from worker_here import WorkerHere
 
 from ditkit_ui.begin_page import BeginPage
 from ditkit_ui.captions import CaptionEdits
@@ -61,15 +62,13 @@ def test_a_choice_does_not_wait_for_a_card_that_is_planned(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "photos").mkdir()
     bench, page = bench_of(tmp_path), object.__new__(BeginPage)
+    bench.worker = WorkerHere()
     page._bench, page._page, page._filled = bench, MagicMock(is_deleted=True), 0
     page._folder, page._gpu = Mock(value=str(tmp_path / "photos")), Mock(value="24GiB")
     monkeypatch.setattr("ditkit_ui.begin_page.ui", MagicMock())
     bench.planner = Mock(ask=AsyncMock(side_effect=AssertionError("waits for a card")))
     arguments = ["--recipe", "zimage_character_8gb"]
-    try:
-        asyncio.run(page._chosen("zimage", "zimage_character_8gb", arguments))
-    finally:
-        bench.worker.end()
+    asyncio.run(page._chosen("zimage", "zimage_character_8gb", arguments))
     assert 'base = "Tongyi-MAI/Z-Image"' in (tmp_path / "photos.toml").read_text()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ditkit_core.data.discovery import CAPTION_SUFFIXES
 from ditkit_core.data.list_text import RowEdit, edited_list, list_rows, row_caption
+from ditkit_core.data.media.files import CAPTION_SUFFIXES
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_text, write_text
 from ditkit_core.io.locks import alone_with

@@ -15,6 +15,7 @@ from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.masks import MASK, clip_of_mask
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
 from ditkit_core.data.media.files import (
+    CAPTION_SUFFIXES,
     MOST_LIST_BYTES,
     is_folder,
     is_regular,
@@ -42,8 +43,6 @@ _PARQUET = "metadata.parquet"
 MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")
 CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 """Line i of a caption list is the caption of line i of a media list."""
-CAPTION_SUFFIXES = (".txt", ".caption")
-"""Extensions of the caption file next to a clip; the first one that exists is read."""
 _TABLE_SUFFIXES = (".json",)
 """Extensions of a file next to a clip that may have its caption among other facts; read if the clip
 has no caption file."""

@@ -16,6 +16,8 @@ from ditkit_core.io.files import head_of, inside, read_text
 if TYPE_CHECKING:
     from av.container import InputContainer
 
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Extensions of the caption file next to a clip; the first one that exists is read."""
 MOST_TEXT_BYTES = 2**24
 """Largest file of captions or of a condition's text. Reading a larger one, which cannot be meant,
 could take all memory."""
