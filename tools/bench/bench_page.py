@@ -32,7 +32,7 @@ from ditkit_ui import work
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "ui" / "tests" / "support"))
 
-from served_page import opened, served
+from served_page import launched, opened, served
 
 CHANGES = (
     "--optim.lr=3e-4",
@@ -68,10 +68,10 @@ def flags(steps: int) -> list[str]:
 @contextmanager
 def page_of(folder: Path) -> Iterator[None]:
     """The page Run of the run, open in a browser."""
-    with served(folder) as page, opened(page) as browser:
+    with served(folder) as site, launched() as browser, opened(site, browser) as page:
         query = urlencode({"file": str(folder / "run.toml"), "family": "zimage"})
-        browser.goto(f"{page.url.partition('?')[0]}run?{query}")
-        browser.get_by_role("button", name="Start").wait_for()
+        page.goto(f"{site.url.partition('?')[0]}run?{query}")
+        page.get_by_role("button", name="Start").wait_for()
         yield
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -14,8 +16,18 @@ import pytest
 import torch
 from made_runs import write_run
 from PIL import Image
-from playwright.sync_api import Page, expect
-from served_page import HOSTILE, clicks, needs_browser, opened, overflows, served, write_pictures
+from playwright.sync_api import Browser, Page, expect
+from served_page import (
+    HOSTILE,
+    Served,
+    clicks,
+    launched,
+    needs_browser,
+    opened,
+    overflows,
+    served,
+    write_pictures,
+)
 from tiny_captioner import write_captioner, write_photos
 
 from ditkit_core.config.toml import to_toml
@@ -29,6 +41,31 @@ from ditkit_ui.runs import run_state
 from ditkit_ui.workbench import folder_key
 
 pytestmark = [needs_browser, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One page for all daily tests, in a folder that `here` empties: a page and its worker take
+    seconds to start."""
+    folder = tmp_path_factory.mktemp("page") / "here"
+    folder.mkdir()
+    with served(folder) as page_of:
+        yield page_of
+
+
+@pytest.fixture
+def here(page_of: Served) -> Path:
+    """The folder of the page, with the home of its user and nothing else."""
+    for path in page_of.folder.parent.glob("*/*"):
+        if not path.name.startswith("."):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return page_of.folder
 
 
 def go(page: Page, tab: str) -> None:
@@ -47,19 +84,19 @@ def looked_at(page: Page, name: str) -> None:
 
 
 def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded_from_elsewhere(
-    tmp_path: Path,
+    here: Path, page_of: Served, browser: Browser
 ) -> None:
-    write_pictures(tmp_path / "photos", without_caption=3)
-    hostile = tmp_path / "photos" / f"{HOSTILE.replace('/', '_')[:80]}.txt"
-    hostile.with_suffix(".png").write_bytes((tmp_path / "photos" / "p1.png").read_bytes())
+    write_pictures(here / "photos", without_caption=3)
+    hostile = here / "photos" / f"{HOSTILE.replace('/', '_')[:80]}.txt"
+    hostile.with_suffix(".png").write_bytes((here / "photos" / "p1.png").read_bytes())
     hostile.write_text("a card")
-    run = write_run(tmp_path / "runs" / "cards", captions=HOSTILE)
+    run = write_run(here / "runs" / "cards", captions=HOSTILE)
     text = '[run]\nfolder = "runs/cards"\n[model]\nbase = "Tongyi-MAI/Z-Image"\npreset = "base"\n'
     text += f"[data]\nfolder = \"photos\"\non_bad = \"skip\"\ntrigger = '''{HOSTILE}'''\n"
-    (tmp_path / "cards.toml").write_text(text, encoding="utf-8")
+    (here / "cards.toml").write_text(text, encoding="utf-8")
     (run / "config.toml").write_text(to_toml(checked(text, Path("cards.toml"))), encoding="utf-8")
-    (tmp_path / "wrong.toml").write_text("[train]\nstep = 5\n")
-    with served(tmp_path) as page_of, opened(page_of) as page:
+    (here / "wrong.toml").write_text("[train]\nstep = 5\n")
+    with opened(page_of, browser) as page:
         expect(page.get_by_text("Try it without a GPU")).to_be_visible()
         expect(page.get_by_text("wrong.toml: unknown key train.step in")).to_be_visible()
         looked_at(page, "begin")
@@ -81,10 +118,10 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
         page.get_by_label("Replace by").fill("<b>")
         page.get_by_role("button", name="Replace in all").click()
         expect(page.get_by_label("Caption of p1.png")).to_have_value("a <b> 1")
-        assert (tmp_path / "photos" / "p2.txt").read_text() == "a <b> 2"
+        assert (here / "photos" / "p2.txt").read_text() == "a <b> 2"
         page.get_by_role("button", name="Undo").click()
         expect(page.get_by_label("Caption of p1.png")).to_have_value("a card 1")
-        assert (tmp_path / "photos" / "p2.txt").read_text() == "a card 2"
+        assert (here / "photos" / "p2.txt").read_text() == "a card 2"
         page.get_by_role("button", name="Check the data").click()
         expect(page.locator(".row-of-media", has_text="p1.png")).to_contain_text("D07")
         looked_at(page, "data")
@@ -104,30 +141,32 @@ def test_hostile_captions_and_names_are_text_on_every_page_and_nothing_is_loaded
     assert page_of.said == []
 
 
-def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_path: Path) -> None:
-    here = tmp_path / "here"
+def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(
+    here: Path, page_of: Served, browser: Browser
+) -> None:
+    outside = here.parent
     write_pictures(here / "photos")
-    write_pictures(tmp_path / "elsewhere")
-    (here / "photos" / "link.png").symlink_to(tmp_path / "elsewhere" / "p1.png")
-    (here / "other.toml").write_text(f'[data]\nfolder = "{tmp_path}/elsewhere"\n')
+    write_pictures(outside / "elsewhere")
+    (here / "photos" / "link.png").symlink_to(outside / "elsewhere" / "p1.png")
+    (here / "other.toml").write_text(f'[data]\nfolder = "{outside}/elsewhere"\n')
     (here / "photos" / "s.wav").write_bytes(b"RIFF")
-    (tmp_path / "outside.toml").write_text("[train]\nsteps = 5\n")
+    (outside / "outside.toml").write_text("[train]\nsteps = 5\n")
     run = RunFolder(here / "runs" / "theirs")
-    for folder in (run.path, tmp_path / "elsewhere"):
+    for folder in (run.path, outside / "elsewhere"):
         page_file = RunFolder(folder).sheet_page
         page_file.parent.mkdir(parents=True)
         page_file.write_text("<script>parent.document.title = document.cookie = 'owned'</script>")
         page_file.with_name("other.txt").write_text("a secret")
     refused = [
         *(f"/{route}?path={quote(str(path))}" for route in ("thumbnail", "media", "sample")
-          for path in (tmp_path / "elsewhere" / "p1.png", here / "photos" / "link.png",
+          for path in (outside / "elsewhere" / "p1.png", here / "photos" / "link.png",
                        f"{here}/photos/../../elsewhere/p1.png", "/etc/passwd", "\0")),
         *(f"/media?path={quote(str(here / name))}" for name in ("photos/p1.txt", "other.toml")),
         "/report/Li4/", "/report/L2V0Yw==/passwd", "/report/ä/",
-        f"/sheet/{folder_key(tmp_path / 'elsewhere')}/-/", f"/sheet/{folder_key(here)}/-/",
+        f"/sheet/{folder_key(outside / 'elsewhere')}/-/", f"/sheet/{folder_key(here)}/-/",
         f"/sheet/{folder_key(run.path)}/-/other.txt", f"/sheet/{folder_key(run.path)}/-/%2e%2e/%2e%2e/a.txt",
     ]  # fmt: skip
-    with served(here) as page_of, opened(page_of) as page:
+    with opened(page_of, browser) as page:
         origin = page_of.url.partition("/?")[0]
         answers = {path: page.request.get(origin + path).status for path in refused}
         assert {path: status for path, status in answers.items() if status != 404} == {}
@@ -148,7 +187,7 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
         assert page.request.post(f"{origin}/", headers=foreign).status == 403
         port = urlsplit(origin).port
         assert page.request.get(f"{origin}/", headers={"host": f"evil:{port}"}).status == 403
-        page.goto(f"{origin}/settings?file={quote(str(tmp_path / 'outside.toml'))}")
+        page.goto(f"{origin}/settings?file={quote(str(outside / 'outside.toml'))}")
         expect(page.get_by_text("is in no folder that was opened")).to_be_visible()
         page.goto(f"{origin}/data?file=other.toml&family=zimage")
         expect(page.get_by_role("button", name="Open ")).to_be_visible()
@@ -156,9 +195,9 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(tmp_pa
 
 
 def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_file(
-    tmp_path: Path,
+    here: Path, page_of: Served, browser: Browser
 ) -> None:
-    run = write_run(tmp_path / "runs" / "clips")
+    run = write_run(here / "runs" / "clips")
     samples = RunFolder(run).samples / "sheet"
     samples.mkdir(parents=True)
     write_video(samples / "a.mp4", torch.rand(3, 9, 720, 720), 9.0)
@@ -167,9 +206,9 @@ def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_fi
     sheet.put(0, 0, samples / "a.mp4")
     page_file = sheet.write_page()
     text = '[run]\nfolder = "runs/clips"\n[model]\npreset = "t2v-1.3b"\n'
-    (tmp_path / "clips.toml").write_text(text)
+    (here / "clips.toml").write_text(text)
     is_loaded = "video => new Promise(done => { const look = () => video.readyState > 1 || video.error ? done(video.videoWidth) : setTimeout(look, 100); look() })"
-    with served(tmp_path) as page_of, opened(page_of) as page:
+    with opened(page_of, browser) as page:
         page.goto(f"{page_of.url.partition('?')[0]}compare?file=clips.toml&family=wan")
         video = page.frame_locator("iframe[title=Sheet]").locator("video")
         assert video.evaluate(is_loaded) == 720
@@ -178,8 +217,10 @@ def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_fi
     assert [line for line in page_of.said if not line.startswith("file:")] == []
 
 
-def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
-    queue = RunQueue(tmp_path / ".home" / ".ditkit" / "queue")
+def test_the_queue_is_ordered_and_says_why_a_run_failed(
+    here: Path, page_of: Served, browser: Browser
+) -> None:
+    queue = RunQueue(here / ".home" / ".ditkit" / "queue")
     log = queue.folder / "logs" / "b.log"
     for name in "abc":
         run = QueuedRun(run=f"/runs/{name}", command=("x",), cwd="/", steps=9, log=str(log))
@@ -192,7 +233,7 @@ def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
     def order() -> str:
         return "".join(run.run[-1] for run in queue.runs())
 
-    with served(tmp_path) as page_of, opened(page_of) as page:
+    with opened(page_of, browser) as page:
         page.get_by_role("link", name="Queue", exact=True).click()
         expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
         expect(page.get_by_role("button", name="Save and stop")).to_be_disabled()
@@ -229,12 +270,14 @@ def test_the_queue_is_ordered_and_says_why_a_run_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) -> None:
+def test_a_run_from_a_folder_of_pictures_to_a_verified_export(
+    tmp_path: Path, browser: Browser
+) -> None:
     """Begin, a caption, a key until it fits, start, stop, continue, compare, export; a killed page
     leaves the run alive, and the page says so when the run is killed."""
     write_pictures(tmp_path / "photos", 8, without_caption=3)
     folder = RunFolder(tmp_path / "runs" / "photos-demo")
-    with served(tmp_path) as page_of, opened(page_of) as page:
+    with served(tmp_path) as page_of, opened(page_of, browser) as page:
         page.get_by_label("Folder of your pictures").fill("photos")
         page.get_by_role("button", name="Try").click()
         page.wait_for_url("**/data?**")
@@ -264,7 +307,7 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
         page_of.process.kill()  # the run goes on
     last = run_state(folder).step
     wait_for(lambda: run_state(folder).step > last)
-    with served(tmp_path, HF_HUB_OFFLINE="1") as page_of, opened(page_of) as page:
+    with served(tmp_path, HF_HUB_OFFLINE="1") as page_of, opened(page_of, browser) as page:
         page.get_by_role("link", name="photos-demo.toml").click()
         go(page, "Run")
         expect(page.get_by_text("Training", exact=True)).to_be_visible()
@@ -298,14 +341,16 @@ def test_a_run_from_a_folder_of_pictures_to_a_verified_export(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_data_is_put_right_with_buttons_and_a_model_writes_captions(tmp_path: Path) -> None:
+def test_data_is_put_right_with_buttons_and_a_model_writes_captions(
+    tmp_path: Path, browser: Browser
+) -> None:
     """Remedies in the run file, captions in a list, masks and sound next to their sample; captions
     by a model are planned, started, stopped, and continued."""
     world = write_world(tmp_path)
     # Without a hub, so that it is the same everywhere.
     with (
         served(tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)) as page_of,
-        opened(page_of) as page,
+        opened(page_of, browser) as page,
     ):
         page.get_by_label("Model files zimage_character_8gb").click()
         files = page.get_by_role("dialog")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("google-chrome", "chromium", "chromium-browser")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -47,6 +47,8 @@ class Served:
 
     url: str
     """With the token."""
+    folder: Path
+    """Where the page was started."""
     process: "subprocess.Popen[str]"
     said: list[str] = field(default_factory=list)
     """Messages of the browser's console, and addresses elsewhere that were asked for."""
@@ -75,7 +77,7 @@ def served(folder: Path, *arguments: str, **variables: str) -> Iterator[Served]:
     try:
         address = re.search(r"http\S+", process.stdout.readline())
         assert address is not None
-        yield Served(address[0], process)
+        yield Served(address[0], folder, process)
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -83,26 +85,35 @@ def served(folder: Path, *arguments: str, **variables: str) -> Iterator[Served]:
 
 
 @contextmanager
-def opened(page_of: Served, width: int = 1280) -> Iterator[Page]:
-    """The first page in a browser."""
+def launched() -> Iterator[Browser]:
+    """A browser without a window."""
     expect.set_options(timeout=1000 * SECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.set_default_timeout(1000 * SECONDS)
-        page.add_init_script(_COUNT_CLICKS)
-        page.on("console", lambda message: page_of.said.append(message.text))
-        page.on("pageerror", lambda error: page_of.said.append(str(error)))
-        page.on("request", lambda request: _note_elsewhere(page_of, request.url))
-        for _ in range(5 * SECONDS):  # the address is printed before the socket listens
-            try:
-                page.goto(page_of.url)
-                break
-            except Exception as error:  # noqa: BLE001 (playwright's own class covers all of it)
-                assert "ERR_CONNECTION_REFUSED" in str(error) and page_of.process.poll() is None
-                page.wait_for_timeout(200)
-        yield page
+        yield browser
         browser.close()
+
+
+@contextmanager
+def opened(page_of: Served, browser: Browser, width: int = 1280) -> Iterator[Page]:
+    """The first page, in a browser that remembers nothing of pages before."""
+    page_of.said.clear()
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(1000 * SECONDS)
+    page.add_init_script(_COUNT_CLICKS)
+    page.on("console", lambda message: page_of.said.append(message.text))
+    page.on("pageerror", lambda error: page_of.said.append(str(error)))
+    page.on("request", lambda request: _note_elsewhere(page_of, request.url))
+    for _ in range(5 * SECONDS):  # the address is printed before the socket listens
+        try:
+            page.goto(page_of.url)
+            break
+        except Exception as error:  # noqa: BLE001 (playwright's own class covers all of it)
+            assert "ERR_CONNECTION_REFUSED" in str(error) and page_of.process.poll() is None
+            page.wait_for_timeout(200)
+    yield page
+    context.close()
 
 
 def clicks(page: Page) -> int:
