@@ -3,7 +3,7 @@ notices."""
 
 import gc
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +51,13 @@ def model_of(arch=ARCH):
     return make_model(TOY, arch)
 
 
+@cache
+def ordinary(policy="none", **given):
+    """Steps of the ordinary loop, which nothing changes: their results, and everything after
+    them."""
+    return train_streamed(TOY, model_of(), toy_items(2), BlockEngine(policy=policy), **given)
+
+
 def differences(one, other):
     assert one.keys() == other.keys()
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
@@ -71,9 +78,7 @@ def differences(one, other):
 )
 def test_steps_are_those_of_the_ordinary_loop_bitwise(optimizer, policy, one_of):
     """Losses, norms, weights, and the optimizer's state."""
-    numbers, values = train_streamed(
-        TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer, num_steps=3
-    )
+    numbers, values = ordinary(optimizer=optimizer)
     model = model_of()
     swap = stream(model, one_of, trained=True)
     with Watched(swap) as watch:
@@ -83,11 +88,10 @@ def test_steps_are_those_of_the_ordinary_loop_bitwise(optimizer, policy, one_of)
             toy_items(2),
             BlockEngine(policy=policy, hooks=(swap,)),
             optimizer=optimizer,
-            num_steps=3,
         )
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("optimizer layers.3.out.weight|") for name in values)
-    assert watch.returned == 3 * len(swap.buffers) and watch.most == 2
+    assert watch.returned == 2 * len(swap.buffers) and watch.most == 2
     assert (
         not watch.there()
         and swap.state_buffers
@@ -98,9 +102,7 @@ def test_steps_are_those_of_the_ordinary_loop_bitwise(optimizer, policy, one_of)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_on_devices_that_are_not_the_host(optimizer):
     devices = [ONE, ONE, TWO, TWO]
-    numbers, values = train_streamed(
-        TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer
-    )
+    numbers, values = ordinary(optimizer=optimizer)
     model = model_of()
     move_to(model.embed, devices[0])
     move_to(model.head, devices[-1])
@@ -138,15 +140,22 @@ def run(folder, steps, one_of=None, **given):
     return train(toy, ToyData(), folder=folder, flow=flow, **arguments)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder and the result of a run of the ordinary loop that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, 5)
+
+
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
-def test_a_run_goes_on_under_another_swap_bitwise(first, second, tmp_path):
+def test_a_run_goes_on_under_another_swap_bitwise(first, second, tmp_path, whole):
     """With an average, which is exchanged for the weights where they are measured, every other
     step."""
-    whole = run(tmp_path / "whole", 5)
+    folder, whole = whole
     run(tmp_path / "halves", 3, first)
     halves = run(tmp_path / "halves", 5, second)
     assert_same_state(whole.save, halves.save)
-    assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")
+    assert numbers(folder) == numbers(tmp_path / "halves")
     assert (whole.held_out_before, whole.held_out) == (halves.held_out_before, halves.held_out)
 
 
@@ -225,7 +234,7 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     """The average reads the weights on the host after each step, a save those of the optimizer;
     with 2 and 4 the first block stays."""
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), **given)
+    numbers, values = ordinary(**given)
     monkeypatch.setattr("ditkit_core.engine.block_swap.BlockQueue", Lazy)
     monkeypatch.setattr("ditkit_core.engine.block_swap.CopyLane", LazyLane)
     monkeypatch.setattr("ditkit_core.engine.pinned_memory.page_lock", lambda *_: True)
@@ -437,7 +446,7 @@ class Stale(BlockSwap):
 @pytest.mark.parametrize("wrong", [Forgetful, Hasty, Early])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_swap_that_goes_wrong_is_seen(policy, wrong, monkeypatch):
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(policy=policy))
+    numbers, values = ordinary(policy)
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", wrong)
     model = model_of()
     swap = stream(model, trained=True)

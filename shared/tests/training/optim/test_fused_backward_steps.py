@@ -4,6 +4,7 @@ loop, resident or streamed."""
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -51,8 +52,9 @@ def steps(
     clip_norm=CLIP,
     devices=None,
     dtype=torch.float32,
+    num_steps=2,
 ):
-    """What three steps report, and everything after them, on the host."""
+    """What some steps report, and everything after them, on the host."""
     model = make_model(TOY, ARCH, dtype=dtype)
     if devices:
         move_to(model.embed, devices[0])
@@ -61,7 +63,7 @@ def steps(
     trained = TrainState(model, trainable_parameters(model), optim, EMAConfig(), swap)
     run = Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY)
     reported = []
-    for step in range(3):
+    for step in range(num_steps):
         batches = [
             ToyBatch(
                 [f"{micro} {i}" for i in range(2)], toy_items(2 * micro_batches)[2 * micro :][:2]
@@ -89,6 +91,12 @@ def assert_same(one, other):
     assert [name for name, value in one[1].items() if not torch.equal(value, other[1][name])] == []
 
 
+@cache
+def ordinary_steps(optim, **given):
+    """Steps that several tests compare with."""
+    return steps(optim, **given)
+
+
 FUSED = OptimConfig(lr=1e-2, fused_backward=True)
 
 
@@ -109,15 +117,8 @@ FUSED = OptimConfig(lr=1e-2, fused_backward=True)
     ids=["last step", "block", "accumulation", "split", "stochastic", "muon"],
 )
 def test_a_step_is_that_of_the_ordinary_loop_bitwise(optim, given, streams):
-    ordinary = replace(optim, fused_backward=False)
-    key = repr((ordinary, given))
-    if key not in _ORDINARY:
-        _ORDINARY[key] = steps(ordinary, **given)
-    assert_same(steps(optim, streams=streams, **given), _ORDINARY[key])
-
-
-_ORDINARY = {}
-"""Steps of the ordinary loop, which are computed once for both."""
+    expected = ordinary_steps(replace(optim, fused_backward=False), **given)
+    assert_same(steps(optim, streams=streams, **given), expected)
 
 
 def test_streamed_blocks_of_two_devices_sum_and_clip_bitwise():
@@ -224,20 +225,18 @@ def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_fin
         assert torch.equal(optimizer.state_of(each)["rounding_rest"], rests[each])
 
 
-@pytest.mark.parametrize("clip_by", ["step", "last_step", "block"])
-def test_each_way_of_clipping_is_its_own(clip_by):
+def test_each_way_of_clipping_is_its_own():
     plain = replace(
         FUSED, fused_backward=False, name="adafactor"
     )  # AdamW hardly depends on the gradients' scale
-    clipped, whole = steps(plain, clip_by=clip_by), steps(plain, clip_by=clip_by, clip_norm=0.0)
-    assert clipped[0][0] == whole[0][0], "what is reported is from before clipping"
-    assert clipped[0][2] != whole[0][2]
-    others = [
-        steps(plain, clip_by=other)[0][2]
-        for other in ("step", "last_step", "block")
-        if other != clip_by
-    ]
-    assert clipped[0][2] not in others
+    ways = ("step", "last_step", "block")
+    clipped = [steps(plain, clip_by=way, num_steps=3)[0] for way in ways]
+    whole = [steps(plain, clip_by=way, clip_norm=0.0, num_steps=3)[0] for way in ways]
+    assert whole[0] == whole[1] == whole[2]
+    for way, reported in zip(ways, clipped, strict=True):
+        assert reported[0] == whole[0][0], f"what {way} reports is from before clipping"
+    lasts = [reported[2] for reported in (*clipped, whole[0])]
+    assert all(one != other for one, other in itertools.combinations(lasts, 2))
 
 
 def test_a_blocks_gradients_are_limited_by_their_own_norm_and_the_last_norm_limits_all():
