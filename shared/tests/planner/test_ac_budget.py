@@ -209,7 +209,7 @@ DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(dim=64,
 def run_of(policy: str, **flags) -> RunContext:
     named = {
         "model.preset": "deep", "data.frames": 5, "data.height": 64, "data.width": 64,
-        "adapter.rank": 2, "train.device": "cpu",
+        "adapter.rank": 2, "adapter.targets": ("qkv",), "train.device": "cpu",
         "train.checkpointing": policy, "sample.captions": 0, **flags,
     }  # fmt: skip
     return create_run(DEEP, resolve(RunConfig, flags=named))

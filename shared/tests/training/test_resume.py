@@ -26,23 +26,23 @@ def silent(message):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_twenty_steps_equal_ten_and_ten(method, tmp_path):
+def test_twelve_steps_equal_six_and_six(method, tmp_path):
     given = {
         "method": method,
         "dropout": 0.2,
         "ema": EMAConfig(decay=0.95, update_every=3),
         "held_out_clips": CLIPS,
     }
-    whole = toy_run(tmp_path / "whole", 20, save=SaveConfig(every_steps=10, keep_last=9), **given)
-    toy_run(tmp_path / "halves", 10, **given)
-    halves = toy_run(tmp_path / "halves", 20, **given)
+    whole = toy_run(tmp_path / "whole", 12, save=SaveConfig(every_steps=6, keep_last=9), **given)
+    toy_run(tmp_path / "halves", 6, **given)
+    halves = toy_run(tmp_path / "halves", 12, **given)
     assert_same_state(whole.result.save, halves.result.save)
     index = [(run.result.save / "state.json").read_bytes() for run in (whole, halves)]
     assert index[0] == index[1]
     for name, tensor in whole.parameters.items():
         assert torch.equal(tensor, halves.parameters[name])
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")
-    assert [line["step"] for line in numbers(tmp_path / "halves")] == list(range(1, 21))
+    assert [line["step"] for line in numbers(tmp_path / "halves")] == list(range(1, 13))
     assert whole.result.held_out_before == halves.result.held_out_before
     assert whole.result.held_out == halves.result.held_out
 
@@ -53,13 +53,13 @@ def test_every_optimizer_resumes_bitwise(name, tmp_path):
         {"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch")
     )
     given = {
-        "optim": OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=5),
+        "optim": OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=4),
         "ema": EMAConfig(),
         "held_out_clips": CLIPS,
     }
-    whole = toy_run(tmp_path / "whole", 8, save=SaveConfig(every_steps=3), **given)
-    toy_run(tmp_path / "halves", 4, **given)
-    halves = toy_run(tmp_path / "halves", 8, **given)
+    whole = toy_run(tmp_path / "whole", 6, save=SaveConfig(every_steps=2), **given)
+    toy_run(tmp_path / "halves", 3, **given)
+    halves = toy_run(tmp_path / "halves", 6, **given)
     assert_same_state(whole.result.save, halves.result.save)
     assert whole.result.held_out == halves.result.held_out
 

@@ -105,7 +105,7 @@ class MemoryTracker(TorchDispatchMode):
             storage._cdata: storage.nbytes()
             for storage in (leaf.untyped_storage() for leaf in _tensors(tree))
         }
-        return sum(map(self._rounded, storages.values()))
+        return sum(map(self.rounded, storages.values()))
 
     def track(self, tree: Any, purpose: str) -> None:
         """Count existing tensors, or change their purpose: a module, a tensor, or a tree of
@@ -113,9 +113,12 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in _tensors(
             [*tree.parameters(), *tree.buffers()] if isinstance(tree, nn.Module) else tree
         ):
-            # Forgotten first, because `_add` skips storages that it knows.
-            self._forget(leaf.untyped_storage()._cdata)
-            self._add(leaf, purpose)
+            storage = leaf.untyped_storage()
+            entry = self._known.get(storage._cdata)
+            if entry is None or entry[1:3] != (purpose, self.rounded(storage.nbytes())):
+                # Forgotten first, because `_add` skips storages that it knows.
+                self._forget(storage._cdata)
+                self._add(leaf, purpose)
 
     def watch(self, tensor: Tensor) -> None:
         """Follow the size of a storage that is resized in place, which no dispatched operation
@@ -162,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):
             storage, entry = reference(), self._known.get(address)
             if storage is None or entry is None:
                 self._elastic.pop(address)
-            elif change := self._rounded(storage.nbytes()) - entry[2]:
+            elif change := self.rounded(storage.nbytes()) - entry[2]:
                 changes.append((change, address))
         for change, address in sorted(changes):
             device, purpose, size, freed = self._known[address]
@@ -175,7 +178,7 @@ class MemoryTracker(TorchDispatchMode):
         # A view or an in-place result: its storage is counted already.
         if address in self._known:
             return
-        size = self._rounded(storage.nbytes())
+        size = self.rounded(storage.nbytes())
         freed = weakref.ref(storage, lambda _: self._forget(address))
         self._known[address] = (tensor.device, purpose, size, freed)
         self._count(tensor.device, purpose, size)
@@ -193,7 +196,8 @@ class MemoryTracker(TorchDispatchMode):
             if self._total[device] > self.limits.get(device, math.inf):
                 raise TooMuchMemory(self._total[device])
 
-    def _rounded(self, size: int) -> int:
+    def rounded(self, size: int) -> int:
+        """Bytes that a storage of this size counts."""
         return -(-size // self._rounding) * self._rounding
 
 

@@ -444,7 +444,8 @@ class _Measuring:
         states = [
             (trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in stepped
         ]
-        gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in stepped.values()])
+        elements = [(p.numel(), p.grad_dtype or p.dtype) for p in stepped.values()]
+        gradients = sum(self.meter.rounded(n * dtype.itemsize) for n, dtype in elements)
         return StageCost(
             weights=size(frozen),
             adapters=size(list(named.values())),

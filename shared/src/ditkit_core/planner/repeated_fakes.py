@@ -36,7 +36,8 @@ class _Result(NamedTuple):
 
 
 class RepeatedFakes(FakeTensorMode):
-    """A mode of fake tensors that keeps, for the process, what torch answers from its own cache.
+    """A mode of fake tensors that keeps, for the process, what torch puts into its own cache, or
+    answers from it.
 
     torch alone decides which results depend on nothing but shapes: an operation that it does not
     keep is always run by it. A release of torch that calls its cache otherwise is slower here, and
@@ -45,7 +46,7 @@ class RepeatedFakes(FakeTensorMode):
 
     _results: ClassVar[dict[tuple[Any, ...], _Result]] = {}
     _answer: Any = None
-    """What torch's cache returned in the operation that runs now."""
+    """What torch's cache took or returned in the operation that runs now."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,6 +70,11 @@ class RepeatedFakes(FakeTensorMode):
         if key is not None and result is not None:
             self._results[key] = result
         return out
+
+    def _make_cache_entry(self, *call: Any) -> Any:
+        entry = super()._make_cache_entry(*call)
+        self._answer = call[-1]
+        return entry
 
     def _output_from_cache_entry(self, *entry: Any) -> Any:
         self._answer = super()._output_from_cache_entry(*entry)
