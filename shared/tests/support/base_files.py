@@ -1,10 +1,12 @@
 """Bases of the toy as files, and models that are prepared from them."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.engine.placement import place_blocks
@@ -18,15 +20,23 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 FP32 = Precision(matmul=torch.float32)
 CPU = torch.device("cpu")
+ADAPTER = AdapterConfig(rank=4, targets=("qkv",))
+"""On one layer of a block: injecting adapters takes most of the time of preparing a toy."""
 State = dict[str, torch.Tensor]
 
 
-def original(form: str) -> State:
+@cache
+def _original(form: str) -> State:
     torch.manual_seed(0)
     return {
         name: tensor.detach().clone()
         for name, tensor in in_form(ToyModel(ToyArch(), FP32).state_dict(), form).items()
     }
+
+
+def original(form: str) -> State:
+    """The toy's values, whose tensors are not to be changed."""
+    return dict(_original(form))
 
 
 def write(folder: Path, state: State, header: dict[str, str] | None = None) -> Path:
@@ -40,10 +50,17 @@ def prepared(
     precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
 ) -> Model:  # fmt: skip
     unloaded = model_on_meta(
-        TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
+        TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or ADAPTER,
         BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,
     )  # fmt: skip
     return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0)
+
+
+def dense_weight_of(model: nn.Module, name: str) -> torch.Tensor:
+    """The weight of this name, whether its layer has an adapter or not."""
+    layer = model.get_submodule(name.removesuffix(".weight"))
+    weight: torch.Tensor = getattr(layer, "base_layer", layer).weight
+    return weight
 
 
 def values_of(path: Path, **settings: object) -> State:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from base_files import State, original, prepared, values_of, write
+from base_files import State, dense_weight_of, original, prepared, values_of, write
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -154,7 +154,7 @@ def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
     dense = write(tmp_path / "dense", values)
     expected = prepared(dense).module
     for name, layer in held.items():
-        weight = expected.get_submodule(name.removesuffix(".weight")).base_layer.weight
+        weight = dense_weight_of(expected, name)
         assert torch.equal(layer.dequantize(), weight), name
         assert layer.weight.dtype == FP8
     assert torch.equal(outputs(model), outputs(expected))
