@@ -1,6 +1,8 @@
 """Writing fp32 results into bf16 weights: no bias, the same bits everywhere, and a full fine-tune
 in bf16 that learns."""
 
+from functools import cache
+
 import pytest
 import torch
 from saved_states import CLIPS, assert_same_state, numbers
@@ -188,7 +190,9 @@ def test_updates_in_the_backward_and_streamed_weights_are_the_same_bitwise(
     assert all(torch.equal(value, fused[1][name]) for name, value in plain[1].items())
 
 
+@cache
 def training(rounding, *, fused=False, one_of=None, seed=1):
+    """What three steps report, and everything after them."""
     model = make_model(TOY, ARCH, dtype=BF16)
     swap = None if one_of is None else stream(model, one_of, trained=True)
     optim = OptimConfig(fused_backward=fused, rounding=rounding)

@@ -223,7 +223,7 @@ def test_a_plan_counts_three_more_forwards_and_no_memory(
     monkeypatch.chdir(tmp_path)
     world, plans = World(tmp_path), []
     for flags in ((), ("--flow.target_guidance", "3"), FLAGS[:4]):
-        folder = ("--run.folder", str(tmp_path / "run"))
+        folder = ("--run.folder", str(tmp_path / "run"), "--adapter.targets", '["qkv"]')
         assert world.run("train", *folder, "--plan", "--json", "--gpus", "24GiB", *flags) == 0
         plans.append(json.loads(capsys.readouterr().out))
     assert len({plan["devices"][0]["peak"] for plan in plans}) == 1
