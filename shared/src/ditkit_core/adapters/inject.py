@@ -21,6 +21,7 @@ from ditkit_core.config.layer_patterns import fits
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.protocol import StagedModel, unused_layers
 from ditkit_core.nn.factored import parts_of
 from ditkit_core.nn.lora import AdapterDropout
@@ -64,7 +65,7 @@ def inject(
     # On meta, because `initialise` makes the values from the seed and the module's name, the same
     # on every device.
     peft, layers = _import_peft()
-    with torch.device("meta"):
+    with on_meta():
         peft.inject_adapter_in_model(peft_config, model)
     for name, layer in adapter_layers(model).items():
         # peft constructs its own classes here and offers no choice, as it does for LoRA layers.
@@ -75,7 +76,7 @@ def inject(
         if config.method == "loha":
             # peft goes by the shape of the weight, which in a quantized layer is the shape of the
             # packed codes.
-            with torch.device("meta"):
+            with on_meta():
                 layer.create_adapter_parameters(
                     "default", layer.r["default"], (layer.out_features, layer.in_features)
                 )

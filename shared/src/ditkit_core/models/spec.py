@@ -13,6 +13,7 @@ from torch import Tensor
 from ditkit_core.models.adapter_programs import AdapterRules
 from ditkit_core.models.conditions import Column, Conditioner
 from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
@@ -358,5 +359,5 @@ class ModelSpec:
 
 def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
     """A model without memory."""
-    with torch.device("meta"):
+    with on_meta():
         return spec.architecture.build(arch, precision)

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ditkit_core.adapters.dora import is_over_base
@@ -27,6 +26,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import DIFFERENCES, PREFIXES, AdapterLayout, form_of
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
@@ -63,25 +63,28 @@ class FoundAdapter:
         return list(self.file.modules or dict.fromkeys(names))
 
 
-@lru_cache(maxsize=64)
 def layers_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
     """The Linear layers of an architecture: their weights' shapes."""
+    return _shapes_of(build, arch)[0]
+
+
+def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
+    """The parameters and persistent buffers of an architecture: their shapes."""
+    return _shapes_of(build, arch)[1]
+
+
+@lru_cache(maxsize=64)
+def _shapes_of(build: Callable[[Any, Precision], Any], arch: Any) -> tuple[Shapes, Shapes]:
+    """Shapes of an architecture's Linear layers, and of its parameters and persistent buffers."""
     # Cached, because every file is compared with all presets of the family.
-    with torch.device("meta"):
+    with on_meta():
         model = build(arch, Precision())
-    return {
+    layers = {
         name: tuple(module.weight.shape)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-
-
-@lru_cache(maxsize=64)
-def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
-    """The parameters and persistent buffers of an architecture: their shapes."""
-    with torch.device("meta"):
-        model = build(arch, Precision())
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return layers, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
