@@ -19,7 +19,6 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.other_models import FAMILIES, looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_flux2.presets import Flux2Arch
@@ -228,7 +227,7 @@ def test_whole_transformers_of_a_family_are_called_by_its_name_in_every_other(ow
     """In the names of each form, and by the class in a config.json."""
     names = SPECS[owner].architecture.names
     arch = next(iter(SPECS[owner].architecture.presets.values()))
-    parameters = build_on_meta(SPECS[owner], arch, Precision()).state_dict()
+    parameters = parameters_of(SPECS[owner].architecture.build, arch)
     others = {
         family: spec.architecture.names.others for family, spec in SPECS.items() if family != owner
     }
@@ -304,22 +303,22 @@ def test_a_method_that_is_not_read_is_called_by_its_name(tmp_path: Path, method:
 
 @pytest.mark.parametrize("family", SPECS)
 def test_no_name_of_a_familys_adapters_looks_like_another_model(family: str) -> None:
-    names = SPECS[family].architecture.names
-    for preset, arch in SPECS[family].architecture.presets.items():
-        modules = layers_of(SPECS[family].architecture.build, arch)
-        for form, from_native in names.from_native.items():
+    architecture = SPECS[family].architecture
+    for form, from_native in architecture.names.from_native.items():
+        names = dict.fromkeys(("diffusers", "kohya", "differences"), frozenset[str]())
+        for arch in architecture.presets.values():
+            modules = layers_of(architecture.build, arch)
             theirs = list(FusedTensors.of(modules, from_native, ".weight").complete)
-            kohya = [f"lora_unet_{name.replace('.', '_')}" for name in theirs]
-            for spelled in (theirs, kohya):
-                assert looks_like(spelled, names.others) == ("", ""), (preset, form)
-            parameters = parameters_of(SPECS[family].architecture.build, arch)
-            differences = [
-                f"{part.name.removesuffix('.weight')}.diff"
-                for name in parameters
+            parts = (
+                part.name.removesuffix(".weight")
+                for name in parameters_of(architecture.build, arch)
                 for part in from_native(name)
-            ]
-            other = looks_like(differences, names.others)
-            assert other == ("", ""), (preset, form, "differences")
+            )
+            names["diffusers"] |= frozenset(theirs)
+            names["kohya"] |= {f"lora_unet_{name.replace('.', '_')}" for name in theirs}
+            names["differences"] |= {f"{part}.diff" for part in parts}
+        for kind, of_all_presets in names.items():
+            assert looks_like(of_all_presets, architecture.names.others) == ("", ""), (form, kind)
 
 
 NAMED = {

@@ -258,7 +258,7 @@ def other_by_keys(names: Collection[str], others: Iterable[OtherModel]) -> Other
         (
             model
             for model in others
-            if model.keys and any(re.search(model.keys, name) for name in names)
+            if model.keys and any(map(re.compile(model.keys).search, names))
         ),
         None,
     )
