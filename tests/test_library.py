@@ -1,9 +1,9 @@
-"""The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their
-demos."""
+"""The programs of docs/library.md run as they are, for every family on the base of its demo; what
+trains and samples daily for Wan and FLUX.2."""
 
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -60,6 +60,20 @@ def family(request: pytest.FixtureRequest) -> str:
 one_family = pytest.mark.parametrize("family", ["ditkit_wan"], indirect=True, scope="module")
 """For plans, which read a family through its spec: each package plans its presets, and the core its
 own model, in ways that find more."""
+two_families = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            member.package,
+            marks=() if member.package in ("ditkit_wan", "ditkit_flux2") else pytest.mark.slow,
+        )
+        for member in MODELS
+    ],
+    indirect=True,
+    scope="module",
+)
+"""For what runs a model often: every family trains its demo's base, saves, exports and samples by
+its commands daily (`ConformanceDemo`), which stand on the same functions."""
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +103,15 @@ def run(
     return run_program
 
 
-def check_trained(file: Path) -> None:
-    """Each B of an adapter has left zero, but in layers that the demo's data leave."""
+def check_moved(tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Each B of an adapter has something other than zeros, but in layers that the demo's data
+    leave."""
     ups = {
-        name: tensor.any()
-        for name, tensor in load_file(file).items()
+        name: tensor is not None and bool(tensor.any())
+        for name, tensor in tensors.items()
         if "lora_B" in name or "lora_up" in name
     }
-    assert (
-        ups and [name for name, moved in ups.items() if not moved and not STILL.search(name)] == []
-    )
+    assert ups and [name for name in ups if not ups[name] and not STILL.search(name)] == []
 
 
 def test_a_model_is_loaded_and_frozen(run, family):
@@ -121,18 +134,21 @@ def test_a_lora_has_peft_s_rank_and_scale_and_the_engine_is_replaced(run):
     assert str(model.engine.schedule.policies([None, None])[0]) == "none"
 
 
+@two_families
 def test_a_loop_trains_and_saves(run, world):
     names = run("Train in a loop of your own")
-    check_trained(world / "cats.safetensors")
+    check_moved(load_file(world / "cats.safetensors"))
     assert len(names["samples"]) == 2 and (world / "cache").is_dir()
 
 
+@two_families
 def test_the_trainer_trains_with_defaults_and_resumes(run, world):
     result = run("Train with the Trainer")["result"]
     assert (result.step, result.finished) == (3, True) and result.save.is_dir()
     assert run("Train with the Trainer")["result"].step == 3, "the second start finds nothing to do"
 
 
+@two_families
 def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
     names = run("Sample, save an adapter, read one")
     assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
@@ -164,6 +180,8 @@ def test_a_walk_predicts_a_velocity(run):
         names["velocity"].shape == names["item"]["latents"].shape
         and names["velocity"].requires_grad
     )
+    names["error"].backward()
+    check_moved({name: p.grad for name, p in names["model"].trainable.items()})
 
 
 def test_errors_name_arguments(run, family, world):
@@ -192,7 +210,7 @@ def test_ranks_divide_the_weights_in_a_loop_of_ones_own(family, world):
     )
     (world / "cats.safetensors").unlink(missing_ok=True)
     output_of(ON_RANKS, str(world), str(file), family, "transformers", "diffusers")
-    check_trained(world / "cats.safetensors")
+    check_moved(load_file(world / "cats.safetensors"))
 
 
 def test_the_door_offers_few_names_and_the_page_lists_them():
