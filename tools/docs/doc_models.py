@@ -1,15 +1,17 @@
 """The published models that are known by their hub id: what a run loads of them, and their
 licence."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ditkit_core.adapters.files.identify import parameters_of
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_core.models.spec import ModelSpec
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux3.spec import FLUX3
 from ditkit_krea2.spec import KREA2
@@ -51,10 +53,11 @@ def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
     run loads."""
     count = max(1, len(spec.architecture.experts(arch)))
     name = "transformer" if count == 1 else f"{count} transformers"
-    found = {name: count * _gigabytes(build_on_meta(spec, arch, Precision()))}
+    shapes = parameters_of(spec.architecture.build, arch).values()
+    found = {name: count * 2 * sum(map(math.prod, shapes)) / 1e9}
     for model in spec.for_arch(arch).auxiliary.models(arch, ModelPaths()):
         if model.stage == "encode":
-            with torch.device("meta"):
+            with on_meta():
                 found[model.name.removesuffix(" encoder") if model.tiles else model.name] = (
                     _gigabytes(model.build(torch.bfloat16))
                 )

@@ -73,12 +73,13 @@ def find_files(spec: ModelSpec, model: ModelPaths, root: Path) -> dict[str, Path
     for key in wanted:
         if key not in FOLDERS or getattr(model, key) or model.here(key) is not None:
             continue
-        fits = _is_transformer if key in transformers else _is_encoder
-        fitting = [path for path in files[key] if fits(spec, arch, key, path)]
         if key in transformers:
+            fitting = [path for path in files[key] if _is_transformer(spec, arch, path)]
             words = {transformers[key]} - {""}
             fitting = [path for path in fitting if words <= _words(path)]
             fitting = _by_name(spec, preset, arch, fitting)
+        else:
+            fitting = _encoders_among(files[key], spec, arch, key)
         # Published VAEs of several families have the same shapes, and one family another's VAE.
         fitting = _narrowed(fitting, lambda path: _is_called(spec, path))
         if key == "vae" and (kind := _vae_kind(spec, arch)):
@@ -148,20 +149,24 @@ def _architecture(
     )
 
 
-def _is_transformer(spec: ModelSpec, arch: Any, key: str, path: Path) -> bool:
+def _is_transformer(spec: ModelSpec, arch: Any, path: Path) -> bool:
     shapes = parameters_of(spec.architecture.build, arch)
     with suppress(UserError):
         return fits_shapes(open_weights(path), spec.architecture.names, shapes)
     return False
 
 
-def _is_encoder(spec: ModelSpec, arch: Any, key: str, path: Path) -> bool:
-    """Whether a plan with this file has the layers of one with the published encoder."""
+def _encoders_among(paths: Sequence[Path], spec: ModelSpec, arch: Any, key: str) -> list[Path]:
+    """The files with which a plan has the layers that it has with the published encoder."""
+    encoders = list[Path]()
     with suppress(UserError):
-        paths: dict[str, Any] = {key: str(path)}
-        planned = _encoder(spec, arch, key, ModelPaths(**paths))
-        return bool(planned) and planned == _encoder(spec, arch, key, ModelPaths())
-    return False
+        published = _encoder(spec, arch, key, ModelPaths())
+        for path in paths if published else ():
+            of_file: dict[str, Any] = {key: str(path)}
+            with suppress(UserError):
+                if _encoder(spec, arch, key, ModelPaths(**of_file)) == published:
+                    encoders.append(path)
+    return encoders
 
 
 def _encoder(spec: ModelSpec, arch: Any, key: str, paths: ModelPaths) -> Shapes:
