@@ -41,7 +41,7 @@ class FusedTensors:
         fused = cls()
         for name in names:
             parts = [
-                replace(part, name=part.name.removesuffix(ending))
+                TensorSlice(part.name.removesuffix(ending), part.index, part.of)
                 for part in from_native(f"{name}{ending}")
             ]
             assert fused.add(name, parts), f"{name} shares rows with another"
