@@ -69,6 +69,12 @@ def make_model(
 _MADE: dict[tuple[Any, ...], tuple[ModelSpec, nn.Module]] = {}
 
 
+def over_the_same_tensors(module: nn.Module) -> Any:
+    """A module of its own, in which layers can be replaced, with the parameters and buffers of
+    another."""
+    return _copied(module, {id(x): x for x in (*module.parameters(), *module.buffers())})
+
+
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """A model of its own, in a fifth of the time that peft takes to adapt one, and a third of the
     time of `copy.deepcopy`."""
