@@ -78,8 +78,7 @@ class Demo:
         )
 
     def check_run(self, run: Path, output: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
-        """Assert that the demo as it is ends complete, says so when it is started again, and goes
-        on when there is more to do.
+        """Assert that the demo as it is ends complete, and says so when it is started again.
 
         Args:
             run: The run's folder.
@@ -103,8 +102,6 @@ class Demo:
         assert steps == sorted(steps) and steps[0] == 0
         assert cli.run(self.spec, "train", arguments) == 0
         assert "complete at step 2" in output()
-        assert cli.run(self.spec, "train", [*arguments, "--train.steps", "3"]) == 0
-        assert (run / "state" / "step-000003").is_dir()
         return tensors
 
     def write_masks(self, folder: Path) -> Path:
