@@ -135,6 +135,14 @@ def recording() -> Callable[[str], Recording]:
 
 
 @pytest.fixture(scope="session")
+def vae_2_2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A narrow VAE of Wan 2.2, as diffusers stores it; tests only read it."""
+    from narrow_vae import NARROW_2_2, narrow
+
+    return narrow(tmp_path_factory.mktemp("vae_2_2") / "vae", **NARROW_2_2)
+
+
+@pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLIP vision encoder of three narrow layers, as transformers stores it; tests only read
     it."""

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, controls, encoded, image_file, sound_file, video_file
-from narrow_vae import NARROW_2_2, narrow
+from conditions_help import (
+    CPU,
+    FRAMES,
+    controls,
+    encoded,
+    encoded_by_one,
+    image_file,
+    sound_file,
+    video_file,
+)
 
 from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
 from ditkit_core.data.control_files import control_headers, control_values
@@ -74,13 +82,18 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("preset", EXPECTED)
 def test_every_variant_encodes_what_its_model_takes(
-    preset: str, checkpoint: Path, clip_folder: Path, speech_folder: Path, tmp_path: Path
+    preset: str,
+    checkpoint: Path,
+    vae_2_2_folder: Path,
+    clip_folder: Path,
+    speech_folder: Path,
+    tmp_path: Path,
 ) -> None:
     names, tensors = EXPECTED[preset]
     arch = narrowed(preset)
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
-    vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
+    vae = vae_2_2_folder if arch.token_times else checkpoint / "vae"
     paths = ModelPaths(
         vae=str(vae), image_encoder=str(clip_folder), audio_encoder=str(speech_folder)
     )
@@ -212,7 +225,7 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
         if column not in conditioner.uses(given[0]):
             continue
         conditioner.check(given[0])
-        ours, theirs = (encoded(conditioner, each) for each in given)
+        ours, theirs = encoded_by_one(conditioner, *given)
         assert ours.keys() == theirs.keys() and all(
             torch.equal(ours[name], theirs[name]) for name in ours
         )

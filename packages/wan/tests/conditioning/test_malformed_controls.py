@@ -4,6 +4,7 @@ anything is encoded."""
 import json
 import wave
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +49,12 @@ def look(folder: Path, preset: str, **row: str) -> CheckReport:
         {"file_name": "bad.mp4", "text": "x"} | required | row,
     ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    model = PRESETS[preset]
+    if model.animate:  # faces of 32 pixels
+        model = replace(model, animate=replace(model.animate, face_channels=(4, 4, 4, 4)))
     spec = altered(
-        TOY, columns=lambda arch: columns(PRESETS[preset]), fps=15.0,
-        conditioners=lambda arch, *given: conditioners(PRESETS[preset], *given),
+        TOY, columns=lambda arch: columns(model), fps=15.0,
+        conditioners=lambda arch, *given: conditioners(model, *given),
     )  # fmt: skip
     flags = {
         "model.preset": "tiny",

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, noise
-from narrow_vae import NARROW_2_2, narrow
+from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded_by_one, noise
 
 from ditkit_core.data.media.clip import read_clip, write_image
 from ditkit_core.data.media.crop import Crop
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
@@ -53,8 +53,14 @@ def images_of(
     return {name: str(folder / f"{name}.png") for name in names}
 
 
+def inputs_of(files: dict[str, str], **changes: Any) -> ClipInputs:
+    """What goes with the clip among some files."""
+    others = {name: file for name, file in files.items() if name != "clip"}
+    return controls(files["clip"], others, **changes)
+
+
 def world_of(
-    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+    preset: str, vaes: tuple[Path, Path], clip_folder: Path
 ) -> tuple[Any, tuple[Any, ...], list[str], dict[str, str], dict[str, int]]:
     """A tiny model of a preset with its conditioners; names of images, the clip's among them; texts
     of other columns; and the size of a clip."""
@@ -64,7 +70,7 @@ def world_of(
     if arch.animate:  # faces as high as the clips: see `images_of`
         arch = replace(arch, animate=replace(arch.animate, face_channels=(4, 4, 4, 4)))
         assert arch.animate.face_size == HEIGHT
-    vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
+    vae = vaes[arch.token_times]
     found = conditioners(
         arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode()
     )
@@ -77,27 +83,28 @@ def world_of(
     return arch, found, names, keyframes, size
 
 
+@pytest.fixture(scope="module")
+def vaes(checkpoint: Path, vae_2_2_folder: Path) -> tuple[Path, Path]:
+    """Of Wan 2.1 and 2.2."""
+    return checkpoint / "vae", vae_2_2_folder
+
+
 @pytest.mark.parametrize("preset", VISUAL)
 def test_conditions_are_mirrored_with_their_clip(
-    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+    preset: str, vaes: tuple[Path, Path], clip_folder: Path, tmp_path: Path
 ) -> None:
-    _, found, names, keyframes, size = world_of(preset, checkpoint, clip_folder, tmp_path)
+    _, found, names, keyframes, size = world_of(preset, vaes, clip_folder)
     stored = images_of(tmp_path / "stored", names, size, is_mirrored=False)
     flipped = images_of(tmp_path / "flipped", names, size, is_mirrored=True)
     seen = []
     for conditioner in found:
         if conditioner.kind in ("music", "camera"):
             continue
-
-        def made(files: dict[str, str], *, is_mirrored: bool) -> dict[str, torch.Tensor]:
-            others = {name: path for name, path in files.items() if name != "clip"} | keyframes
-            given = controls(files["clip"], others, is_mirrored=is_mirrored, **size)
-            return encoded(conditioner, given)  # noqa: B023
-
-        ours, theirs, plain = (
-            made(stored, is_mirrored=True),
-            made(flipped, is_mirrored=False),
-            made(stored, is_mirrored=False),
+        ours, theirs, plain = encoded_by_one(
+            conditioner,
+            inputs_of(stored | keyframes, is_mirrored=True, **size),
+            inputs_of(flipped | keyframes, **size),
+            inputs_of(stored | keyframes, **size),
         )
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
@@ -109,9 +116,9 @@ def test_conditions_are_mirrored_with_their_clip(
 
 @pytest.mark.parametrize("preset", VISUAL)
 def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_not(
-    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+    preset: str, vaes: tuple[Path, Path], clip_folder: Path, tmp_path: Path
 ) -> None:
-    arch, found, names, keyframes, size = world_of(preset, checkpoint, clip_folder, tmp_path)
+    arch, found, names, keyframes, size = world_of(preset, vaes, clip_folder)
     wide = {**size, "width": 2 * size["width"]}
     stored = images_of(tmp_path / "stored", names, wide, is_mirrored=False)
     frames = {"clip", "input_image", "end_image"}
@@ -126,13 +133,12 @@ def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_no
     for conditioner in found:
         if conditioner.kind in ("music", "camera"):
             continue
-
-        def made(files: dict[str, str], **crop: Any) -> dict[str, torch.Tensor]:
-            others = {name: path for name, path in files.items() if name != "clip"} | keyframes
-            placed = controls(files["clip"], others, **size, **crop)
-            return encoded(conditioner, placed)  # noqa: B023
-
-        ours, theirs, plain = made(stored, crop=Crop(0.0, 0.5)), made(cut), made(stored)
+        ours, theirs, plain = encoded_by_one(
+            conditioner,
+            inputs_of(stored | keyframes, crop=Crop(0.0, 0.5), **size),
+            inputs_of(cut | keyframes, **size),
+            inputs_of(stored | keyframes, **size),
+        )
         for name, tensor in ours.items():
             assert torch.equal(tensor, theirs[name]), name
             moved |= {name} if not torch.equal(tensor, plain[name]) else set()

@@ -46,24 +46,17 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def test_two_writings_are_the_same_bytes_and_the_random_state_is_untouched(
-    inputs: Path, tmp_path: Path
-) -> None:
-    before = torch.random.get_rng_state()
-    write_demo(tmp_path / "again")
-    assert torch.equal(before, torch.random.get_rng_state())
-    written = hashes(inputs)
-    assert written == hashes(tmp_path / "again") and len(written) > 30
-
-
-def test_a_half_written_folder_is_written_again_and_a_whole_one_left_alone(
+def test_a_half_written_folder_is_written_again_to_the_same_bytes_and_a_whole_one_left_alone(
     inputs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "clip00.mp4").write_bytes(b"half")
     (tmp_path / "clips" / "left-over.mp4").write_bytes(b"old")
+    before = torch.random.get_rng_state()
     write_demo(tmp_path)
-    assert hashes(tmp_path) == hashes(inputs)
+    assert torch.equal(before, torch.random.get_rng_state())
+    written = hashes(inputs)
+    assert hashes(tmp_path) == written and len(written) > 30
     (tmp_path / "clips" / "clip00.mp4").unlink()
     write_demo(tmp_path)
     assert not (tmp_path / "clips" / "clip00.mp4").exists()
@@ -164,10 +157,10 @@ def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(in
             encoder.encode(
                 [read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=SIDE, width=SIDE)]
             )[0]["latents"]
-            for s in dataset.samples
+            for s in dataset.samples[::4]
         ]
     )
-    assert latents.shape == (28, 16, 3, 8, 8)
+    assert latents.shape == (7, 16, 3, 8, 8)
     deviation = latents.transpose(0, 1).flatten(1).std(dim=1)
     assert latents.mean().abs() < 0.2 and 0.7 < deviation.min() and deviation.max() < 1.4
 
@@ -198,6 +191,7 @@ def test_a_full_disk_is_one_line(
         raise error
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("ditkit_wan.demo.write.write_clips", lambda folder: None)
     with pytest.raises(
         UserError, match="cannot write the demo into .*No space.*; free some space"
     ) as caught:

@@ -31,8 +31,17 @@ def image_file(path: Path, name: int, height: int = HEIGHT, width: int = WIDTH) 
 
 
 def video_file(path: Path, name: int, frames: int = FRAMES, fps: float = 16.0) -> str:
-    write_video(path, noise(name, frames), fps)
+    key = path.suffix, name, frames, fps
+    if key in _VIDEOS:
+        path.write_bytes(_VIDEOS[key])
+    else:
+        write_video(path, noise(name, frames), fps)
+        _VIDEOS[key] = path.read_bytes()
     return str(path)
+
+
+_VIDEOS: dict[tuple[str, int, int, float], bytes] = {}
+"""Videos that were encoded before."""
 
 
 def sound_file(path: Path, samples: np.ndarray, rate: int = 8000) -> str:
@@ -64,9 +73,14 @@ def tiny_vae(checkpoint: Path) -> VaeEncoder:
 
 def encoded(conditioner: Any, given: ClipInputs) -> dict[str, Tensor]:
     """What a conditioner makes of one clip."""
+    (tensors,) = encoded_by_one(conditioner, given)
+    return tensors
+
+
+def encoded_by_one(conditioner: Any, *given: ClipInputs) -> list[dict[str, Tensor]]:
+    """What a conditioner makes of clips, one by one; it is loaded once."""
     conditioner.load()
     try:
-        (tensors,) = conditioner.encode([given])
+        return [dict(tensors) for clip in given for tensors in conditioner.encode([clip])]
     finally:
         conditioner.unload()
-    return dict(tensors)
