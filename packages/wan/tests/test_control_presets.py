@@ -1,9 +1,12 @@
 """The presets of WanToDance and the Fun models: counted on the authors' code, named as their files
 are, sampled as their authors do."""
 
+import math
+
 import pytest
 import torch
 
+from ditkit_core.adapters.files.identify import parameters_of
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -92,16 +95,10 @@ BESIDE = {
 }  # fmt: skip
 
 
-def shapes(preset: str) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        model = WanTransformer(PRESETS[preset], Precision())
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
 @pytest.mark.parametrize(("preset", "counts"), COUNTS.items())
 def test_parameter_counts_are_those_of_the_authors_code(preset, counts):
-    found = shapes(preset)
-    assert (sum(shape.numel() for shape in found.values()), len(found)) == counts
+    found = parameters_of(WAN.architecture.build, PRESETS[preset])
+    assert (sum(map(math.prod, found.values())), len(found)) == counts
     official = [to_official(name) for name in found]
     assert len(set(official)) == counts[1]
     assert [to_native(name) for name in official] == list(found)
@@ -109,7 +106,8 @@ def test_parameter_counts_are_those_of_the_authors_code(preset, counts):
 
 @pytest.mark.parametrize(("preset", "beside"), BESIDE.items())
 def test_what_they_have_besides_is_named_as_in_their_files(preset, beside):
-    found = {to_official(name): tuple(shape) for name, shape in shapes(preset).items()}
+    of_ours = parameters_of(WAN.architecture.build, PRESETS[preset])
+    found = {to_official(name): shape for name, shape in of_ours.items()}
     assert {name: found[name] for name in beside} == beside
 
 

@@ -301,12 +301,18 @@ def test_a_sample_over_the_boundary_is_that_of_diffusers(
         assert (bare - pixels).abs().max() > 0.02, "or the adapters would prove nothing"
 
 
-def test_one_adapter_in_both_experts_is_another_image(trained: Path) -> None:
+def test_one_adapter_in_both_experts_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A trainer that keeps one LoRA over two bases has files that look alike: each is refused in
     the other's place."""
-    high = trained / "exports" / "run_high_noise.safetensors"
-    flags = [f"--run={trained}", f"--adapter={high}", f"--adapter-low={high}", "--prompt=a"]
+    high = tmp_path / "run_high_noise.safetensors"
+    high.touch()
+    flags = ["--model.base", str(checkpoints["t2v-a14b"]), "--run.folder", str(tmp_path / "run")]
+    flags += [f"--adapter={high}", f"--adapter-low={high}", "--prompt=a"]
     assert cli.run(WAN, "sample", flags) == 1
+    assert "--adapter-low = " in (refused := capsys.readouterr().err), refused
+    assert "is named after the high_noise expert, and this is the low_noise one" in refused
 
 
 def test_image_to_video_trains_on_its_own_boundary(checkpoints: dict[str, Path]) -> None:
