@@ -3,6 +3,7 @@ or read layer by layer."""
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,25 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def loaded(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> LanguageModelEncoder:
+def made(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> LanguageModelEncoder:
     where = (
         ModelPaths(base=str(base / "exact"), text_encoder=str(base / kind))
         if kind != "exact"
         else ModelPaths(base=str(base / kind))
     )
-    encoder = LanguageModelEncoder(TEXT, where, CPU, dtype, streaming)
+    return LanguageModelEncoder(TEXT, where, CPU, dtype, streaming)
+
+
+def loaded(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> LanguageModelEncoder:
+    encoder = made(base, kind, dtype, streaming)
     encoder.load()
     return encoder
+
+
+@cache
+def features_of(base: Path, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Of an encoder that is loaded whole; tests only read them."""
+    return features(loaded(base, kind, dtype, "never"))
 
 
 def features(encoder: LanguageModelEncoder) -> torch.Tensor:
@@ -71,24 +82,23 @@ def features(encoder: LanguageModelEncoder) -> torch.Tensor:
 def test_scaled_matrices_stay_in_8_bits_and_give_what_their_values_give(
     base: Path, dtype: torch.dtype
 ) -> None:
-    resident, dense = (loaded(base, kind, dtype, "never") for kind in ("scaled", "values"))
+    resident, expected = loaded(base, "scaled", dtype, "never"), features_of(base, "values", dtype)
     matrices = [
         module for module in resident._model.modules() if isinstance(module, QuantizedLinear)
     ]
     assert len(matrices) == 7 * len(resident._model.layers) and {
         m.weight.dtype for m in matrices
     } == {FP8}
-    expected = features(dense)
     assert expected.dtype == dtype and torch.equal(features(resident), expected)
     streamed = loaded(base, "scaled", dtype, "always")
     assert streamed.streams and torch.equal(features(streamed), expected)
-    assert streamed.identity == resident.identity != dense.identity
+    others = made(base, "values", dtype, "never")
+    assert streamed.identity == resident.identity != others.identity
 
 
 def test_the_error_is_that_of_8_bits(base: Path) -> None:
-    found, exact = (
-        features(loaded(base, kind, torch.float32, "never")) for kind in ("scaled", "exact")
-    )
+    # the scaled ones are as the values are, which another test compares
+    found, exact = (features_of(base, kind, torch.float32) for kind in ("values", "exact"))
     # 0.026 of each matrix (three bits of fraction) and 0.002 of the rest in bf16, through some
     # thirty layers
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.4
@@ -96,11 +106,10 @@ def test_the_error_is_that_of_8_bits(base: Path) -> None:
 
 def test_it_is_unloaded_and_loaded_again(base: Path) -> None:
     encoder = loaded(base, "scaled", torch.float32, "never")
-    first = features(encoder)
     encoder.unload()
     assert all(parameter.is_meta for parameter in encoder._model.parameters())
     encoder.load()
-    assert torch.equal(features(encoder), first)
+    assert torch.equal(features(encoder), features_of(base, "values", torch.float32))
 
 
 def test_matrices_count_a_byte_to_a_number_where_memory_is_asked(

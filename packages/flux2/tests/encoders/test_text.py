@@ -72,6 +72,12 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
+def resident(tiny: Tiny) -> LanguageModelEncoder:
+    """Its encoder in fp32; tests only encode with it."""
+    return loaded(base=str(tiny.base))
+
+
+@pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _qwen(tmp_path_factory.mktemp("qwen") / "base")
 
@@ -89,17 +95,18 @@ def loaded(*args: Any, **where: Any) -> LanguageModelEncoder:
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_features_are_those_of_diffusers_bitwise(tiny: Tiny, caption: str) -> None:
-    encoder = loaded(base=str(tiny.base))
-    text = encoder.encode([caption])[0]["text"]
-    assert text.shape == (TEXT.num_tokens, 3 * WIDTH) and encoder.width == 3 * WIDTH
+def test_features_are_those_of_diffusers_bitwise(
+    tiny: Tiny, resident: LanguageModelEncoder, caption: str
+) -> None:
+    text = resident.encode([caption])[0]["text"]
+    assert text.shape == (TEXT.num_tokens, 3 * WIDTH) and resident.width == 3 * WIDTH
     assert torch.equal(text, tiny.reference(caption))
 
 
-def test_streamed_features_are_the_resident_ones_bitwise(tiny: Tiny) -> None:
-    streamed, resident = (
-        loaded(torch.float32, how, base=str(tiny.base)) for how in ("always", "never")
-    )
+def test_streamed_features_are_the_resident_ones_bitwise(
+    tiny: Tiny, resident: LanguageModelEncoder
+) -> None:
+    streamed = loaded(torch.float32, "always", base=str(tiny.base))
     assert (streamed.streams, resident.streams) == (True, False)
     assert (streamed.items_at_once, resident.items_at_once) == (64, 1)
     together = streamed.encode(CAPTIONS)
@@ -108,7 +115,9 @@ def test_streamed_features_are_the_resident_ones_bitwise(tiny: Tiny) -> None:
     assert all(parameter.is_meta for parameter in streamed._model.parameters())
 
 
-def test_layers_are_the_hidden_states_of_transformers_side_by_side(tiny: Tiny) -> None:
+def test_layers_are_the_hidden_states_of_transformers_side_by_side(
+    tiny: Tiny, resident: LanguageModelEncoder
+) -> None:
     prompter = Prompter(tiny.base / "tokenizer", tiny.family, TEXT)
     prompter.load(10**6)
     ids, real, cut = prompter.tokens(CAPTION)
@@ -116,7 +125,7 @@ def test_layers_are_the_hidden_states_of_transformers_side_by_side(tiny: Tiny) -
         states = tiny.model(
             ids[None], attention_mask=real[None].long(), output_hidden_states=True
         ).hidden_states
-    text = loaded(base=str(tiny.base)).encode([CAPTION])[0]["text"]
+    text = resident.encode([CAPTION])[0]["text"]
     for place, layer in enumerate(tiny.family.layers):
         assert torch.equal(text[:, place * WIDTH : (place + 1) * WIDTH], states[layer][0]), layer
     assert cut == 0 and text.std() > 0.1
@@ -218,8 +227,8 @@ def test_progress_is_reported_layer_by_layer_and_adds_up(tiny: Tiny) -> None:
     assert sum(told) == pytest.approx(3, abs=1e-9)
 
 
-def test_features_are_in_the_encoders_dtype(tiny: Tiny) -> None:
-    exact = loaded(base=str(tiny.base)).encode([CAPTION])[0]["text"]
+def test_features_are_in_the_encoders_dtype(tiny: Tiny, resident: LanguageModelEncoder) -> None:
+    exact = resident.encode([CAPTION])[0]["text"]
     streamed, resident = (
         loaded(torch.bfloat16, how, base=str(tiny.base)).encode([CAPTION])[0]["text"]
         for how in ("always", "never")
@@ -229,8 +238,10 @@ def test_features_are_in_the_encoders_dtype(tiny: Tiny) -> None:
     assert (streamed.float() - exact).norm() / exact.norm() < 0.1
 
 
-def test_files_with_other_names_and_with_less_give_the_same(tiny: Tiny, tmp_path: Path) -> None:
-    expected = loaded(base=str(tiny.base)).encode([CAPTION])[0]["text"]
+def test_files_with_other_names_and_with_less_give_the_same(
+    tiny: Tiny, resident: LanguageModelEncoder, tmp_path: Path
+) -> None:
+    expected = resident.encode([CAPTION])[0]["text"]
     new_names = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     prefix = "model.language_model." if tiny.family is MISTRAL else "model."
     bare = {
