@@ -560,7 +560,10 @@ class TestKeptBytes(KeptBytesConformance):
     nightly = ("none", "full", "attn_only")
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+@pytest.mark.parametrize(
+    "policy",
+    ["attn_only", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("none", "full"))],
+)
 def test_blocks_keep_what_is_planned_with_references(policy):
     """Two references, which are tokens of the prefix and blocks in its attention."""
     step = step_of(QWEN, TestKeptBytes.arch, (1, 64, 64), AdapterConfig(rank=4))
