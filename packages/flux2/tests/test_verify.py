@@ -110,14 +110,15 @@ def tamper(file: Path, change: str) -> None:
     save_file(state, file)
 
 
-@pytest.mark.parametrize("change", ["value", "halves", "missing", "prefix"])
-def test_a_tampered_adapter_is_refused(tmp_path: Path, change: str) -> None:
+def test_a_tampered_adapter_is_refused(tmp_path: Path) -> None:
     world = Adapted("klein base", (ADALN, "*.linear1"))
-    file = world.write(tmp_path, "diffusers")
-    tamper(file, change)
-    with pytest.raises(UserError, match="adapter.safetensors") as caught:
-        world.verify(file)
-    assert "\n" not in str(caught.value) and "export it again" in str(caught.value)
+    for change in ("value", "halves", "missing", "prefix"):
+        file = world.write(tmp_path, "diffusers")
+        tamper(file, change)
+        with pytest.raises(UserError, match="adapter.safetensors") as caught:
+            world.verify(file)
+        refused = str(caught.value)
+        assert "\n" not in refused and "export it again" in refused, change
 
 
 def test_what_diffusers_leaves_out_shows_where_rounding_would_hide_it(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def test_a_clip_in_tiles_takes_a_quarter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [((1, 48, 64), torch.float32), ((13, 64, 32), torch.float32), ((5, 64, 32), torch.bfloat16)],
+    ("size", "dtype"), [((1, 48, 64), torch.float32), ((13, 64, 32), torch.bfloat16)]
 )
 def test_what_the_vae_holds_is_what_was_planned(
     checkpoint: Path, size: tuple[int, int, int], dtype: torch.dtype
