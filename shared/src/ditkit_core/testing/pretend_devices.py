@@ -60,7 +60,7 @@ class PretendTensor(Tensor):
         if func is _aten._conj.default:
             func = _aten.conj_physical.default
         originals: dict[int, Tensor] = {}
-        data = _on_host(args, originals)
+        data = [_on_host(value, originals) for value in args]
         named = {key: _on_host(value, originals) for key, value in kwargs.items()} if kwargs else {}
         if func not in _COPIES:
             _refuse_mixed(func, args, originals.values())
@@ -73,36 +73,34 @@ class PretendTensor(Tensor):
 
 
 # An operation's arguments and results are tensors in lists at most; torch's general trees took most
-# of a test's time.
+# of a test's time. Types are compared before classes are asked for, because every value of every
+# operation comes by here.
 
 
 def _on_host(value: Any, originals: dict[int, Tensor]) -> Any:
     """An argument with tensors of the host in place of pretended ones; adds each argument to
     `originals`, by the identity of its replacement."""
-    if isinstance(value, Tensor):
-        data = value.data_ if isinstance(value, PretendTensor) else value
-        originals[id(data)] = value
-        return data
     kind = type(value)
-    return (
-        kind([_on_host(item, originals) for item in value])
-        if kind is tuple or kind is list
-        else value
-    )
+    if kind is PretendTensor:
+        originals[id(value.data_)] = value
+        return value.data_
+    if kind is list or kind is tuple:
+        return kind([_on_host(item, originals) for item in value])
+    if isinstance(value, Tensor):
+        originals[id(value)] = value
+    return value
 
 
 def _presented(value: Any, originals: Mapping[int, Tensor], device: torch.device) -> Any:
     """A result as tensors of the device; what an operation changed in place keeps its identity, on
     whatever device it is."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_presented(item, originals, device) for item in value])
     if isinstance(value, Tensor):
         leaf = originals.get(id(value))
         return _on(value, device) if leaf is None else leaf
-    kind = type(value)
-    return (
-        kind([_presented(item, originals, device) for item in value])
-        if kind is tuple or kind is list
-        else value
-    )
+    return value
 
 
 def _on(data: Tensor, device: torch.device) -> Tensor:
@@ -114,7 +112,7 @@ def _refuse_mixed(func: Any, args: Any, leaves: Collection[Tensor]) -> None:
     the host that is to be changed."""
     into_host = _is_in_place(func) and isinstance(args[0], Tensor) and args[0].device == HOST
     devices = {
-        leaf.device for leaf in leaves if isinstance(leaf, PretendTensor) or leaf.dim() or into_host
+        leaf.device for leaf in leaves if type(leaf) is PretendTensor or leaf.dim() or into_host
     }
     if len(devices) > 1:
         names = sorted("the host" if device == HOST else str(device) for device in devices)
@@ -133,12 +131,15 @@ class PretendDevices(Observer):
     devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is None or torch.device(device).index is None or PretendTensor in types:
-            return func(*args, **kwargs)
-        out = func(*args, **{**kwargs, "device": HOST})
-        return _presented(out, {}, torch.device(device))
+        if PretendTensor in types:
+            # where torch goes next, by a longer way, if no other mode is to see the operation
+            if len(types) == 1 and not torch._C._len_torch_dispatch_stack():
+                return PretendTensor.__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        device = kwargs.get("device") if kwargs else None
+        if device is None or torch.device(device).index is None:
+            return func(*args, **(kwargs or {}))
+        return _presented(func(*args, **{**kwargs, "device": HOST}), {}, torch.device(device))
 
 
 class CountCrossings(Observer):

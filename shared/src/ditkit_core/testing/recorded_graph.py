@@ -2,8 +2,9 @@
 runs exactly those again on the same memory.
 
 No Python of the recorded work runs in between. So what a graph would bake in shows as a wrong
-result: a Python number, a tensor that was made on the host, a decision, a seed that stays. Where a
-careless stand-in would hide a fault, it does what CUDA does:
+result: a Python number, a tensor that was made on the host, a decision, a seed that stays. A replay
+is one piece of work to the device's stream, as CUDA has it: no mode sees its operations, which
+compute on the memory itself. Where a careless stand-in would hide a fault, it does what CUDA does:
 
 - recording changes nothing: what the work wrote to memory from before gets its old values back,
 - memory of the pool that nobody refers to holds garbage before and after each replay: other graphs
@@ -13,9 +14,13 @@ careless stand-in would hide a fault, it does what CUDA does:
   host waits for, and a copy that nobody waits for reads the host's memory when it is replayed.
 """
 
+import ctypes
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import pytest
@@ -24,8 +29,10 @@ from torch import Tensor, UntypedStorage
 
 from ditkit_core.engine.generator_state import GeneratorHook, RewindTrace, rewinding
 from ditkit_core.engine.graphs import GRAPHS, Graph, in_one_thread
+from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendTensor
+from ditkit_core.testing.stand_in_runtime import StandInRuntime
 
 T = TypeVar("T")
 
@@ -62,7 +69,7 @@ class RecordedGraphs:
         finally:
             hook.set_state(outside)
             recording.undo()
-        recording.spoil()
+        recording.end()
         return _RecordedGraph(recording, hook), results
 
     @contextmanager
@@ -86,29 +93,66 @@ class _RecordedGraph:
 
 
 class _Located:
-    """A tensor by its place in memory. It keeps memory of the pool, and none from before the
-    recording."""
+    """A tensor of any device by its place in memory. It keeps memory of the pool, and none from
+    before the recording."""
 
     def __init__(self, tensor: Tensor, in_pool: bool):
         storage = tensor.untyped_storage()
         data: Any = tensor.data_ if isinstance(tensor, PretendTensor) else tensor
-        self._storage: Callable[[], UntypedStorage | None] = (
+        self.address = storage._cdata
+        self.storage: Callable[[], UntypedStorage | None] = (
             (lambda: storage) if in_pool else weakref.ref(storage)
         )
         self._geometry = data.storage_offset(), data.size(), data.stride()
-        self._dtype, self._device, self._num_bytes = data.dtype, tensor.device, storage.nbytes()
+        self._dtype, self._num_bytes = data.dtype, storage.nbytes()
         self._flags = data.is_conj(), data.is_neg()
+        self._kept: Tensor | None = None
+
+    def keep(self) -> None:
+        """Make the tensor once for all replays."""
+        self._kept = self.tensor()
 
     def tensor(self) -> Tensor:
-        storage = self._storage()
+        """The values there, as a tensor of the host."""
+        storage = self.storage()
         if storage is None or storage.nbytes() < self._num_bytes:
             storage = UntypedStorage(self._num_bytes)
             _spoil(storage)
+        elif self._kept is not None:
+            return self._kept
         tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
         is_conjugated, is_negated = self._flags
         tensor = tensor.conj() if is_conjugated else tensor
-        tensor = tensor._neg_view() if is_negated else tensor
-        return tensor if self._device.index is None else PretendTensor(tensor, self._device)
+        return tensor._neg_view() if is_negated else tensor
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of an operation without its arguments."""
+
+    is_view: bool
+    """Whether it makes no memory on any device; a pretended one has no lazy conjugate."""
+    is_waited_for: bool
+    samples: bool
+    written: Sequence[tuple[int, str]]
+    """The arguments that it writes, by position and name."""
+
+
+@cache  # asked of every operation
+def _facts(func: Any) -> _Facts:
+    tags = set(func.tags)
+    waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _Facts(
+        is_view=func.is_view and func is not _aten._conj.default,
+        is_waited_for=bool(waits & tags),
+        samples=torch.Tag.nondeterministic_seeded in tags,
+        written=written,
+    )
 
 
 class _Recording(Observer):
@@ -121,12 +165,20 @@ class _Recording(Observer):
         """The memory that the work allocated, by address."""
         self._before: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         """Memory from before the recording that the work wrote to, with its values before."""
+        self._read: dict[int, _Located] = {}
+        """Memory from before the recording, by address, and what of it is written to."""
+        self._written: set[int] = set()
+        self._in_pool: list[_Located] = []
+        self._num_kept: Counter[int] = Counter()
+        """Tensors that this recording itself has of the pool's memory, by address."""
         self._states: dict[int, Tensor] = {}
         self._num_states = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        kwargs, facts = kwargs or {}, _facts(func)
+        if facts.is_view:
+            return func(*args, **kwargs)
+        if facts.is_waited_for:
             raise RuntimeError(
                 f"{func}: operation not permitted when stream is capturing: the host waits for its "
                 f"result"
@@ -134,42 +186,29 @@ class _Recording(Observer):
         tensors = [*_tensors(args), *_tensors(list(kwargs.values()))]
         self._refuse_waiting(func, args, kwargs, tensors)
         written = [
-            x
-            for argument, value in _arguments(func, args, kwargs)
-            if argument.is_write
-            for x in _tensors(value)
+            tensor
+            for index, name in facts.written
+            for tensor in _tensors(args[index] if index < len(args) else kwargs.get(name))
         ]
         for tensor in written:
             self._keep(tensor)
-        arguments = (
-            self._located(args),
-            {name: self._located(value) for name, value in kwargs.items()},
-        )
+        located: list[_Located] = []
+        positional = self._located(args, located)
+        named = {name: self._located(value, located) for name, value in kwargs.items()}
         results = func(*args, **kwargs)
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
-        new = [x for x in _tensors(results) if x.untyped_storage()._cdata not in inputs]
-        for tensor in new:
+        made = [
+            (index, tensor)
+            for index, tensor in enumerate(_tensors(results))
+            if tensor.untyped_storage()._cdata not in inputs
+        ]
+        for _, tensor in made:
             storage = tensor.untyped_storage()
             self.pool[storage._cdata] = storage
-        if not written and not new:
-            return results  # a view
-        memory = [self._located(tensor) for tensor in new]
-
-        def call(_: GeneratorHook) -> None:
-            positional, named = (
-                _rebuilt(arguments[0]),
-                {name: _rebuilt(value) for name, value in arguments[1].items()},
-            )
-            addresses = {
-                tensor.untyped_storage()._cdata
-                for tensor in _tensors([*positional, *named.values()])
-            }
-            again = func(*positional, **named)
-            computed = [x for x in _tensors(again) if x.untyped_storage()._cdata not in addresses]
-            for target, tensor in zip(memory, computed, strict=True):
-                target.tensor().copy_(tensor)
-
-        self.calls.append(call)
+        if written or made:
+            memory = [(index, self._located(tensor, located)) for index, tensor in made]
+            self._know(located)
+            self.calls.append(_again(func, positional, named, memory, facts.samples))
         return results
 
     def snapshot(self, hook: GeneratorHook) -> int:
@@ -195,10 +234,20 @@ class _Recording(Observer):
     @torch.no_grad()
     def replay(self, hook: GeneratorHook) -> None:
         """Do all of it again."""
-        self.spoil()
-        for call in self.calls:
-            call(hook)
-        self.spoil()
+        with torch._C._DisableTorchDispatch():
+            self.spoil()
+            for call in self.calls:
+                call(hook)
+            self.spoil()
+        runtime = runtime_of(hook.device)
+        if isinstance(runtime, StandInRuntime):
+            there = [address for address, of in self._read.items() if of.storage() is not None]
+            runtime.log.launch(
+                runtime.current_stream(hook.device).name,
+                "a replay",
+                there,
+                [*(address for address in there if address in self._written), *self.pool],
+            )
 
     def undo(self) -> None:
         """Give memory from before the recording its values back."""
@@ -206,25 +255,43 @@ class _Recording(Observer):
             storage.copy_(values)
         self._before.clear()
 
+    def end(self) -> None:
+        """Make what replays need, and fill the pool's memory that nobody refers to."""
+        with torch._C._DisableTorchDispatch():
+            for located in self._in_pool:
+                located.keep()
+        self._num_kept.update(located.address for located in self._in_pool)
+        self._in_pool.clear()
+        self.spoil()
+
     def spoil(self) -> None:
-        """Fill the pool's memory that nobody refers to."""
-        for storage in self.pool.values():
-            if torch._C._storage_Use_Count(storage._cdata) <= 1:
+        """Fill the pool's memory that nobody else refers to."""
+        for address, storage in self.pool.items():
+            if torch._C._storage_Use_Count(address) <= 1 + self._num_kept[address]:
                 _spoil(storage)
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.pool and storage._cdata not in self._before:
             self._before[storage._cdata] = storage, storage.clone()
+            self._written.add(storage._cdata)
 
-    def _located(self, value: Any) -> Any:
+    def _located(self, value: Any, located: list[_Located]) -> Any:
+        """An argument with places in memory in place of tensors, which are added to `located`."""
         if isinstance(value, Tensor):
-            return _Located(value, value.untyped_storage()._cdata in self.pool)
-        return (
-            type(value)(self._located(part) for part in value)
-            if type(value) in (list, tuple)
-            else value
-        )
+            located.append(_Located(value, value.untyped_storage()._cdata in self.pool))
+            return located[-1]
+        if type(value) in (list, tuple):
+            return type(value)([self._located(part, located) for part in value])
+        return value
+
+    def _know(self, located: Iterable[_Located]) -> None:
+        """Note what a replay reads and writes."""
+        for tensor in located:
+            if tensor.address in self.pool:
+                self._in_pool.append(tensor)
+            else:
+                self._read[tensor.address] = tensor
 
     @staticmethod
     def _refuse_waiting(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -242,15 +309,39 @@ class _Recording(Observer):
             )
 
 
-def _spoil(storage: Any) -> None:
-    storage.fill_(_GARBAGE)
+def _again(
+    func: Any,
+    positional: Any,
+    named: dict[str, Any],
+    memory: Sequence[tuple[int, _Located]],
+    samples: bool,
+) -> Callable[[GeneratorHook], None]:
+    """An operation of a recording, to be run again on the same memory.
+
+    Args:
+        memory: Where its new tensors belong, by their number among its results.
+        samples: Whether it takes numbers of the device's generator.
+    """
+    if func is _aten._conj.default:  # of a pretended device, where it is no view
+        func = _aten.conj_physical.default
+    if named.get("device") is not None and torch.device(named["device"]).type != "meta":
+        named = {**named, "device": _HOST}
+
+    def call(hook: GeneratorHook) -> None:
+        runtime = runtime_of(hook.device) if samples else None
+        with nullcontext() if runtime is None else runtime.sampling_on(hook.device):
+            again = func(
+                *_rebuilt(positional), **{name: _rebuilt(value) for name, value in named.items()}
+            )
+        results = _tensors(again)
+        for index, target in memory:
+            target.tensor().copy_(results[index])
+
+    return call
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield argument.alias_info, value
+def _spoil(storage: UntypedStorage) -> None:
+    ctypes.memset(storage.data_ptr(), _GARBAGE, storage.nbytes())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -264,6 +355,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _rebuilt(value: Any) -> Any:
-    if isinstance(value, _Located):
+    kind = type(value)
+    if kind is _Located:
         return value.tensor()
-    return type(value)(_rebuilt(part) for part in value) if type(value) in (list, tuple) else value
+    return kind([_rebuilt(part) for part in value]) if kind is list or kind is tuple else value

@@ -17,8 +17,8 @@ The host is one thread here: backwards of several devices, which autograd runs a
 GPUs, run one after the other.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -121,81 +121,72 @@ class StandIn(PretendDevices):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, role = kwargs or {}, _role(func)
-        inputs = [
-            (i, tensor)
-            for i, value in (*enumerate(args), *kwargs.items())
-            for tensor in _tensors(value)
-        ]
+        inputs = [(i, tensor) for i, value in enumerate(args) for tensor in _tensors(value)]
+        if kwargs:
+            inputs += [(i, tensor) for i, value in kwargs.items() for tensor in _tensors(value)]
+        places = [tensor.device for _, tensor in inputs]
+        there = [place for place in places if place != HOST]
         named = kwargs.get("device")
-        devices = dict.fromkeys(tensor.device for _, tensor in inputs if tensor.device != HOST)
-        if named is not None and torch.device(named) != HOST:
-            devices[torch.device(named)] = None
-        source: AbstractContextManager[None] = nullcontext()
-        if role.samples and devices:
-            chosen = kwargs.get("generator")
-            generator_device = (
-                None if chosen is None else _Generator.of.get(chosen.initial_seed(), HOST)
-            )
-            assert generator_device is None or generator_device in devices, (
-                f"{func}: a generator of {generator_device}, and a tensor of {[*devices]}"
-            )
-            source = self.runtime.sampling_on(next(iter(devices)))
-        with source:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        if (
-            func in _COPIES
-            and len({tensor.device for tensor in (*_tensors(out), *(t for _, t in inputs))}) > 1
-        ):
-            self._copied(func, args, kwargs, out)
+        if named is not None and (place := torch.device(named)) != HOST:
+            there.append(place)
+        if role.samples and there:
+            with self._sampling(func, kwargs.get("generator"), there):
+                out = super().__torch_dispatch__(func, types, args, kwargs)
         else:
-            self._ran(role, inputs, [*_tensors(out)], next(iter(devices), None))
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        results = _tensors(out)
+        if func in _COPIES and len({*places, *(tensor.device for tensor in results)}) > 1:
+            self._copied(func, args, kwargs, out)
+        elif there:
+            self._ran(role, inputs, places, results, there[0])
+        elif role.touches:
+            self._ran_on_host(role, inputs)
         return out
+
+    def _sampling(
+        self, func: Any, generator: Any, devices: Sequence[torch.device]
+    ) -> AbstractContextManager[None]:
+        """Random numbers of an operation come from its device's generator."""
+        of = None if generator is None else _Generator.of.get(generator.initial_seed(), HOST)
+        assert of is None or of in devices, (
+            f"{func}: a generator of {of}, and a tensor of {[*dict.fromkeys(devices)]}"
+        )
+        return self.runtime.sampling_on(devices[0])
+
+    def _ran_on_host(self, role: _Role, inputs: Sequence[tuple[Any, Tensor]]) -> None:
+        """Log an operation of the host, if a device has copied what it touches."""
+        copied = [(i, tensor) for i, tensor in inputs if self.runtime.is_copied(tensor)]
+        if copied:
+            keys = [(i in role.written, self._key(tensor)) for i, tensor in copied]
+            reads = [key for _, key in keys]
+            writes = [key for written, key in keys if written]
+            self.runtime.log.launch(HOST_THREAD, role.name, reads, writes)
 
     def _ran(
         self,
         role: _Role,
         inputs: Sequence[tuple[Any, Tensor]],
-        out: Sequence[Tensor],
-        device: torch.device | None,
+        places: Sequence[torch.device],
+        results: Sequence[Tensor],
+        device: torch.device,
     ) -> None:
-        """Log an operation on one device, or on the host."""
+        """Log an operation on one device; `places` are the devices of its inputs."""
         runtime = self.runtime
-        if device is None:
-            if role.touches:
-                copied = [(i, tensor) for i, tensor in inputs if runtime.is_copied(tensor)]
-                keys = [(i in role.written, self._key(tensor)) for i, tensor in copied]
-                runtime.log.launch(
-                    HOST_THREAD,
-                    role.name,
-                    [key for _, key in keys],
-                    [key for written, key in keys if written],
-                )
-            return
         stream = runtime.current_stream(device).name
+        reads, writes, numbers = list[int](), list[int](), list[int]()
+        for (i, tensor), place in zip(inputs, places, strict=True):
+            if place != HOST:
+                own = stream if place == device else self._own(place)
+                (writes if i in role.written else reads).append(runtime.follow(tensor, own))
+            elif runtime.is_copied(tensor):
+                numbers.append(self._key(tensor))
         # A number on the host: CUDA gets its value with the launch, so the host reads it now.
-        numbers = [
-            self._key(tensor)
-            for _, tensor in inputs
-            if tensor.device == HOST and runtime.is_copied(tensor)
-        ]
         if numbers:
             runtime.log.launch(HOST_THREAD, role.name, numbers)
-        reads = [
-            self._key(tensor)
-            for i, tensor in inputs
-            if tensor.device != HOST and i not in role.written
-        ]
-        writes = [
-            self._key(tensor) for i, tensor in inputs if tensor.device != HOST and i in role.written
-        ]
-        results = [runtime.follow(tensor, stream) for tensor in out if tensor.device != HOST]
+        made = [runtime.follow(tensor, stream) for tensor in results if tensor.device != HOST]
         if role.touches:
-            runtime.log.launch(
-                stream,
-                role.name,
-                reads if role.reads else (),
-                [*writes, *(key for key in results if key not in reads)],
-            )
+            writes += [key for key in made if key not in reads]
+            runtime.log.launch(stream, role.name, reads if role.reads else (), writes)
         if role.is_waited_for:
             runtime.log.synchronize(stream)
 
@@ -244,12 +235,12 @@ class StandIn(PretendDevices):
         return HOST_THREAD if device == HOST else self.runtime.current_stream(device).name
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return ()
 
 
 @cache  # asked of every operation

@@ -69,6 +69,7 @@ class StandInRuntime:
         self.log = HappensBefore()
         self._thread = threading.local()
         self._names: dict[torch.device, list[str]] = {}
+        self._defaults: dict[torch.device, StandInStream] = {}
         self._storages: dict[int, tuple[torch.device, int, weakref.ref[UntypedStorage]]] = {}
         self._live, self._peak = Counter[torch.device](), Counter[torch.device]()
         self._locked: dict[int, int] = {}
@@ -86,7 +87,9 @@ class StandInRuntime:
 
     def default_stream(self, device: torch.device) -> StandInStream:
         """The stream on which a device's work runs if nobody says otherwise."""
-        return StandInStream(device, str(device), self.log)
+        if device not in self._defaults:
+            self._defaults[device] = StandInStream(device, str(device), self.log)
+        return self._defaults[device]
 
     def current_stream(self, device: torch.device) -> StandInStream:
         """The stream on which this thread's work for a device runs."""
