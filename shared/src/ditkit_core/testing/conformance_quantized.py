@@ -36,6 +36,7 @@ from ditkit_core.testing.world import (
     add_adapter,
     differing,
     is_last,
+    made_once,
     make_model,
     outcome,
     train_shortly,
@@ -70,6 +71,13 @@ def make_quantized(
     `none` is `make_model` itself."""
     if kind == "none":
         return make_model(spec, arch, dtype=dtype, adapter=adapter)
+    key = kind, spec.name, arch, dtype, adapter
+    return made_once(key, spec, lambda: _make_quantized(spec, arch, kind, dtype, adapter))
+
+
+def _make_quantized(
+    spec: ModelSpec, arch: Any, kind: str, dtype: torch.dtype, adapter: AdapterConfig | None
+) -> nn.Module:
     kind, _, computed = kind.partition(" ")
     model: Any = make_model(spec, arch, dtype=dtype).requires_grad_(False)
     values = dict(model.named_parameters())

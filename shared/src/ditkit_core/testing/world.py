@@ -60,10 +60,20 @@ def make_model(
         adapter: What is trained; None trains every parameter.
     """
     key = spec.name, arch, dtype, adapter
+    return made_once(key, spec, lambda: _make_model(spec, arch, dtype, adapter))
+
+
+def made_once(key: tuple[Any, ...], spec: ModelSpec, make: Callable[[], nn.Module]) -> nn.Module:
+    """A model of its own that is made once for a key and a spec, and copied.
+
+    Args:
+        key: Everything that the model depends on, but the spec: another one of the same name gets a
+            model that is made for it.
+    """
     if key not in _MADE:
-        _MADE[key] = spec, _make_model(spec, arch, dtype, adapter)
+        _MADE[key] = spec, make()
     made_of, model = _MADE[key]
-    return _copied(model if made_of is spec else _make_model(spec, arch, dtype, adapter), {})
+    return _copied(model if made_of is spec else make(), {})
 
 
 _MADE: dict[tuple[Any, ...], tuple[ModelSpec, nn.Module]] = {}
