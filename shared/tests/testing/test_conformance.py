@@ -52,7 +52,7 @@ def test_a_model_of_rms_norms_passes_the_checks_of_their_place(
         return F.rms_norm(x, shape)
 
     monkeypatch.setattr(F, "layer_norm", composed)
-    checks = _ToyWithoutDropout()
+    checks = type("OfComposedNorms", (_ToyWithoutDropout,), {})()
     checks.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
     checks.test_a_place_that_is_raised_alone_runs_wider_alone("norms")
 
@@ -60,8 +60,9 @@ def test_a_model_of_rms_norms_passes_the_checks_of_their_place(
         return composed(x.double(), shape).to(x.dtype)
 
     monkeypatch.setattr(F, "layer_norm", rms_norm_in_fp64)
+    of_wide_norms = type("OfWideNorms", (_ToyWithoutDropout,), {})()
     with pytest.raises(AssertionError, match="only the head's norm"):
-        checks.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
+        of_wide_norms.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
 
 
 class _Carry(NamedTuple):

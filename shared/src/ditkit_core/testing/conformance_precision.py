@@ -4,6 +4,7 @@ the others."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,6 @@ from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.world import (
     ADAPTERS,
-    Items,
     ModelChecks,
     backward_without_autocast,
     make_model,
@@ -88,33 +88,10 @@ class PrecisionChecks(ModelChecks):
     num_streams: ClassVar[int] = 1
     """Residual streams in the last carry."""
 
-    def _result(
-        self, precision: Precision, items: Items | None = None, policy: str = "none"
-    ) -> _Result:
+    def _result(self, precision: Precision) -> _Result:
         """A forward and backward with the weights of each place in its dtype, rounded from the same
         values."""
-        model: Any = make_model(self.spec, self.arch, dtype=torch.float64)
-        set_precision(model, precision)
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.bfloat16().to(
-                getattr(precision, self.spec.precision.op_group_of(name))
-            )
-        items = items or self.items(2)
-        latents = [item["latents"].double().requires_grad_() for item in items]
-        wide = [{name: tensor.double() for name, tensor in item.items()} for item in items]
-        sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)[: len(items)]
-        torch.manual_seed(3)
-        with _Dtypes() as forward:
-            outputs = model(
-                self.spec.training.make_inputs(latents, sigma, wide, 3.3),
-                engine=BlockEngine(policy=policy),
-            )
-        sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients |= {
-            f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None
-        }
-        return _Result([output.detach() for output in outputs], gradients, forward)
+        return _result_of(type(self), precision)
 
     @pytest.mark.parametrize("group", MODEL_PLACES)
     def test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone(self, group: str) -> None:
@@ -276,6 +253,31 @@ class PrecisionChecks(ModelChecks):
         chosen = {"fast": FAST, "reference": self.spec.precision.reference, "default": {}}[name]
         dtypes = {"matmul": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
         return Precision(**{group: dtypes[dtype] for group, dtype in chosen.items()})
+
+
+@cache  # checks of a class compare with the same few precisions
+def _result_of(kind: Any, precision: Precision) -> _Result:
+    checks, spec = kind(), kind.spec
+    model: Any = make_model(spec, kind.arch, dtype=torch.float64)
+    set_precision(model, precision)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.bfloat16().to(
+            getattr(precision, spec.precision.op_group_of(name))
+        )
+    items = checks.items(2)
+    latents = [item["latents"].double().requires_grad_() for item in items]
+    wide = [{name: tensor.double() for name, tensor in item.items()} for item in items]
+    torch.manual_seed(3)
+    with _Dtypes() as forward:
+        sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)
+        inputs = spec.training.make_inputs(latents, sigma, wide, 3.3)
+        outputs = model(inputs, engine=BlockEngine())
+    sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients |= {
+        f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None
+    }
+    return _Result([output.detach() for output in outputs], gradients, forward)
 
 
 def relative_error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
