@@ -160,28 +160,42 @@ def pytest_runtest_setup() -> None:
 atexit.register(gc.unfreeze)
 
 
-def _share(kind: Any, check: str) -> int:
-    """One in how many combinations of a conformance check a class runs daily."""
-    return max(getattr(kind, "one_in", 1), getattr(kind, "one_in_of", {}).get(check, 1))
+def _every(kind: Any, check: str, num: int) -> int:
+    """One in how many of the combinations of a conformance check a class runs daily."""
+    few = getattr(kind, "num_daily", {}).get(check, num)
+    return max(getattr(kind, "one_in", 1), -(-num // few))
+
+
+def _is_nightly(kind: Any, check: str) -> bool:
+    """Whether a class runs a conformance check nightly alone."""
+    is_variant = getattr(kind, "one_in", 1) > 1
+    return check in getattr(kind, "nightly", ()) or (
+        is_variant and check in getattr(kind, "nightly_of_variants", ())
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU
-    where there is none."""
+    """Marks exhaustive what families and variants leave out of conformance checks, and skips what
+    needs a GPU where there is none."""
     combinations: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         kind, check = getattr(item, "cls", None), item.name.partition("[")[0]
-        if _share(kind, check) > 1 and not any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
+        if hasattr(kind, "nightly") and not any(
+            map(item.get_closest_marker, ("exhaustive", "gpu"))
+        ):
             combinations.setdefault((kind, check), []).append(item)
     for (kind, check), of_check in combinations.items():
         daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check
-        every = min(_share(kind, check), len(daily))
+        every, is_nightly = _every(kind, check, len(daily)), _is_nightly(kind, check)
+        if every == 1 and not is_nightly:
+            continue
+        every = min(every, len(daily))
         is_variant = getattr(kind, "one_in", 1) > 1
         shift = sum(
             (kind.__name__ if is_variant else kind.spec.name).encode()
         )  # they differ in what they leave out
-        chosen = [] if is_variant and check in kind.nightly else daily[-shift % every :: every]
+        chosen = [] if is_nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
                 item.add_marker(pytest.mark.exhaustive)

@@ -22,7 +22,8 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     spec = TOY
     arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
-    one_in_of: ClassVar = {}
+    num_daily: ClassVar = {}
+    nightly = ()
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)

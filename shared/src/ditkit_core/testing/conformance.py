@@ -37,8 +37,9 @@ from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.run.checks import check_item
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.combinations import (
+    NIGHTLY_FOR_FAMILIES,
     NIGHTLY_FOR_VARIANTS,
-    ONE_IN_FOUR,
+    NUM_FOR_FAMILIES,
     every_pair,
     every_value,
 )
@@ -84,19 +85,13 @@ class CoreChecks(ModelChecks):
     `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
     slow: ClassVar[bool] = False
     """Whether the cases that a variant runs are of the slow set."""
-    one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR | {
-        "test_levers_at_once_change_no_number": 4,
-        "test_levers_together_change_no_number": 48,
-        "test_streams_wait_for_each_other": 24,
-        "test_replays_change_no_bit": 39,
-        "test_a_gpu_replays_bit_by_bit": 3,
-    }
-    """The same for single checks; the core's own model runs all combinations daily. Replays and the
-    order of streams know nothing of a model but its carry, and take a third of a family's time at a
-    quarter of theirs."""
-    nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
-    """Checks that variants run only nightly: the slowest ones, of features that all variants of a
-    family share."""
+    num_daily: ClassVar[Mapping[str, int]] = NUM_FOR_FAMILIES
+    """How many combinations of single checks run daily; the core's own model runs all. Each family
+    runs others."""
+    nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_FAMILIES
+    """Checks that run nightly; daily for the core's own model."""
+    nightly_of_variants: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
+    """Checks that variants run only nightly."""
     learning_rate: ClassVar[float] = 1e-2
     """Of the steps that must lower the loss of one batch: AdamW moves every weight by as much,
     whatever the layer's width."""

@@ -56,11 +56,13 @@ def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
 class AuditChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    one_in: ClassVar[int] = 2
-    """One in how many of a check's combinations runs daily; the others are marked `exhaustive`."""
-    nightly: ClassVar[tuple[str, ...]] = ("test_division_and_streaming_change_no_number",)
-    """Checks that a model with `one_in` above 1 runs only nightly; the core's own model runs them
-    daily."""
+    nightly: ClassVar[tuple[str, ...]] = (
+        "test_division_and_streaming_change_no_number",
+        "test_every_place_shows_and_the_timestep_most",
+        "test_the_model_is_as_before",
+    )
+    """Checks that run nightly; daily for the core's own model. A family's places and their order
+    are checked daily by `PrecisionChecks`."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
 

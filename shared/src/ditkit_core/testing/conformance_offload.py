@@ -54,7 +54,7 @@ class OffloadChecks(ModelChecks):
 
     def test_what_is_sent_is_what_a_policy_keeps(self) -> None:
         """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask;
-        under `attn_only`, attention's tensors as well."""
+        under `attn_only`, attention's tensors as well. Numbers stay the same."""
         model = self._made("lora")
         items = self.items(2, ragged=True)
         num_entering = 0
@@ -72,12 +72,11 @@ class OffloadChecks(ModelChecks):
                 )
             carry = after
         divide(model, [ONE] * (len(model.blocks()) + 2))
-        sent = {
-            policy: self._offloaded(
-                model, BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
-            )[1]
-            for policy in POLICIES
-        }
+        sent, plain = {}, outcome(self.spec, self._made("lora"), items, BlockEngine())
+        for policy in POLICIES:
+            engine = BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
+            actual, sent[policy] = self._offloaded(model, engine)
+            assert actual.differences(plain) == [], policy
         assert sent["full"] == num_entering
         assert sent["none"] > sent["attn_only"] > sent["full"]
 

@@ -60,11 +60,23 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 """Values by lever; `autocast`: whether an outer autocast is active."""
 
 
+_OF_A_FAMILY = [
+    (policy, backend, adapter, dtype, policy != "attn_only")
+    for backend, adapter, dtype in (
+        ("sdpa", "full", torch.float32),
+        ("sdpa_math", "lora", torch.bfloat16),
+    )
+    for policy in ("full", "attn_only", "attn_only(self)")
+]
+"""What a model says of its blocks matters to: their last layers, with and without adapters, and
+their attention calls."""
+_OF_LEVERS = [case for case in pairwise(LEVERS) if case not in _OF_A_FAMILY]
+
+
 def _cases() -> list[Any]:
-    """Every pair of values in one that is run always. Of policies that all blocks have and that do
-    not offload, each with a dropout in a slow one, and each with every backend, adapter and dtype
-    under an autocast in an exhaustive one."""
-    soon = pairwise(LEVERS)
+    """Those of a family. Of policies that all blocks have and that do not offload, each with a
+    dropout in a slow one, and each with every backend, adapter and dtype under an autocast in an
+    exhaustive one."""
     alike = [
         policy
         for policy in LEVERS["policy"]
@@ -74,10 +86,11 @@ def _cases() -> list[Any]:
     with_dropout = itertools.product(
         alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,)
     )
+    daily = [*_OF_A_FAMILY, *_OF_LEVERS]
     return [
-        *soon,
+        *_OF_A_FAMILY,
         *(pytest.param(*case, marks=pytest.mark.slow) for case in with_dropout),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in rest if case not in soon),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in rest if case not in daily),
     ]
 
 
@@ -157,6 +170,18 @@ class PolicyChecks(ModelChecks):
     ) -> None:
         """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic
         and attention in the backward."""
+        self._check_policy(policy, backend, adapter, dtype, autocast)
+
+    @pytest.mark.parametrize(tuple(LEVERS), _OF_LEVERS)
+    def test_levers_of_policies_change_nothing(
+        self, policy: str, backend: str, adapter: str, dtype: torch.dtype, autocast: bool
+    ) -> None:
+        """The same, with every pair of values of two levers."""
+        self._check_policy(policy, backend, adapter, dtype, autocast)
+
+    def _check_policy(
+        self, policy: str, backend: str, adapter: str, dtype: torch.dtype, autocast: bool
+    ) -> None:
         checks: Any = type(self)
         plain, every_work = _without_policy(checks, backend, adapter, dtype)
         model: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])

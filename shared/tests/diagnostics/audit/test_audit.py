@@ -44,7 +44,7 @@ ARCH = ToyArch(dim=16)
 
 class TestToy(AuditChecks):
     spec = TOY
-    one_in, nightly = 1, ()
+    nightly = ()
     arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
 
