@@ -11,6 +11,7 @@ from torch import Tensor
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance import Conformance
+from ditkit_core.testing.conformance_replay import STEPS
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import Items, make_model, outcome
 
@@ -24,6 +25,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     places_without = ("rotary_tables", "rotary", "qk_norms")
     num_daily: ClassVar = {}
     nightly = ()
+    steps_on_a_stand_in = STEPS
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)
