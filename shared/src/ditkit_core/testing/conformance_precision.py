@@ -91,7 +91,8 @@ class PrecisionChecks(ModelChecks):
     def _result(self, precision: Precision) -> _Result:
         """A forward and backward with the weights of each place in its dtype, rounded from the same
         values."""
-        return _result_of(type(self), precision)
+        checks: Any = type(self)
+        return _result_of(checks, precision)
 
     @pytest.mark.parametrize("group", MODEL_PLACES)
     def test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone(self, group: str) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, UntypedStorage
 from ditkit_core.engine import pinned_memory
 from ditkit_core.io.runtimes import RUNTIMES
 from ditkit_core.testing.happens_before import HOST_THREAD
-from ditkit_core.testing.pretend_devices import HOST, PretendDevices
+from ditkit_core.testing.pretend_devices import HOST, PretendDevices, PretendTensor
 from ditkit_core.testing.stand_in_runtime import StandInRuntime
 
 _aten: Any = torch.ops.aten
@@ -69,6 +69,7 @@ class _Role:
     """What an operation does to its arguments."""
 
     name: str
+    is_view: bool
     touches: bool
     """Whether it reads or writes any values; views and new empty tensors do not."""
     reads: bool
@@ -121,6 +122,8 @@ class StandIn(PretendDevices):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, role = kwargs or {}, _role(func)
+        if role.is_view and self._knows(args[0]):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         inputs = [(i, tensor) for i, value in enumerate(args) for tensor in _tensors(value)]
         if kwargs:
             inputs += [(i, tensor) for i, value in kwargs.items() for tensor in _tensors(value)]
@@ -142,6 +145,10 @@ class StandIn(PretendDevices):
         elif role.touches:
             self._ran_on_host(role, inputs)
         return out
+
+    def _knows(self, tensor: Tensor) -> bool:
+        """Whether a view of a tensor is nothing new to the log."""
+        return type(tensor) is not PretendTensor or self.runtime.follows(tensor)
 
     def _sampling(
         self, func: Any, generator: Any, devices: Sequence[torch.device]
@@ -249,6 +256,7 @@ def _role(func: Any) -> _Role:
     is_view = func.is_view or name == "_unsafe_view" or torch.Tag.inplace_view in tags
     return _Role(
         name=name,
+        is_view=is_view,
         touches=not is_view and name not in _EMPTY,
         reads=name not in _OF_A_SHAPE,
         written=frozenset(

@@ -232,6 +232,10 @@ class StandInRuntime:
             self.resized(key, storage.nbytes(), stream)
         return key
 
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is known."""
+        return tensor.untyped_storage()._cdata in self._storages
+
     def is_copied(self, tensor: Tensor) -> bool:
         """Whether a device has copied from or to a host tensor's memory."""
         storage = self._storages.get(tensor.untyped_storage()._cdata)
