@@ -197,16 +197,16 @@ class _Recording(Observer):
         named = {name: self._located(value, located) for name, value in kwargs.items()}
         results = func(*args, **kwargs)
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [
+        new = [
             (index, tensor)
             for index, tensor in enumerate(_tensors(results))
             if tensor.untyped_storage()._cdata not in inputs
         ]
-        for _, tensor in made:
+        for _, tensor in new:
             storage = tensor.untyped_storage()
             self.pool[storage._cdata] = storage
-        if written or made:
-            memory = [(index, self._located(tensor, located)) for index, tensor in made]
+        if written or new:
+            memory = [(index, self._located(tensor, located)) for index, tensor in new]
             self._know(located)
             self.calls.append(_again(func, positional, named, memory, facts.samples))
         return results

@@ -127,21 +127,21 @@ class StandIn(PretendDevices):
         inputs = [(i, tensor) for i, value in enumerate(args) for tensor in _tensors(value)]
         if kwargs:
             inputs += [(i, tensor) for i, value in kwargs.items() for tensor in _tensors(value)]
-        places = [tensor.device for _, tensor in inputs]
-        there = [place for place in places if place != HOST]
+        locations = [tensor.device for _, tensor in inputs]
+        there = [location for location in locations if location != HOST]
         named = kwargs.get("device")
-        if named is not None and (place := torch.device(named)) != HOST:
-            there.append(place)
+        if named is not None and (location := torch.device(named)) != HOST:
+            there.append(location)
         if role.samples and there:
             with self._sampling(func, kwargs.get("generator"), there):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         results = _tensors(out)
-        if func in _COPIES and len({*places, *(tensor.device for tensor in results)}) > 1:
+        if func in _COPIES and len({*locations, *(tensor.device for tensor in results)}) > 1:
             self._copied(func, args, kwargs, out)
         elif there:
-            self._ran(role, inputs, places, results, there[0])
+            self._ran(role, inputs, locations, results, there[0])
         elif role.touches:
             self._ran_on_host(role, inputs)
         return out
@@ -173,26 +173,26 @@ class StandIn(PretendDevices):
         self,
         role: _Role,
         inputs: Sequence[tuple[Any, Tensor]],
-        places: Sequence[torch.device],
+        locations: Sequence[torch.device],
         results: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        """Log an operation on one device; `places` are the devices of its inputs."""
+        """Log an operation on one device; `locations` are the devices of its inputs."""
         runtime = self.runtime
         stream = runtime.current_stream(device).name
         reads, writes, numbers = list[int](), list[int](), list[int]()
-        for (i, tensor), place in zip(inputs, places, strict=True):
-            if place != HOST:
-                own = stream if place == device else self._own(place)
-                (writes if i in role.written else reads).append(runtime.follow(tensor, own))
+        for (i, tensor), location in zip(inputs, locations, strict=True):
+            if location != HOST:
+                owner = stream if location == device else self._own(location)
+                (writes if i in role.written else reads).append(runtime.follow(tensor, owner))
             elif runtime.is_copied(tensor):
                 numbers.append(self._key(tensor))
         # A number on the host: CUDA gets its value with the launch, so the host reads it now.
         if numbers:
             runtime.log.launch(HOST_THREAD, role.name, numbers)
-        made = [runtime.follow(tensor, stream) for tensor in results if tensor.device != HOST]
+        keys = [runtime.follow(tensor, stream) for tensor in results if tensor.device != HOST]
         if role.touches:
-            writes += [key for key in made if key not in reads]
+            writes += [key for key in keys if key not in reads]
             runtime.log.launch(stream, role.name, reads if role.reads else (), writes)
         if role.is_waited_for:
             runtime.log.synchronize(stream)
