@@ -18,6 +18,7 @@ from ditkit_ltx import encoders as ltx
 from ditkit_qwen.encoders import TEXT as QWEN_TEXT
 from ditkit_qwenimage import encoders as qwenimage
 from ditkit_wan.encoders import text as wan
+from ditkit_wan.spec import WAN
 from ditkit_zimage.spec import TEXT as ZIMAGE_TEXT
 from doc_models import SPECS
 from workspace import ROOT
@@ -63,7 +64,7 @@ def test_what_each_program_writes_is_read(program, tmp_path):
             table(tmp_path, *content) if isinstance(content, tuple) else content
         )
     config = DataConfig(folder=str(tmp_path), frames=1, height=32, width=32, **settings)
-    dataset = scan(config, frame_step=4, size_step=16, fps=16.0)
+    dataset = scan(config, WAN.data)
     assert [sample.captions[-1] for sample in dataset.samples] == list(
         CAPTIONS
     ) and not dataset.excluded

@@ -41,6 +41,7 @@ from ditkit_core.families.vision_language import VisionLanguageEncoder
 from ditkit_core.families.vision_tower import HOW_IT_SEES, build_tower, mrope_positions, patches_of
 from ditkit_core.models.encoders import Prompt
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.spec import DataSpec
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.toy import ToyMediaEncoder
 
@@ -361,7 +362,8 @@ def test_the_core_gives_it_the_pixels_of_a_sample(model: Model, tmp_path: Path) 
         width=16,
     )
     stored = lambda height, width, count: (40, 24)
-    samples = scan(config, frame_step=0, size_step=16, fps=1.0, reference_size=stored).samples
+    data = DataSpec(frame_step=0, size_step=16, fps=1.0, size=(1, 16, 16), reference_size=stored)
+    samples = scan(config, data).samples
     encoders = SampleEncoders(
         media=ToyMediaEncoder(), text=model.encoder(), fps=1.0, reference_size=stored,
         picture_size=stored,

@@ -6,11 +6,13 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from data_specs import CLIPS, EVERY_LENGTH
 from hostile import Kind, damaged_bytes
 from malformed_media import PNG, chunk, gif
 from media_files import picture
@@ -138,7 +140,7 @@ class Videos:
             width=16,
             on_bad=draw.choice(("error", "skip")),
         )
-        scan(config, frame_step=4, size_step=16, fps=8.0)
+        scan(config, replace(CLIPS, fps=8.0))
         read_clip(path, frames=draw.choice((1, 5)), fps=8.0, height=16, width=16)
 
 
@@ -179,7 +181,7 @@ class Captions:
             keep_tags=draw.choice((0, 1, 5)),
             tag_variants=draw.choice((1, 4, 64)),
         )
-        for sample in scan(config, frame_step=1, size_step=16, fps=8.0).samples:
+        for sample in scan(config, EVERY_LENGTH).samples:
             assert captions_of(sample.captions, config)
 
 
@@ -276,7 +278,7 @@ class Pictures:
         config = DataConfig(folder=str(folder), frames=1, height=16, width=16, on_bad="skip")
         try:
             probe(path)
-            scan(config, frame_step=1, size_step=16, fps=8.0)
+            scan(config, EVERY_LENGTH)
         finally:
             try:
                 size = image_size(path)

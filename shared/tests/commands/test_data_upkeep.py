@@ -1,11 +1,13 @@
 """Several folders, lengths, captions and the care of the cache, from the command line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from PIL import Image
 from toy_world import World
@@ -222,7 +224,7 @@ def test_a_dump_shows_the_window_its_references_and_its_controls(tmp_path: Path)
     def size(height: int, width: int, count: int) -> tuple[int, int]:
         return 16, 32
 
-    found = scan(config, frame_step=4, size_step=16, fps=16.0, columns=columns, reference_size=size)
+    found = scan(config, replace(CLIPS, reference_size=size), columns)
     written = dump(found.samples, tmp_path / "seen", fps=16.0, columns=columns, reference_size=size)
     assert written == [tmp_path / "seen" / "sub" / f"a#{i}.mp4" for i in range(2)]
     for name in ("sub/a#1.mp4", "sub/a#1.depth.mp4", "sub/a#1.mask.mp4"):
@@ -240,7 +242,7 @@ def test_a_png_of_a_dump_holds_the_pixels_of_the_encoder(tmp_path: Path) -> None
     Image.fromarray(noise).save(tmp_path / "set" / "a.png")
     (tmp_path / "set" / "a.txt").write_text("x")
     config = DataConfig(folder=str(tmp_path / "set"), frames=1, height=16, width=16)
-    (sample,) = scan(config, frame_step=4, size_step=16, fps=16.0).samples
+    (sample,) = scan(config, CLIPS).samples
     (path,) = dump([sample], tmp_path / "seen", fps=16.0)
     given = read_clip(sample.media, frames=1, fps=0.0, height=16, width=16)[:, 0]
     with Image.open(path) as image:
@@ -256,9 +258,7 @@ def test_clips_from_elsewhere_are_dumped_inside(tmp_path: Path) -> None:
     config = DataConfig(
         folder=str(tmp_path / "set"), frames=1, height=32, width=32, allow_outside=True
     )
-    (path,) = dump(
-        scan(config, frame_step=4, size_step=16, fps=16.0).samples, tmp_path / "seen", fps=16.0
-    )
+    (path,) = dump(scan(config, CLIPS).samples, tmp_path / "seen", fps=16.0)
     assert path.resolve().is_relative_to((tmp_path / "seen").resolve())
 
 

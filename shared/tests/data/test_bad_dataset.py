@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from one_line import assert_one_line
 
@@ -20,7 +21,7 @@ def damage(path: Path) -> None:
 
 def look(folder: Path, **settings: object) -> Dataset:
     config = {"folder": str(folder), "frames": 9, "height": 32, "width": 32, **settings}
-    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+    return scan(DataConfig(**config), CLIPS)  # type: ignore[arg-type]
 
 
 def add(folder: Path, name: str, caption: str | bytes | None = "a clip", frames: int = 24) -> Path:

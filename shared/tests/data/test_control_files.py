@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_specs import CLIPS
 from media_files import numbered_video, picture, sound_only
 
 from ditkit_core.data.config import DataConfig
@@ -26,7 +27,7 @@ COLUMNS = (
 
 def look(folder: Path, *, columns: tuple[Column, ...] = COLUMNS, **settings: Any) -> Dataset:
     data = DataConfig(**{"folder": str(folder), "frames": 5, "height": 32, "width": 32, **settings})
-    return scan(data, frame_step=4, size_step=16, fps=16.0, columns=columns)
+    return scan(data, CLIPS, columns)
 
 
 def test_each_path_of_the_section_may_begin_with_the_home_folder(
@@ -49,7 +50,7 @@ def test_each_path_of_the_section_may_begin_with_the_home_folder(
     assert found("~") == found(str(tmp_path)) and found("~").samples[0].mask
     (tmp_path / "set" / "a.txt").write_text("x")
     several = DataConfig(folders=("~/set",), frames=5, height=32, width=32)
-    assert len(scan(several, frame_step=4, size_step=16, fps=16.0).samples) == 1
+    assert len(scan(several, CLIPS).samples) == 1
 
 
 def rows(folder: Path, *found: dict[str, Any], kind: str = "jsonl") -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_specs import STILLS
 from media_files import numbered_video
 from PIL import Image
 
@@ -64,7 +65,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def look(config: DataConfig, columns: tuple[Column, ...] = ()) -> Dataset:
-    return scan(config, frame_step=0, size_step=16, fps=16.0, columns=columns)
+    return scan(config, STILLS, columns)
 
 
 def test_a_sample_has_the_crop_of_its_file(config: DataConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from data_specs import CLIPS, STILLS
 from media_files import numbered_video, picture
 from PIL import Image
 
@@ -18,7 +19,7 @@ from ditkit_core.errors import UserError
 
 def look(folder: Path, **settings: object) -> Dataset:
     config = {"folder": str(folder), "frames": 9, "height": 32, "width": 48, **settings}
-    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+    return scan(DataConfig(**config), CLIPS)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_settings_that_do_not_fit_say_what_would(
 )
 def test_a_folder_has_to_be_there(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        scan(DataConfig(folder=name), frame_step=4, size_step=16, fps=16.0)
+        scan(DataConfig(folder=name), CLIPS)
 
 
 def test_two_caption_columns_are_refused(tmp_path):
@@ -282,7 +283,7 @@ def test_buckets_that_do_not_fit_say_what_would(
 def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None:
     def stills(**settings: object) -> Dataset:
         config = {"folder": str(folder), "frames": 1, "height": 32, "width": 48, **settings}
-        return scan(DataConfig(**config), frame_step=0, size_step=16, fps=0.0)  # type: ignore[arg-type]
+        return scan(DataConfig(**config), replace(STILLS, fps=0.0))  # type: ignore[arg-type]
 
     with pytest.raises(
         UserError, match=r"b.mp4 is a video, .* convert it to images or remove it \(and 1 more"
@@ -349,7 +350,7 @@ def test_of_several_folders_the_folder_comes_before_the_name(folder: Path, tmp_p
 
     def ids(name: str) -> list[str]:
         config = DataConfig(folders=folders, exclude=(name,), frames=9, height=32, width=48)
-        found = scan(config, frame_step=4, size_step=16, fps=16.0)
+        found = scan(config, CLIPS)
         return [sample.id for sample in found.samples]
 
     assert ids("more/a.png") == ["more/c", "set/a", "set/b", "set/sub/A"]

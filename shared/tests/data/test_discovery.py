@@ -8,6 +8,7 @@ from pathlib import Path
 
 import av
 import pytest
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from one_line import assert_one_line
 from PIL import Image
@@ -21,7 +22,7 @@ from ditkit_core.errors import EnvironmentFault
 
 def look(folder: Path, **settings: object) -> Dataset:
     config = {"folder": str(folder), "frames": 9, "height": 32, "width": 32, **settings}
-    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+    return scan(DataConfig(**config), CLIPS)  # type: ignore[arg-type]
 
 
 def add(folder: Path, name: str, caption: str | None = "a clip") -> Path:

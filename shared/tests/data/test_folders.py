@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_specs import CLIPS
 from media_files import picture
 
 from ditkit_core.data.config import DataConfig
@@ -22,7 +23,7 @@ def look(*folders: Path, **settings: Any) -> Dataset:
     data = DataConfig(
         **{"folders": tuple(map(str, folders)), "frames": 1, "height": 32, "width": 32, **settings}
     )
-    return scan(data, frame_step=4, size_step=16, fps=16.0)
+    return scan(data, CLIPS)
 
 
 def filled(folder: Path, *names: str) -> Path:

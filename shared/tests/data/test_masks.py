@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from PIL import Image
 
@@ -21,7 +22,7 @@ from ditkit_core.errors import UserError
 
 def look(folder: Path, **settings: Any) -> Dataset:
     config = {"folder": str(folder), "frames": 5, "height": 32, "width": 32, **settings}
-    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)
+    return scan(DataConfig(**config), CLIPS)
 
 
 def masks_of(dataset: Dataset) -> dict[str, str]:

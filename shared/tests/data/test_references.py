@@ -2,12 +2,14 @@
 order."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture, truncated
 from PIL import Image
 from toy_encoders import CountingEncoder
@@ -31,7 +33,7 @@ def reference_size(height: int, width: int, count: int) -> tuple[int, int]:
 def look(folder: Path, **settings: Any) -> Dataset:
     config = {"folder": str(folder), "frames": 1, "height": 32, "width": 32, **settings}
     taken = config.pop("reference_size", reference_size)
-    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0, reference_size=taken)
+    return scan(DataConfig(**config), replace(CLIPS, reference_size=taken))
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """Files next to a clip, and names in texts, whose case or Unicode form differs from the clip's."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from data_specs import STILLS
 from media_files import picture
 
 from ditkit_core.data.config import DataConfig
@@ -14,18 +16,13 @@ from ditkit_core.errors import UserError
 
 NFC, NFD = "\u00dc", "U\u0308"
 
+EDITS = replace(STILLS, reference_size=lambda *size: (16, 16))
+
 
 def scanned(folder: Path, **settings: object) -> dict[str, tuple[str, ...]]:
     """The captions of each sample."""
     config = DataConfig(folder=str(folder), frames=1, height=16, width=16, **settings)
-    found = scan(
-        config,
-        frame_step=0,
-        size_step=8,
-        fps=1.0,
-        columns=(),
-        reference_size=lambda *size: (16, 16),
-    )
+    found = scan(config, EDITS)
     return {sample.id: sample.captions for sample in found.samples}
 
 
@@ -126,14 +123,7 @@ def test_references_and_masks_are_matched_by_meaning(tmp_path: Path) -> None:
     config = DataConfig(
         folder=str(folder), frames=1, height=16, width=16, references=str(references)
     )
-    found = scan(
-        config,
-        frame_step=0,
-        size_step=8,
-        fps=1.0,
-        columns=(),
-        reference_size=lambda *size: (16, 16),
-    )
+    found = scan(config, EDITS)
     by_id = {sample.id: sample for sample in found.samples}
     assert {id: [path.name for path in sample.references] for id, sample in by_id.items()} == {
         NFD: [f"{NFC}.png"], "cat": ["Cat_0.png"], "dog": ["dog.png"],
@@ -143,7 +133,7 @@ def test_references_and_masks_are_matched_by_meaning(tmp_path: Path) -> None:
         picture(masks / name)
     (folder / "dog-Mask.PNG").unlink()
     config = DataConfig(folder=str(folder), frames=1, height=16, width=16, masks=str(masks))
-    found = scan(config, frame_step=0, size_step=8, fps=1.0, columns=(), reference_size=None)
+    found = scan(config, STILLS)
     assert {sample.id: sample.mask.name for sample in found.samples if sample.mask} == {
         NFD: f"{NFC}.png",
         "cat": "CAT.png",

@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 
 from ditkit_core.data.config import DataConfig
@@ -193,7 +194,7 @@ def folder(tmp_path: Path) -> Path:
 
 def look(folder: Path, **settings: Any) -> Dataset:
     data = DataConfig(**{"folder": str(folder), "frames": 5, "height": 32, "width": 32, **settings})
-    return scan(data, frame_step=4, size_step=16, fps=16.0)
+    return scan(data, CLIPS)
 
 
 def summary(dataset: Dataset) -> dict[str, tuple[int, float]]:

@@ -13,6 +13,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from PIL import Image
 from toy_encoders import CountingEncoder
@@ -45,7 +46,7 @@ class World:
         config = DataConfig(
             **{"folder": str(self.folder), "frames": 5, "height": 32, "width": 32, **settings}
         )
-        return scan(config, frame_step=4, size_step=16, fps=16.0)
+        return scan(config, CLIPS)
 
     def start(
         self,

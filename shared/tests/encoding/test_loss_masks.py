@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import numbered_video, picture
 from PIL import Image, ImageDraw
 from toy_encoders import CountingEncoder
@@ -39,7 +40,7 @@ class World:
     def encode(self, **given: Any) -> list[EncodedSample]:
         self.log: list[str] = []
         data = DataConfig(folder=str(self.folder), frames=5, height=32, width=32)
-        samples = scan(data, frame_step=4, size_step=16, fps=16.0).samples
+        samples = scan(data, CLIPS).samples
         media, text = CountingEncoder("media", self.log), CountingEncoder("text", self.log)
         return encode(
             samples, cache=self.cache, media_encoder=media, text_encoder=text, fps=16.0, **given
@@ -83,7 +84,7 @@ def test_the_mask_of_a_window_has_the_windows_frames(world: World) -> None:
     data = DataConfig(
         folder=str(world.folder), frames=5, height=32, width=32, windows="uniform", clips_per_file=3
     )
-    samples = scan(data, frame_step=4, size_step=16, fps=16.0).samples
+    samples = scan(data, CLIPS).samples
     assert [sample.start_seconds > 0 for sample in samples] == [False, True, True]
     media, text = (CountingEncoder(kind, []) for kind in ("media", "text"))
     encoded = encode(samples, cache=world.cache, media_encoder=media, text_encoder=text, fps=16.0)

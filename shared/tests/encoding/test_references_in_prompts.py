@@ -89,7 +89,7 @@ class Edits(World):
             folder=str(self.folder / "clips"), references=str(self.folder / "refs"), frames=1,
             height=16, width=16,
         )  # fmt: skip
-        return scan(config, frame_step=4, size_step=4, fps=8.0, reference_size=SIZE).samples
+        return scan(config, TOY_EDITS.data).samples
 
     def encode(self, **settings: Any) -> list[EncodedSample]:
         own = {name: settings.pop(name) for name in ("extra_prompts", "on_bad") if name in settings}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import picture
 from safetensors.torch import save_file
 from torch import Tensor
@@ -103,7 +104,8 @@ def test_a_negative_setting_is_refused(name: str) -> None:
 def test_what_the_model_cannot_sample_is_refused_with_the_nearest_that_it_can() -> None:
     def check(frame_step: int = 4, takes_references: bool = False, **settings: Any) -> None:
         config = SampleConfig(**settings)
-        config.check(frame_step=frame_step, size_step=16, takes_references=takes_references)
+        size = (lambda height, width, count: (16, 16)) if takes_references else None
+        config.check(replace(CLIPS, frame_step=frame_step, reference_size=size))
 
     check(frames=5, height=32, width=48)
     check(frame_step=0)

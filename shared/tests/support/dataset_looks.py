@@ -1,7 +1,10 @@
 """A folder read as a dataset."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from data_specs import CLIPS
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, scan
@@ -14,7 +17,5 @@ def look(
     config = DataConfig(
         **{"folder": str(folder), "frames": 5, "height": 32, "width": 32, **settings}
     )
-    return scan(
-        config, frame_step=4, size_step=16, fps=24.0, columns=columns,
-        reference_size=(lambda height, width, count: (16, 16)) if edits else None,
-    )  # fmt: skip
+    size = (lambda height, width, count: (16, 16)) if edits else None
+    return scan(config, replace(CLIPS, fps=24.0, reference_size=size), columns)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from data_specs import CLIPS
 from media_files import picture
 from toy_encoders import CountingEncoder, encode_with
 
@@ -58,12 +59,8 @@ def samples(folder: Path, num: int = NUM) -> list[Sample]:
     for number in range(num):
         path = picture(folder / f"{number}.png", (16, 16), f"#{number * 240 // num:02x}4080")
         path.with_suffix(".txt").write_text(f"caption {number}")
-    return scan(
-        DataConfig(folder=str(folder), frames=1, height=16, width=16),
-        frame_step=4,
-        size_step=16,
-        fps=16.0,
-    ).samples
+    config = DataConfig(folder=str(folder), frames=1, height=16, width=16)
+    return scan(config, CLIPS).samples
 
 
 def fill(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from data_specs import EVERY_LENGTH
 from front_cases import JUNK, KEYS, LITERALS, TEXTS, line_of_metadata, random_case
 from malformed import CATALOGUE, good
 from media_files import numbered_video, picture
@@ -283,7 +284,7 @@ class Metadata:
         config = DataConfig(
             folder=str(folder), frames=1, height=16, width=16, on_bad=draw.choice(("error", "skip"))
         )
-        scan(config, frame_step=1, size_step=16, fps=8.0)
+        scan(config, EVERY_LENGTH)
 
 
 class SafetensorsHeaders:
@@ -463,7 +464,7 @@ class MediaFiles:
             assert found
         finally:
             try:
-                scan(config, frame_step=1, size_step=16, fps=8.0)
+                scan(config, EVERY_LENGTH)
             finally:
                 read_clip(path, frames=draw.choice((1, 5)), fps=8.0, height=16, width=16)
 

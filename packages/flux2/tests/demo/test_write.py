@@ -38,13 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dataset(inputs: Path):
     data = resolve(RunConfig, file=FLUX2.demo.config).data
-    return scan(
-        replace(data, folder=str(inputs / "images"), frames=1),
-        frame_step=FLUX2.data.frame_step,
-        size_step=FLUX2.data.size_step,
-        fps=FLUX2.data.fps,
-        reference_size=FLUX2.data.reference_size,
-    )
+    return scan(replace(data, folder=str(inputs / "images"), frames=1), FLUX2.data)
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -146,9 +146,7 @@ def test_the_new_motion_is_of_some_shapes_only_and_is_what_is_validated() -> Non
 
 def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(inputs: Path) -> None:
     config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=SIDE, width=SIDE)
-    dataset = scan(
-        config, frame_step=WAN.data.frame_step, size_step=WAN.data.size_step, fps=WAN.data.fps
-    )
+    dataset = scan(config, WAN.data)
     assert len(dataset.samples) == 28 and not dataset.excluded
     encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()

@@ -74,16 +74,7 @@ def read_dataset(
 ) -> Dataset:
     """The samples of a completed section; prints nothing. `key` is what messages call the
     folder."""
-    dataset = scan(
-        config,
-        frame_step=data.frame_step,
-        size_step=data.size_step,
-        fps=data.fps,
-        reference_size=data.reference_size,
-        needs_references=data.needs_references,
-        columns=columns,
-        key=key,
-    )
+    dataset = scan(config, data, columns, key=key)
     if config.flip:
         check_flip(dataset.samples, columns)
     return dataset

@@ -59,12 +59,7 @@ def sample(
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     config = SampleConfig(prompts=texts, **settings)
     data, defaults = spec.data, spec.auxiliary.sample_defaults(origin.arch)
-    config.check(
-        frame_step=data.frame_step,
-        size_step=data.size_step,
-        takes_references=data.reference_size is not None,
-        needs_references=data.needs_references,
-    )
+    config.check(data)
     config = config.resolved(defaults, _LOGGER.warning)
     device = model.device
     auxiliary = Auxiliary(

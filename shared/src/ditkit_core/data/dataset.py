@@ -31,11 +31,12 @@ from ditkit_core.data.media.crop import CENTRE, Crop
 from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record
-from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
+from ditkit_core.data.references import checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
 from ditkit_core.errors import EnvironmentFault, UserError, argument, printable
 from ditkit_core.io.files import inside
 from ditkit_core.models.conditions import Column
+from ditkit_core.models.spec import DataSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,27 +130,23 @@ class NoReferences(UserError):
 
 def scan(
     config: DataConfig,
-    *,
-    frame_step: int,
-    size_step: int,
-    fps: float,
-    reference_size: ReferenceSize | None = None,
-    needs_references: bool = False,
+    spec: DataSpec,
     columns: Sequence[Column] = (),
+    *,
     key: str = "data.folder",
 ) -> Dataset:
     """Check the folders of a dataset and list its samples, and the files that are left out.
 
     Args:
-        frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
-        size_step: Height and width are multiples of this many pixels.
-        fps: The model's own frame rate, used if the configuration sets none.
+        spec: What the model takes; its frame rate is used if the configuration sets none.
+        columns: The dataset columns that the model is conditioned on.
+        key: What messages call the folder.
     """
     config = config.with_home()
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
     for folder in folders:
         _check_folder(folder, key, config)
-    config.check_steps(frame_step, size_step)
+    config.check_steps(spec.frame_step, spec.size_step)
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}
@@ -159,12 +156,10 @@ def scan(
             config=replace(
                 config, folder=folder, folders=(), repeats=config.repeats[number : number + 1]
             ),
-            frame_step=frame_step,
-            fps=config.fps or fps,
-            reference_size=reference_size,
-            needs_references=needs_references,
+            spec=spec,
+            fps=config.fps or spec.fps,
             columns=columns,
-            resolutions=resolutions_of(config, size_step),
+            resolutions=resolutions_of(config, spec.size_step),
             prefix=prefix,
         )
         folder_samples, not_used = _scan_folder(reader, key, names)
@@ -176,7 +171,7 @@ def scan(
         samples=sorted(samples, key=lambda sample: sample.id),
         excluded=[exclusion[:2] for exclusion in left_out],
         kinds=[exclusion.kind for exclusion in left_out],
-        fps=config.fps or fps,
+        fps=config.fps or spec.fps,
     )
 
 
@@ -288,7 +283,7 @@ def _entries_by_id(
         # These folders may be inside the dataset folder, and their files are not samples.
         skip=[*([Path(config.references)] if config.references else []), *control_paths.values()],
         columns=reader.columns,
-        edits=reader.reference_size is not None,
+        edits=reader.spec.reference_size is not None,
         image_folders=config.image_folders,
     )
     by_id: dict[str, list[Record]] = defaultdict(list)
@@ -335,10 +330,8 @@ class _Reader:
     """Checks the records of one folder, one by one."""
 
     config: DataConfig
-    frame_step: int
+    spec: DataSpec
     fps: float
-    reference_size: ReferenceSize | None
-    needs_references: bool
     columns: Sequence[Column]
     resolutions: Sequence[Resolution]
     prefix: str
@@ -368,7 +361,7 @@ class _Reader:
         # Keep the link, not its target: caches of downloaded datasets link to files without
         # extensions.
         media = folder / entry.media
-        if (kind := media_kind(media)) == "video" and self.frame_step == 0:
+        if (kind := media_kind(media)) == "video" and self.spec.frame_step == 0:
             raise UserError(
                 f"{media} is a video, but this model takes still images; convert it to images or "
                 f"remove it"
@@ -420,7 +413,7 @@ class _Reader:
         if longest_that_fits(available_frames, self.config.lengths):
             return windows_of(available_frames, self.config, f"{self.prefix}{id}")
         shortest = min(self.config.lengths)
-        frames = 1 + (available_frames - 1) // self.frame_step * self.frame_step
+        frames = 1 + (available_frames - 1) // self.spec.frame_step * self.spec.frame_step
         if self.config.short_clips != "shorten":
             name = "data.frame_buckets" if self.config.frame_buckets else "data.frames"
             remedy = (
@@ -477,13 +470,13 @@ class _Reader:
         if isinstance(named, UserError):
             raise named
         if not (entry.references or named):
-            if self.needs_references:
+            if self.spec.needs_references:
                 raise UserError(
                     f"{media} has no reference, and this model edits images; put one of its name "
                     f"into {argument('data.references')}, or name it in the metadata"
                 )
             return ()
-        if self.reference_size is None:
+        if self.spec.reference_size is None:
             raise NoReferences(
                 f"{media} has references, but this model does not edit images; remove them"
             )
@@ -496,7 +489,7 @@ class _Reader:
         return checked_references(
             folder,
             entry.references or named,
-            self.reference_size,
+            self.spec.reference_size,
             allow_outside=self.config.allow_outside,
         )
 

@@ -131,12 +131,7 @@ def check_settings(run: RunContext) -> None:
     check_compute(base.compute, run.base_format, method)
     check_export(run.spec, run.config.export, run.config.adapter)
     check_backend(run.config.train.attention, training=False)
-    run.config.sample.check(
-        frame_step=run.spec.data.frame_step,
-        size_step=run.spec.data.size_step,
-        takes_references=run.spec.data.reference_size is not None,
-        needs_references=run.spec.data.needs_references,
-    )
+    run.config.sample.check(run.spec.data)
     _check_adapter_files(run)
 
 

@@ -9,7 +9,7 @@ from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
-    from ditkit_core.models.spec import SampleDefaults
+    from ditkit_core.models.spec import DataSpec, SampleDefaults
 
 AUTHORS_NEGATIVE = "default"
 """`sample.negative` for the negative prompt of the model's authors."""
@@ -113,16 +113,9 @@ class SampleConfig:
                 f"{argument('sample.seed')} = {self.seed} is too large, 2**62 or more; set 0"
             )
 
-    def check(
-        self,
-        *,
-        frame_step: int,
-        size_step: int,
-        takes_references: bool,
-        needs_references: bool = False,
-    ) -> None:
-        """Refuse settings that the model cannot sample with; it has `frame_step` frames per latent
-        frame, 0 if it only generates images."""
+    def check(self, data: "DataSpec") -> None:
+        """Refuse settings that the model cannot sample with; `data` has the sizes that it takes."""
+        frame_step, size_step = data.frame_step, data.size_step
         if not frame_step and self.frames > 1:
             raise UserError(
                 f"{argument('sample.frames')} = {self.frames}: this model generates images; set 1, "
@@ -142,12 +135,12 @@ class SampleConfig:
                     f"{argument(f'sample.{key}')} = {size} must be a multiple of {size_step}; try "
                     f"{near}"
                 )
-        if self.references and not takes_references:
+        if self.references and data.reference_size is None:
             raise UserError(
                 f"{argument('sample.references')}: this model takes no reference images; leave it "
                 f"empty"
             )
-        if self.prompts and not self.references and needs_references:
+        if self.prompts and not self.references and data.needs_references:
             raise UserError(
                 f"{argument('sample.prompts')}: this model edits images and there is none; name "
                 f"images in {argument('sample.references')}"

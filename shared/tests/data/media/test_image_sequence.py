@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_specs import CLIPS
 from media_files import picture
 
 from ditkit_core.data.config import DataConfig
@@ -44,7 +45,7 @@ def look(folder: Path, **settings: Any) -> Dataset:
             **settings,
         }
     )
-    return scan(data, frame_step=4, size_step=16, fps=16.0)
+    return scan(data, CLIPS)
 
 
 def test_each_image_is_a_frame_unless_the_folder_says_its_rate(tmp_path: Path) -> None:
