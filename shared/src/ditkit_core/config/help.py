@@ -44,25 +44,30 @@ def format_help(
         return _rows([_row(fields_by_key[topic])])
     if topic in sections:
         return _section(tree, topic)
-    parts = [_opening(prog, about), "Options:\n" + _rows(_options(options, complete=topic == ALL))]
+    rows_of_options = _rows(_options(options, complete=topic == ALL))
+    parts = [_opening(prog, about), f"Options:\n{rows_of_options}"]
     if topic == ALL:
         return "\n\n".join([*parts, *(_section(tree, section) for section in sections)])
     if topic != SHORT:
         near = nearest_key(topic, [*fields_by_key, *sections])
-        remedy = f"name a key, {ALL}, or a section: {', '.join(sections)}"
-        raise UserError(
-            f"--help {topic}: there is no such topic; {f'did you mean {near}?' if near else remedy}"
+        remedy = (
+            f"did you mean {near}?"
+            if near
+            else f"name a key, {ALL}, or a section: {', '.join(sections)}"
         )
-    parts += [
-        f"{title}:\n{_rows(_short(fields_by_key[key]) for key in named)}"
-        for title, named in keys.items()
-    ]
+        raise UserError(f"--help {topic}: there is no such topic; {remedy}")
+    for title, named in keys.items():
+        rows = _rows(_short(fields_by_key[key]) for key in named)
+        parts.append(f"{title}:\n{rows}")
     more = f"{prog} --help {ALL} explains every key, --help SECTION those of a section: {', '.join(sections)}."
-    return "\n\n".join([*parts, "\n".join(textwrap.wrap(more, _width()))])
+    parts.append("\n".join(textwrap.wrap(more, _width())))
+    return "\n\n".join(parts)
 
 
 def _section(tree: type, section: str) -> str:
-    title = " ".join((config_sections(tree)[section].__doc__ or "").split("\n\n")[0].split())
+    doc = config_sections(tree)[section].__doc__ or ""
+    first_paragraph, *_ = doc.split("\n\n")
+    title = " ".join(first_paragraph.split())
     rows = [
         _row(field) for key, field in config_fields(tree).items() if key.startswith(f"{section}.")
     ]

@@ -264,9 +264,8 @@ class HostBuffers:
 
     def _allocate(self, num_bytes: int) -> Tensor:
         is_locked = runtime_of(self._device) is not None
-        self._make_room(
-            math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE if is_locked else num_bytes
-        )
+        num_pages = math.ceil(num_bytes / mmap.PAGESIZE)
+        self._make_room(num_pages * mmap.PAGESIZE if is_locked else num_bytes)
         buffer = host_memory(num_bytes, self._device)
         if is_locked:
             # Only the first failure is reported: later ones have the same cause.
@@ -283,11 +282,14 @@ class HostBuffers:
     def _make_room(self, num_bytes: int) -> None:
         """Free buffers, the largest first, until a new one keeps the pool within the most bytes
         that were in use at once."""
-        most, gone = max(self._most, self._used + num_bytes), list[Tensor]()
+        most = max(self._most, self._used + num_bytes)
+        freed: list[Tensor] = []
         while self.num_bytes + num_bytes > most:
-            gone.append(self._free[max(size for size, free in self._free.items() if free)].pop())
-            self.num_bytes -= gone[-1].nbytes
-        self._pages.unlock(gone)
+            largest = max(size for size, free in self._free.items() if free)
+            buffer = self._free[largest].pop()
+            self.num_bytes -= buffer.nbytes
+            freed.append(buffer)
+        self._pages.unlock(freed)
 
 
 class CopyLane:

@@ -97,14 +97,14 @@ def pairwise(
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     # A bit for each pair: sets of pairs took half a second at each import of the checks.
     bits: dict[tuple[Any, ...], int] = {}
-    covered = [
-        sum(
-            bits.setdefault(pair, 1 << len(bits))
-            for pair in itertools.combinations(enumerate(case), 2)
-            if not {pair[0][0], pair[1][0]} <= together
-        )
-        for case in every
-    ]
+    covered = []
+    for case in every:
+        pairs_of_values = [
+            (value, other)
+            for value, other in itertools.combinations(enumerate(case), 2)
+            if not {value[0], other[0]} <= together
+        ]
+        covered.append(sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs_of_values))
     missing = (1 << len(bits)) - 1
     # The most pairs first, of equals the first case. What a case covers only falls, so one that is
     # still the first when counted again is the best.
@@ -129,9 +129,8 @@ def every_value(*levers: Sequence[Any]) -> list[Any]:
     levers daily.
     """
     longest = max(map(len, levers))
-    return _marked(
-        levers, [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)]
-    )
+    cases = [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)]
+    return _marked(levers, cases)
 
 
 def every_pair(*levers: Sequence[Any]) -> list[Any]:

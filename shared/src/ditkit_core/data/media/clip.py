@@ -286,17 +286,12 @@ def _checked(path: Path) -> Kind:
 
 def _fit(image: RgbImage, height: int, width: int, crop: Crop) -> Float[Tensor, "3 height width"]:
     """Scale to cover the size (antialiased), crop, map 0…255 to [-1, 1]."""
-    pixels = (
-        torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width, crop)))
-        .permute(2, 0, 1)
-        .float()
-    )
-    scale = max(height / pixels.shape[1], width / pixels.shape[2])
-    covering = (
-        max(height, round(pixels.shape[1] * scale)),
-        max(width, round(pixels.shape[2] * scale)),
-    )
-    if covering != tuple(pixels.shape[1:]):
+    source = np.ascontiguousarray(_without_far_ends(image, height, width, crop))
+    pixels = torch.from_numpy(source).permute(2, 0, 1).float()
+    source_height, source_width = pixels.shape[1:]
+    scale = max(height / source_height, width / source_width)
+    covering = max(height, round(source_height * scale)), max(width, round(source_width * scale))
+    if covering != (source_height, source_width):
         resized = functional.interpolate(
             pixels[None], covering, mode="bicubic", antialias=True, align_corners=False
         )
@@ -333,9 +328,8 @@ def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps:
     """
     height, width = pixels.shape[2:]
     images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
-    even = [
-        np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images
-    ]
+    missing = ((0, height % 2), (0, width % 2), (0, 0))
+    even = [np.pad(image, missing, mode="edge") for image in images]
     video.write_h264(path, even, fps=fps)
 
 
@@ -348,4 +342,5 @@ def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
 
 
 def _bytes(pixels: Tensor) -> Tensor:
-    return (pixels.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).contiguous()
+    levels = (pixels.detach().cpu().float().clamp(0, 1) * 255).round()
+    return levels.to(torch.uint8).contiguous()

@@ -75,9 +75,10 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
 def _samples_on(config: RunConfig, index: int) -> bool:
     """Whether previews are generated on this GPU, which then does not train."""
     name = config.sample.device
-    return (
-        name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
-    )
+    if not name.startswith("cuda"):
+        return False
+    number = name.removeprefix("cuda").removeprefix(":")
+    return int(number or 0) == index
 
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...], host: int | None = None) -> FitTask:
