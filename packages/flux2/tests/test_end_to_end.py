@@ -26,7 +26,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 class TestDemo(DemoConformance):
     spec = FLUX2
-    samples = "*.png"
     num_samples = range(2, 1000)
     trained = "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight"
     trained_names = r".*_blocks\."
@@ -51,9 +50,6 @@ class TestDemo(DemoConformance):
             "1",
         ),
     )
-    forms = BOTH
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
     @pytest.mark.exhaustive  # each change trains Wan under masks
     def test_the_demo_is_trained_under_masks(self, demo, tmp_path, capsys):

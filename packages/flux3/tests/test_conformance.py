@@ -246,15 +246,11 @@ def demo(tmp_path_factory):
 
 class TestDemo(DemoConformance):
     spec = FLUX3
-    samples = "*.png"
     num_samples = range(2, 100)
     trained = "diffusion_model.single_blocks.0.q_proj.lora_A.weight"
     trained_names = r"diffusion_model\.(txt_mode_blocks|content_mode_blocks|single_blocks)\."
     daily = slice(0, None, 2)
     levers = (("--adapter.targets", '["modulation"]', "--export.forms", '["diffusers"]'),)
-    forms = ("--export.forms", '["official", "diffusers"]')
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
 
 class TestBase(TrainedBaseChecks):

@@ -277,15 +277,9 @@ def demo(tmp_path_factory):
 
 class TestDemo(DemoConformance):
     spec = KREA2
-    samples = "*.png"
     num_samples = range(1, 100)
     trained = "diffusion_model.blocks.0.attn.wq.lora_A.weight"
     trained_names = r"diffusion_model\.(blocks|txtfusion)\."
-    daily = slice(0, 1)
-    levers = ()
-    forms = ("--export.forms", '["official", "diffusers"]')
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
 
 class TestBase(TrainedBaseChecks):

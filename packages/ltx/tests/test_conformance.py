@@ -448,11 +448,6 @@ class TestDemo(DemoConformance):
     num_samples = range(1, 100)
     trained = "diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight"
     trained_names = r"diffusion_model\.transformer_blocks\."
-    daily = slice(0, 1)
-    levers = ()
-    forms = ("--export.forms", '["official", "diffusers"]')
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
 
 class TestBase(BaseFilesChecks):

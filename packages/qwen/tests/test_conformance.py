@@ -605,15 +605,9 @@ def demo(tmp_path_factory):
 
 class TestDemo(DemoConformance):
     spec = QWEN
-    samples = "*.png"
     num_samples = range(1, 100)
     trained = "diffusion_model.transformer_blocks.0.attn.to_q.lora_A.weight"
     trained_names = r"diffusion_model\.transformer_blocks\."
-    daily = slice(0, 1)
-    levers = ()
-    forms = ("--export.forms", '["official", "diffusers"]')
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
 
 class TestBase(TrainedBaseChecks):

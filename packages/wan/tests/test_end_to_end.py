@@ -35,8 +35,8 @@ class TestDemo(DemoConformance):
             "3",
         ),
     )
+    forms = ()
     init_from = "first.safetensors"
-    merge_from = "first.safetensors"
 
     @pytest.mark.exhaustive  # each change does so with an adapter of FLUX.2, in both forms
     def test_an_adapter_trained_here_starts_and_merges_into_another_run(

@@ -184,15 +184,11 @@ def demo(tmp_path_factory):
 
 class TestDemo(DemoConformance):
     spec = ZIMAGE
-    samples = "*.png"
     num_samples = range(2, 100)
     trained = "diffusion_model.layers.0.attention.to_q.lora_A.weight"
     trained_names = r"diffusion_model\.(layers|noise_refiner|context_refiner)\."
     daily = slice(1, None, 2)
     levers = (("--adapter.targets", '["modulation"]', "--adapter.alpha", "3"),)
-    forms = ("--export.forms", '["official", "diffusers"]')
-    init_from = "first_diffusers.safetensors"
-    merge_from = "first.safetensors"
 
 
 class TestBase(TrainedBaseChecks):

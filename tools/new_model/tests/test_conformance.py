@@ -62,9 +62,8 @@ class TestDemo(DemoConformance):
     num_samples = range(1, 100)
     trained = "diffusion_model.blocks.0.self_attn.q.lora_A.weight"
     trained_names = r"diffusion_model\.blocks\."
-    daily = slice(0, 1)
-    levers = ()
-    init_from = merge_from = "first.safetensors"
+    forms = ()
+    init_from = "first.safetensors"
 
 
 def test_parameters_of_each_preset_are_counted():

@@ -25,7 +25,7 @@ class DemoConformance:
     `Demo.write(spec, folder)`."""
 
     spec: ClassVar[ModelSpec]
-    samples: ClassVar[str]
+    samples: ClassVar[str] = "*.png"
     """Pattern of the files that a run generates."""
     num_samples: ClassVar[range]
     """How many of them the whole demo may leave."""
@@ -33,16 +33,16 @@ class DemoConformance:
     """A tensor of the adapter's file."""
     trained_names: ClassVar[str]
     """A pattern for how the names of all its tensors begin."""
-    daily: ClassVar[slice]
+    daily: ClassVar[slice] = slice(0, 1)
     """Which of `LEVERS` every change runs here, the first in the default set; another family has
     the rest."""
-    levers: ClassVar[tuple[tuple[str, ...], ...]]
+    levers: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags that this family alone takes."""
-    forms: ClassVar[tuple[str, ...]] = ()
+    forms: ClassVar[tuple[str, ...]] = ("--export.forms", '["official", "diffusers"]')
     """Flags that export an adapter in every form."""
-    init_from: ClassVar[str]
+    init_from: ClassVar[str] = "first_diffusers.safetensors"
     """The file of these from which another run starts."""
-    merge_from: ClassVar[str]
+    merge_from: ClassVar[str] = "first.safetensors"
     """The one that a third run merges into its base."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
