@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from state_buffers import state_buffers
 from torch import nn
 from toy_jobs import ARCH
 
@@ -87,7 +88,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of
         )
         for step in range(2):
-            for buffer in () if swap is None else (*swap.buffers, *swap.state_buffers):
+            for buffer in () if swap is None else (*swap.buffers, *state_buffers(swap)):
                 meter.watch(buffer)
             gc.collect()
             meter.poll()

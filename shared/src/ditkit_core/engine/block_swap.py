@@ -158,13 +158,6 @@ class BlockSwap(BlockHooks):
         with a GPU's work."""
         return self._pages.all_locked
 
-    @property
-    def state_buffers(self) -> list[Tensor]:
-        """Buffers on the devices for optimizer state, which come with an optimizer; like `buffers`,
-        to measure what the devices contain."""
-        queues = self._queues.values()
-        return [part.buffer for queue in queues for part in queue.of_optimizer()]
-
     def attach(self, optimizer: KeepsState | None) -> None:
         """Stream an optimizer's state of the streamed weights, which is on the host, from now on;
         None: no state."""

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from saved_states import CLIPS, assert_same_state, numbers
+from state_buffers import state_buffers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_training import ToyBatch, ToyData, train
@@ -413,7 +414,7 @@ def test_eight_bit_states_leave_their_device_and_a_save_is_loaded_where_they_are
                     clip_norm=0.0,
                 )
             assert watch.most == 2 and not any(
-                each.untyped_storage().nbytes() for each in swap.state_buffers
+                each.untyped_storage().nbytes() for each in state_buffers(swap)
             )
 
         step(0)
