@@ -3,7 +3,7 @@ the layers that are read, and what they see with."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ditkit_core.errors import UserError
@@ -249,13 +249,10 @@ template where it has others."""
 _SECTIONED_ROTARY = {
     "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24],
 }  # fmt: skip
-QWEN2_5_VL = TextFamily(
+QWEN2_5_VL = replace(
+    QWEN3,
     name="Qwen2.5-VL",
     layers=(-1,),
-    before=QWEN3.before,
-    after=QWEN3.after,
-    special=QWEN3.special,
-    padding=QWEN3.padding,
     kind="Qwen2_5_VLText",
     model_type="qwen2_5_vl_text",
     unstated={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": _SECTIONED_ROTARY},
@@ -266,6 +263,7 @@ QWEN2_5_VL = TextFamily(
             "rms_norm_eps": 1e-6, "rope_parameters": _SECTIONED_ROTARY,
         },
     },
+    norms_heads=False,
 )  # fmt: skip
 """The part of Qwen2.5-VL that reads; with `vision`, all of it."""
 
@@ -273,13 +271,9 @@ _MULTIMODAL_ROTARY = {
     "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
     "mrope_interleaved": True,
 }  # fmt: skip
-QWEN3_VL = TextFamily(
+QWEN3_VL = replace(
+    QWEN3,
     name="Qwen3-VL",
-    layers=(-2,),
-    before=QWEN3.before,
-    after=QWEN3.after,
-    special=QWEN3.special,
-    padding=QWEN3.padding,
     kind="Qwen3VLText",
     model_type="qwen3_vl_text",
     unstated={"rms_norm_eps": 1e-6, "rope_parameters": _MULTIMODAL_ROTARY},
@@ -290,7 +284,6 @@ QWEN3_VL = TextFamily(
         }
         for size, width, hidden in (("4B", 2560, 9728), ("8B", 4096, 12288))
     },
-    norms_heads=True,
 )  # fmt: skip
 """The part of Qwen3-VL that reads: its tokens of text have one position on all three axes, so it
 differs from Qwen3 in weights and in the base of its frequencies."""
