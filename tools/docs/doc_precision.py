@@ -1,7 +1,9 @@
 """Tables of docs/ about dtypes: the places and presets, errors against fp64, the audit of the
 demos; and the attention backends."""
 
+import inspect
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -87,13 +89,17 @@ def precision_of(family: str, **fields: Any) -> Precision:
 
 
 def places() -> Iterator[str]:
-    """Every place, and the dtype that the presets for training give it where matmuls are bf16."""
+    """Every place, and the dtype that the presets for training give it where matmuls are bf16; then
+    the details, which are the last paragraph of the docstring of `Precision`."""
     kinds = [precision_of("wan"), precision_of("wan", preset="fast")]
     yield "| place | what runs in it | `default` | `fast` |"
     yield "|---|---|---|---|"
     for place in (*PLACES[1:], PLACES[0]):
-        words = " ".join(field_docs(Precision)[place].split()).rstrip(".")
+        words = field_docs(Precision)[place].rstrip(".")
         yield f"| `{place}` | {words} | {_dtypes(place, kinds)} |"
+    yield ""
+    *_, details = inspect.cleandoc(Precision.__doc__ or "").split("\n\n")
+    yield from textwrap.wrap(" ".join(details.split()), 120)
 
 
 def references() -> Iterator[str]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, Union, get_args, get_origin, get_type_hints
 
 from ditkit_core.config.field import Holds, Resume
 
@@ -122,7 +122,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
     docs = {
         name: doc
         for base in cls.__bases__
-        if base is not object
+        if base not in (object, Generic)
         for name, doc in field_docs(base).items()
     }
     body = _class_bodies(cls.__module__).get(cls.__qualname__, [])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError, argument
@@ -41,56 +41,69 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return next((name for name, candidate in DTYPES.items() if candidate == torch_name), torch_name)
 
 
-_DEFAULT: Any = None
-"""Stands for the default dtype of a place, which depends on `matmul` (bf16 by default);
-`__post_init__` replaces it."""
+Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+"""The names of `DTYPES`."""
+Value = TypeVar("Value")
+_WRITTEN: Any = Dtype | None
+"""The type of a place in a run file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class StepPlaces(Generic[Value]):
+    """The places of a training step, which are groups of operations, without `matmul`, which
+    model.dtype sets. `Precision` has a dtype for each; `PrecisionConfig` has the name of a dtype,
+    or None where none is set."""
+
+    timestep: Value = setting(None, resume="stated", after="preset", written=_WRITTEN)
+    """The timestep t and its sinusoidal features; bf16 here causes the largest single error."""
+    rotary_tables: Value = setting(None, resume="stated", written=_WRITTEN)
+    """Cosines and sines of positions."""
+    rotary: Value = setting(None, resume="stated", written=_WRITTEN)
+    """The rotation of q and k."""
+    qk_norms: Value = setting(None, resume="stated", written=_WRITTEN)
+    """RMS norms of q and k."""
+    norms: Value = setting(None, resume="stated", written=_WRITTEN)
+    """Layer norms of the residual stream."""
+    modulation: Value = setting(None, resume="stated", written=_WRITTEN)
+    """Scale, shift and gate."""
+    residual: Value = setting(None, resume="stated", written=_WRITTEN)
+    """The residual stream; this decides how much memory train.checkpointing = full keeps for each
+    block."""
+    entry: Value = setting(None, resume="stated", written=_WRITTEN)
+    """The residual stream at the input of the first block; unset means the same as residual."""
+    time_mlp: Value = setting(None, resume="stated", written=_WRITTEN)
+    """The MLP for the features of t and guidance."""
+    head: Value = setting(None, resume="stated", written=_WRITTEN)
+    """The head's norm, modulation and matmul."""
+    attention: Value = setting(None, resume="stated", written=_WRITTEN)
+    """q, k and v at the input of attention; unset means model.dtype."""
+    accumulation: Value = setting(None, resume="stated", written=_WRITTEN)
+    """Gradients, summed over the micro-batches of a step."""
+    optimizer: Value = setting(None, resume="refused", written=_WRITTEN)
+    """The optimizer's moments, which are part of a saved state."""
+    reduction: Value = setting(None, resume="stated", written=_WRITTEN)
+    """Gradients while they are summed over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(StepPlaces["torch.dtype"]):
     """The dtype of every place in a training step, by name.
 
     A model takes its dtypes from here and never from some tensor at hand: the residual stream is
     wider than the matmuls, and a quantized weight has its own dtype. The default is fp32, or wider
     if matmuls are wider; `timestep` is fp64, and `attention` has the dtype of matmuls. Inside a
     kernel, sums and statistics are always fp32 or wider.
+
+    The sinusoidal features of t are computed in `timestep`, or in fp32 if that is wider; the angles
+    of positions are always fp64. In narrow `qk_norms` the result is rounded before it is multiplied
+    by the weight, as in the official models. `modulation` is for computing scale, shift and gate
+    from the timestep, storing them, and applying them to the result of a norm. Each sum of the
+    residual stream is rounded to `residual` once. At `entry` the official models keep the dtype of
+    the input matmul; the first norm has it too if it is narrower than `norms`.
     """
 
-    matmul: "torch.dtype" = _DEFAULT
+    matmul: "torch.dtype" = None  # type: ignore[assignment]  # bf16: __post_init__ imports torch
     """Linear layers of the blocks, and those that project latents and text at the input."""
-    timestep: "torch.dtype" = _DEFAULT
-    """The timestep t. Its sinusoidal features are computed in this dtype too, or in fp32 if that is
-    wider."""
-    rotary_tables: "torch.dtype" = _DEFAULT
-    """Cosines and sines of positions; their angles are always fp64."""
-    rotary: "torch.dtype" = _DEFAULT
-    """Rotation of q and k (RoPE)."""
-    qk_norms: "torch.dtype" = _DEFAULT
-    """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the
-    weight, as in the official models."""
-    norms: "torch.dtype" = _DEFAULT
-    """Layer norms of the residual stream in the blocks."""
-    modulation: "torch.dtype" = _DEFAULT
-    """Scale, shift and gate: computing them from the timestep, storing them, and applying them to
-    the result of a norm."""
-    residual: "torch.dtype" = _DEFAULT
-    """The residual stream between sub-layers; each sum is rounded to it once."""
-    entry: "torch.dtype" = _DEFAULT
-    """The residual stream at the input of the first block, and the first norm there if this is
-    narrower: the official models keep the dtype of the input matmul there. By default the same as
-    `residual`."""
-    time_mlp: "torch.dtype" = _DEFAULT
-    """The MLP for the features of t (and of guidance)."""
-    head: "torch.dtype" = _DEFAULT
-    """The head: its norm, modulation and matmul, and so the prediction."""
-    attention: "torch.dtype" = _DEFAULT
-    """q, k and v at the input of the attention kernel."""
-    accumulation: "torch.dtype" = _DEFAULT
-    """Gradients of trained parameters, summed over micro-batches."""
-    optimizer: "torch.dtype" = _DEFAULT
-    """The optimizer's moments."""
-    reduction: "torch.dtype" = _DEFAULT
-    """Gradients while they are summed over ranks."""
 
     def __post_init__(self) -> None:
         import torch
@@ -135,7 +148,7 @@ class Precision:
         return ", ".join(f"{group.replace('_', ' ')} {name}" for group, name in names.items())
 
 
-PLACES = tuple(field.name for field in fields(Precision))
+PLACES = ("matmul", *(field.name for field in fields(StepPlaces)))
 """Names of all places; the first is `matmul`."""
 
 FAST: Mapping[str, str] = MappingProxyType(
@@ -146,11 +159,9 @@ kernels stay fp32. The timestep, its MLP and the head are small (one value per s
 layer): a narrower dtype would lose accuracy and save nothing. q and k are normalised and rotated in
 one kernel, which narrower dtypes would split."""
 
-Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(StepPlaces[Dtype | None]):
     """The `[precision]` section: the dtype of each place of a step, which is a group of operations;
     model.dtype sets that of matmuls."""
 
@@ -158,35 +169,6 @@ class PrecisionConfig:
     """Dtypes of the places that are not set: `default` (all in fp32 or wider except matmuls and
     attention), `reference` (like the model's official code), `fast` (norms, modulation and residual
     stream in model.dtype: less memory, less accurate)."""
-    timestep: Dtype | None = setting(None, resume="stated")
-    """The timestep t and its sinusoidal features; bf16 here causes the largest single error."""
-    rotary_tables: Dtype | None = setting(None, resume="stated")
-    """Cosines and sines of positions."""
-    rotary: Dtype | None = setting(None, resume="stated")
-    """The rotation of q and k."""
-    qk_norms: Dtype | None = setting(None, resume="stated")
-    """RMS norms of q and k."""
-    norms: Dtype | None = setting(None, resume="stated")
-    """Layer norms of the residual stream."""
-    modulation: Dtype | None = setting(None, resume="stated")
-    """Scale, shift and gate."""
-    residual: Dtype | None = setting(None, resume="stated")
-    """The residual stream; this decides how much memory train.checkpointing = full keeps for each
-    block."""
-    entry: Dtype | None = setting(None, resume="stated")
-    """The residual stream at the input of the first block; unset means the same as residual."""
-    time_mlp: Dtype | None = setting(None, resume="stated")
-    """The MLP for the features of t and guidance."""
-    head: Dtype | None = setting(None, resume="stated")
-    """The head's norm, modulation and matmul."""
-    attention: Dtype | None = setting(None, resume="stated")
-    """q, k and v at the input of attention; unset means model.dtype."""
-    accumulation: Dtype | None = setting(None, resume="stated")
-    """Gradients, summed over the micro-batches of a step."""
-    optimizer: Dtype | None = setting(None, resume="refused")
-    """The optimizer's moments, which are part of a saved state."""
-    reduction: Dtype | None = setting(None, resume="stated")
-    """Gradients while they are summed over ranks."""
 
     def precision(self, matmul: "torch.dtype", reference: Mapping[str, str]) -> Precision:
         """The dtypes of a run whose matmuls have this dtype.
