@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ditkit_core.errors import UserError
+from ditkit_core.families import t5
 from ditkit_core.families.t5 import T5_XXL, T5Encoder, T5Encoding, T5Family, t5_model
 from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.paths import ModelPaths
@@ -196,8 +197,10 @@ def test_a_file_with_the_names_and_impossible_sizes_is_one_line(tmp_path: Path) 
 
 @pytest.mark.parametrize("streaming", ["never", "always"])
 def test_what_the_encoder_holds_is_what_was_planned(
-    world: tuple[str, Path, Any, Any], streaming: Streaming
+    world: tuple[str, Path, Any, Any], streaming: Streaming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Layer by layer of eight captions at a time: more add their states and masks, in both."""
+    monkeypatch.setattr(t5, "CAPTIONS_STREAMED", 8)
     kind, folder, *_ = world
     # Features of captions this long are most of what it holds.
     long = encoding(kind, num_tokens=512)
