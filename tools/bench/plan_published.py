@@ -321,9 +321,7 @@ class Speed:
             devices=tuple(int(0 < self.cut <= index) for index in blocks),
             streamed=frozenset(blocks if self.streamed else ()),
         )
-        work = Workload(
-            kernels=self.job.kernels, quantize=self.job.quantize, compute=self.job.execution.compute
-        )
+        work = Workload(execution=self.job.execution)
         work_done = sum(stage.flops_forward + stage.flops_backward for stage in made.stages)
         return step_seconds(made, division, gpus, work), work_done / 1e12, gpus[0].bf16_flops / 1e12
 

@@ -95,13 +95,13 @@ class Step:
         made = self.profile
         if self.blocks:
             made = replace(made, updates_in_backward=True)
-        work = Workload(kernels=self.kernels, cuda_graphs="on" if replayed else "off")
+        work = Workload(cuda_graphs="on" if replayed else "off")
         return step_seconds(made, Partition(devices=(0,) * len(made.blocks)), [H100], work)
 
     def planned_peak(self, *, replayed: bool = False) -> int:
         """Planned bytes at the peak."""
         made = self.profile
-        work = Workload(kernels=self.kernels, cuda_graphs="on" if replayed else "off")
+        work = Workload(cuda_graphs="on" if replayed else "off")
         (plan,) = compose(made, Partition(devices=(0,) * len(made.blocks)), [H100.budget], work)
         return plan.peak
 

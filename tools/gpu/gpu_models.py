@@ -118,7 +118,7 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
         ),
     )
     work = Workload(
-        kernels=mode.kernels,
+        execution=job.execution,
         cuda_graphs=mode.cuda_graphs,
         rounding=OptimConfig().rounding if case.method == "full" else "",
     )

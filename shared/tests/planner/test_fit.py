@@ -14,6 +14,8 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.data.config import DataConfig
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement
+from ditkit_core.execution import Execution
+from ditkit_core.models.precision import Precision
 from ditkit_core.planner.fit import (
     HARDLY_LONGER,
     POLICIES,
@@ -66,7 +68,7 @@ def every_way(task):
                     for swap, pipelined in itertools.product(itertools.product(*sizes), overlap):
                         streamed = choose_streamed(placement, swap, [True] * count)
                         division = Partition(devices=devices, streamed=streamed)
-                        work = replace(task.work, pipelined=pipelined, quantize=quantize)
+                        work = replace(task.work, execution=Execution(pipelined=pipelined))
                         plans = compose(profile, division, [card.budget for card in chosen], work)
                         on_host = sum(profile.blocks[i].weights for i in streamed)
                         if all(plan.fits for plan in plans) and (
@@ -297,7 +299,7 @@ def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     task = FitTask(
         gpus=(of_size(140 * GIB, "140GiB"),),
         profile_of=profile_of,
-        work=Workload(fp32=True),
+        work=Workload(execution=Execution(precision=Precision(matmul=torch.float32))),
         quantizations=("none",),
     )
     chosen = fit(task).chosen

@@ -10,6 +10,7 @@ from toy_jobs import ARCH, toy_job
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.execution import Execution
 from ditkit_core.loading.model import Model
 from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost
 from ditkit_core.planner.memory_tracker import MemoryTracker, flops_in
@@ -280,13 +281,14 @@ def test_pipelined_micro_batches_keep_all_at_once():
     )
 
     def peaks(**settings) -> list[int]:
-        return [plan.peak for plan in planned(found, divided(4, (2,)), Workload(**settings))]
+        work = Workload(micro_batches=4, execution=Execution(**settings))
+        return [plan.peak for plan in planned(found, divided(4, (2,)), work)]
 
-    assert peaks(micro_batches=4) == [
+    assert peaks() == [
         28,
         33,
     ]  # first device: 20 and the gradient 3 sent back, and 5; second: with the carry's 8
-    assert peaks(micro_batches=4, pipelined=True) == [28 + 3 * 20, 33 + 3 * 28]
+    assert peaks(pipelined=True) == [28 + 3 * 20, 33 + 3 * 28]
 
 
 def test_a_pipelined_backward_waits_for_the_others_and_not_for_itself():
@@ -309,9 +311,10 @@ def test_a_pipelined_backward_waits_for_the_others_and_not_for_itself():
     )
 
     def plan_of(**settings) -> DevicePlan:
-        return planned(found, divided(4, ()), Workload(**settings))[0]
+        work = Workload(micro_batches=4, execution=Execution(**settings))
+        return planned(found, divided(4, ()), work)[0]
 
-    one_by_one, pipelined = plan_of(micro_batches=4), plan_of(micro_batches=4, pipelined=True)
+    one_by_one, pipelined = plan_of(), plan_of(pipelined=True)
     assert (one_by_one.peak, one_by_one.host) == (40 + 9, 4 * 4)
     assert (pipelined.peak, pipelined.host) == (4 * 40 + 5, 4 * 4 * 4)
 

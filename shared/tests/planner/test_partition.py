@@ -13,6 +13,7 @@ from toy_world import World
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
@@ -68,7 +69,7 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
     ] * num_devices
     budgets[-1] = Budget(name="", total=700)
     counts = [draw.randint(0, 2) for _ in range(num_devices)]
-    work = Workload(micro_batches=1 + seed % 3, pipelined=seed % 3 > 1)
+    work = Workload(micro_batches=1 + seed % 3, execution=Execution(pipelined=seed % 3 > 1))
     has_weights = [i != 3 for i in range(9)]
 
     def fullest(cuts):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from made_profiles import made_profile, products
 
+from ditkit_core.execution import Execution
+from ditkit_core.models.precision import Precision
 from ditkit_core.nn.eight_bit_products import product
 from ditkit_core.nn.kernels import ops
 from ditkit_core.planner.gpus import parse_gpus
@@ -100,7 +102,7 @@ def test_attention_takes_other_shares_forward_and_backward():
 def test_flash_attention_is_slower_than_torchs_own_choice_on_hopper_alone():
     kernel, flash = (
         Kernel("attention", 10**15, 0),
-        Workload(attention="sdpa_flash", cuda_graphs="on"),
+        Workload(execution=Execution(attention="sdpa_flash"), cuda_graphs="on"),
     )
     for name, ratio in (
         ("h100", 0.59 / 0.353),
@@ -146,7 +148,12 @@ def test_one_host_launches_for_all_devices():
             profile, blocks=(block,) * 12, crossing=(0,) * 13, crossing_back=(0,) * 13
         )
         apart, together = (
-            step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=4, pipelined=pipelined))
+            step_seconds(
+                profile,
+                TWO,
+                [CARD, CARD],
+                Workload(micro_batches=4, execution=Execution(pipelined=pipelined)),
+            )
             for pipelined in (False, True)
         )
         assert (together < 0.7 * apart) == overlap and (
@@ -195,9 +202,8 @@ def test_pipelined_micro_batches_overlap():
     profile = made_profile("full")
     count = 4
     apart = step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=count))
-    overlapping = step_seconds(
-        profile, TWO, [CARD, CARD], Workload(micro_batches=count, pipelined=True)
-    )
+    pipelined = Workload(micro_batches=count, execution=Execution(pipelined=True))
+    overlapping = step_seconds(profile, TWO, [CARD, CARD], pipelined)
     assert overlapping == pytest.approx(apart * (count + 1) / (2 * count), rel=0.05)
 
 
@@ -252,10 +258,11 @@ def test_products_of_our_own_are_counted_as_what_they_are():
 
 
 def test_a_gpu_that_does_not_multiply_a_format_is_named():
-    work = Workload(quantize="fp8", compute="fp8")
+    execution = Execution(quantize="fp8", compute="fp8")
+    work = Workload(execution=execution)
     known, unknown = (assumptions(parse_gpus(name), work)[1] for name in ("rtx4090", "rtx3090"))
     share = REACHED["matmul_fp8"].arithmetic
-    fused = replace(work, kernels="triton")
+    fused = Workload(execution=replace(execution, kernels="triton"))
     assert "fp8 at up to 63%" in assumptions(parse_gpus("h100"), fused)[1], "of its own kernel"
     assert f"fp8 at up to {share:.0%}" in assumptions(parse_gpus("rtx4090"), fused)[1]
     assert f"fp8 at up to {share:.0%} of 330 TFLOP/s" in known and "train.kernels = triton" in known
@@ -277,9 +284,8 @@ def test_what_is_assumed_is_said_for_each_gpu_once():
         and "assumed as of rtx3090" in lines[0]
         and "86% of 31.5 GB/s" in lines[0]
     )
-    assert (
-        "67% of 82.6 TFLOP/s in fp32" in assumptions(parse_gpus("rtx4090"), Workload(fp32=True))[0]
-    )
+    fp32 = Workload(execution=Execution(precision=Precision(matmul=torch.float32)))
+    assert "67% of 82.6 TFLOP/s in fp32" in assumptions(parse_gpus("rtx4090"), fp32)[0]
     assert "the host launches" in lines[2]
     assert "replayed" in assumptions(parse_gpus("rtx4090"), Workload(cuda_graphs="on"))[-1]
 

@@ -14,10 +14,12 @@ from ditkit_core.execution import StepExecution
 from ditkit_core.loading import kernels as loaded_kernels
 from ditkit_core.nn.kernel_check import KernelCheck
 from ditkit_core.nn.kernels import launch
+from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.gpus import with_kernels
+from ditkit_core.run.plans.fit import task_for
 from ditkit_core.run.plans.plan import make_report
 from ditkit_core.testing.ranks import run_ranks
 from ditkit_core.testing.toy import TOY
@@ -191,3 +193,10 @@ def test_a_plan_is_for_what_auto_would_be_on_its_devices():
     for gpu in ("rtx2080ti", "v100-16,24GiB"):  # older than those that Triton supports
         assert make_report(run_with(), gpu).work.kernels == "torch"
     assert with_planned_kernels(run_with(kernels="triton").execution, "cpu").kernels == "triton"
+
+
+def test_a_search_keeps_auto_for_the_run_file_and_takes_the_time_of_what_it_would_be():
+    for gpu, kernels in (("24GiB", "triton"), ("rtx2080ti", "torch")):
+        task = task_for(run_with(), parse_gpus(gpu))
+        assert task.execution.kernels == task.varied("full", "none").kernels == "auto"
+        assert task.work_of(task.varied("full", "none")).kernels == kernels

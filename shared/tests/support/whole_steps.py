@@ -15,6 +15,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.execution import Execution
 from ditkit_core.loading.model import Model
 from ditkit_core.planner.memory import Partition, Profile
 from ditkit_core.planner.memory_tracker import fake_tensors
@@ -125,7 +126,8 @@ def agree(
     """Hold the plan against the step; returns the profile that the plan is made of."""
     division = divided(of.arch.depth, cuts, streamed)
     found = profile(of)
-    plans = planned(found, division, Workload(micro_batches=of.micro_batches, pipelined=pipelined))
+    work = Workload(micro_batches=of.micro_batches, execution=Execution(pipelined=pipelined))
+    plans = planned(found, division, work)
     plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)
     for device, (one, other) in enumerate(zip(plan, truth, strict=True)):
         assert one == pytest.approx(other, rel=TOLERANCE), (device, plan, truth)

@@ -218,7 +218,7 @@ def shortest_seconds(task: FitTask) -> float:
 
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     undivided = Partition(devices=(0,) * len(profile.blocks))
-    work = replace(task.work, pipelined=False, quantize="none")
+    work = task.work_of(task.varied(POLICIES[0], "none"))
     if work.has_cuda_graphs:  # where the GPU does not wait for launches, no step is shorter
         work = replace(work, cuda_graphs="on")
     fastest = min(step_seconds(profile, undivided, [gpu], work) for gpu in task.gpus)
@@ -274,7 +274,7 @@ def fit_ranks(
                 layout=layout,
                 profile=task.profile_of(str(execution.checkpointing), execution.quantize),
                 division=chosen.division,
-                work=replace(task.work_of(execution), pipelined=task.work.pipelined),
+                work=task.work_of(execution),
                 gpu=task.gpus[0],
             )
             plan = step.plan(parse_links(link, layout), chosen.host)

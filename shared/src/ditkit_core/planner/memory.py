@@ -422,7 +422,10 @@ class DeviceSpan:
             for counts in (stage.kernels_forward, stage.kernels_backward)
         ]
         return replace(
-            work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off"
+            work,
+            cuda_graphs="on"
+            if is_launched_slowly(every, rates, work.execution.attention)
+            else "off",
         )
 
     def static(self) -> dict[str, int]:

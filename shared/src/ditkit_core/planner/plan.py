@@ -6,7 +6,7 @@ step = plan(WAN, WAN.architecture.presets["ti2v-5b"], Execution(checkpointing="a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -186,9 +186,7 @@ def notes_on_codes(
         return
     splits = len(division.blocks) > 1
     exact = profile(job.with_execution(compute="dtype"), like=costs, splits=splits)
-    gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
-        costs, division, gpus, work
-    )
+    gain = step_seconds(exact, division, gpus, work) / step_seconds(costs, division, gpus, work)
     advice = (
         ""
         if gain >= WORTH_CODES

@@ -73,9 +73,8 @@ class StepJob:
 
     @property
     def kernels(self) -> str:
-        """Whose memory the step has: `torch` or `triton`. `auto` is `torch`: `with_planned_kernels`
-        resolves it."""
-        return "torch" if self.execution.kernels == "auto" else self.execution.kernels
+        """Whose memory the step has: `torch` or `triton`."""
+        return self.work.kernels
 
     @property
     def quantize(self) -> str:
@@ -92,22 +91,16 @@ class StepJob:
     @cached_property
     def work(self) -> Workload:
         """The properties of the step apart from its model."""
-        execution, matmul = self.execution, self.execution.precision.matmul
+        forbids_replays = self.optim.fused_backward or not self.execution.allows_cuda_graphs
+        updates_bf16 = self.trains_all and self.precision.matmul == torch.bfloat16
         return Workload(
+            execution=self.execution,
             micro_batches=self.micro_batches,
-            pipelined=execution.pipelined,
-            fp32=matmul == torch.float32,
-            quantize=self.quantize,
-            compute=execution.compute,
-            kernels=execution.kernels,
-            attention=execution.attention,
-            cuda_graphs="off"
-            if self.optim.fused_backward or not execution.allows_cuda_graphs
-            else execution.cuda_graphs,
+            cuda_graphs="off" if forbids_replays else self.execution.cuda_graphs,
             kinds=self.kinds,
             validates=self.validates,
             extra_forwards=self.extra_forwards,
-            rounding=self.optim.rounding if self.trains_all and matmul == torch.bfloat16 else "",
+            rounding=self.optim.rounding if updates_bf16 else "",
         )
 
     def with_execution(self, **changed: Any) -> "StepJob":

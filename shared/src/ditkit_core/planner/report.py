@@ -95,12 +95,12 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "fits": report.fits,
         "checkpointing": report.policy,
         "checkpointing_chosen": step.chosen or None,
-        "quantize": report.work.quantize,
+        "quantize": step.job.quantize,
         "bucket": report.bucket,
         "tokens": report.tokens,
         "micro_batches": report.work.micro_batches,
         "replayed": report.work.has_cuda_graphs,
-        "pipelined": report.work.pipelined,
+        "pipelined": report.work.execution.pipelined,
         "devices": [
             {
                 "name": plan.budget.name,
@@ -199,12 +199,12 @@ def print_plan(report: PlanReport, remedy: str = "", *, why: bool = False) -> No
 
 
 def _headline(report: PlanReport) -> None:
-    work = report.work
-    base = "as it is" if work.quantize == "none" else work.quantize
-    computed = "" if work.compute == "dtype" else ", multiplied as it is stored"
+    work, quantize = report.work, report.step.job.quantize
+    base = "as it is" if quantize == "none" else quantize
+    computed = "" if work.execution.compute == "dtype" else ", multiplied as it is stored"
     say(f"{report.model}, checkpointing {report.policy}, base {base}{computed}")
     batches = (
-        f", {work.micro_batches} micro-batches{' at once' * work.pipelined}"
+        f", {work.micro_batches} micro-batches{' at once' * work.execution.pipelined}"
         if work.micro_batches > 1
         else ""
     )

@@ -59,9 +59,9 @@ class FitTask:
     profile_of: Callable[[str, str], Profile]
     """(policy, quantize) to the profile; cached."""
     execution: Execution = field(default_factory=Execution)
-    """How the step runs as configured: the search varies it."""
+    """How the step runs as configured: the search varies it. `kernels` may be `auto`."""
     work: Workload = PLAIN
-    """The work of the step as configured."""
+    """The work of the step as configured, with the kernels that `auto` would be."""
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From exact to coarse; a full fine-tune has only `none`."""
     adapts: bool = True
@@ -89,8 +89,9 @@ class FitTask:
 
     def work_of(self, execution: Execution) -> Workload:
         """The work of the step if it runs so."""
-        work = replace(self.work, quantize=execution.quantize, pipelined=execution.pipelined)
-        return replace(work, cuda_graphs="off") if execution.cuda_graphs == "off" else work
+        cuda_graphs = "off" if execution.cuda_graphs == "off" else self.work.cuda_graphs
+        execution = replace(execution, kernels=self.work.execution.kernels)
+        return replace(self.work, execution=execution, cuda_graphs=cuda_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +265,7 @@ class Search:
         profile, work, host = self._profile, self._work, self._task.host
         # Without overlap the devices' times add up over micro-batches; with it, sums only rank the
         # divisions.
-        count = 1 if work.pipelined else work.micro_batches
+        count = 1 if work.execution.pipelined else work.micro_batches
         needs = cache(partial(self._needs, share=share))  # GPUs may be equal
 
         def cost(bound: float, device: int, start: int, end: int) -> tuple[float, int] | None:
@@ -291,7 +292,7 @@ class Search:
             return [span[0] for span in spans if span is not None]
 
         divisions = divided(math.inf)
-        if not divisions or not work.pipelined:
+        if not divisions or not work.execution.pipelined:
             return divisions[0] if divisions else None
         # With overlap the slowest device decides, which is not a sum: search again with bounds on
         # it, between the slowest so far and a perfectly even split.

@@ -186,7 +186,7 @@ def both_orders(
 
 def step_time(spans: Sequence[StageTime], work: Workload) -> int:
     """Nanoseconds of a step with these times per device."""
-    schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
+    schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.execution.pipelined)
     launching = work.micro_batches * sum(span.launching for span in spans)
     others = sum(
         span.update + work.extra_forwards * work.micro_batches * span.forward for span in spans
@@ -299,7 +299,7 @@ def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) 
 
 
 def _taken(kernels: KernelCounts, gpu: GPU, work: Workload) -> int:
-    busy = gpu_seconds(kernels, gpu, work.attention)
+    busy = gpu_seconds(kernels, gpu, work.execution.attention)
     return int((busy if work.has_cuda_graphs else max(busy, host_seconds(kernels))) * 1e9)
 
 
@@ -338,7 +338,7 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
         lines.append(
             f"mean of all steps, with {work.extra_forwards:.4g} more forwards each ({keys})"
         )
-    bits = "_32" if work.fp32 else ""
+    compute, bits = work.execution.compute, "_32" if work.fp32 else ""
     matmul, attention, backward = (
         REACHED[kind].arithmetic
         for kind in (f"matmul{bits or '_16'}", f"attention{bits}", f"attention_backward{bits}")
@@ -352,15 +352,15 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
             f"{REACHED['fused'].memory:.0%} of {gpu.memory_bandwidth / 1e9:.0f} GB/s, copies from "
             f"the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s ({gpu.source})"
         )
-        if work.compute != "dtype":
-            kind = f"matmul_{work.compute}{'_scaled' * (work.kernels == 'triton')}"
-            of_codes, share = rate_of_codes(gpu, work.compute), reach_of(kind, gpu).arithmetic
+        if compute != "dtype":
+            kind = f"matmul_{compute}{'_scaled' * (work.kernels == 'triton')}"
+            of_codes, share = rate_of_codes(gpu, compute), reach_of(kind, gpu).arithmetic
             lines.append(
-                f"{gpu.name}: products of the frozen base in {work.compute} at up to {share:.0%} "
+                f"{gpu.name}: products of the frozen base in {compute} at up to {share:.0%} "
                 f"of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
                 f"{'in one pass' if work.kernels == 'triton' else 'in several passes over memory: train.kernels = triton rounds them in one'}"
                 if of_codes
-                else f"{gpu.name} does not multiply {work.compute}: base.compute = {work.compute} is refused there"
+                else f"{gpu.name} does not multiply {compute}: base.compute = {compute} is refused there"
             )
     launched = (
         "steps are replayed, so the host launches no operation"

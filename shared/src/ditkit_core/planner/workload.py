@@ -1,10 +1,13 @@
-"""What a step does apart from its model: how many micro-batches it has, in which formats they are
-multiplied, and who shares them."""
+"""What a step does apart from its model: how many micro-batches it has, how they run, and who shares
+them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import torch
+
 from ditkit_core.distributed.gradient_sum import num_waiting_sums
+from ditkit_core.execution import Execution
 
 CudaGraphs = Literal["auto", "on", "off"]
 
@@ -13,23 +16,14 @@ CudaGraphs = Literal["auto", "on", "off"]
 class Workload:
     """Properties of a step apart from its model."""
 
+    execution: Execution = field(default_factory=Execution)
+    """How the step runs as configured."""
     micro_batches: int = 1
     """Number accumulated; gradients of the first exist while the second runs."""
-    pipelined: bool = False
-    """Whether all forwards run before one backward, so that their activations are alive at once."""
-    fp32: bool = False
-    """Whether matrices are multiplied in fp32."""
-    quantize: str = "none"
-    """Format of the frozen matrices."""
-    compute: str = "dtype"
-    """`base.compute`."""
-    kernels: str = "torch"
-    """`train.kernels`."""
-    attention: str = "sdpa"
-    """`train.attention`."""
     cuda_graphs: CudaGraphs = "off"
-    """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is
-    split, streamed or offloaded nothing is replayed either: `DeviceSpan.as_replayed` knows."""
+    """`execution.cuda_graphs` as it turns out: `off` also where a setting of the run forbids
+    replays. Where it is split, streamed or offloaded nothing is replayed either:
+    `DeviceSpan.as_replayed` knows."""
     kinds: int = 1
     """Kinds of micro-batches; a kind has inputs of its own once it is replayed."""
     validates: bool = False
@@ -44,9 +38,20 @@ class Workload:
     number of the rank that has most."""
 
     @property
+    def kernels(self) -> str:
+        """Whose memory and time the step has: `torch` or `triton`. `auto` is `torch`:
+        `with_planned_kernels` resolves it."""
+        return "torch" if self.execution.kernels == "auto" else self.execution.kernels
+
+    @property
+    def fp32(self) -> bool:
+        """Whether matrices are multiplied in fp32."""
+        return self.execution.precision.matmul == torch.float32
+
+    @property
     def waiting(self) -> int:
         """Micro-batches whose activations are alive when the first backward runs."""
-        return self.micro_batches - 1 if self.pipelined else 0
+        return self.micro_batches - 1 if self.execution.pipelined else 0
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -67,7 +72,7 @@ class Workload:
             ]
         if self.ranks is not None:
             return list(self.ranks.rounds)
-        apart = not (trains_all or self.pipelined)  # else all are added to one set
+        apart = not (trains_all or self.execution.pipelined)  # else all are added to one set
         leaves = range(self.micro_batches)
         sums = [
             max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart
