@@ -284,7 +284,6 @@ class TestContext(ContextConformance):
     """Ranks that share the tokens of each sample, under some policies: each tower has its
     own."""
 
-    outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 4, 4, 4))
     subjects: ClassVar = {
         "odd": Subject(FLUX3, four, samples(0), 4),
@@ -296,7 +295,6 @@ class TestContext(ContextConformance):
 
 @pytest.mark.exhaustive
 class TestContextOfEveryPolicy(ContextConformance):
-    outputs = TestContext.outputs
     scope = "all"
     subjects = TestContext.subjects
     under_every_policy = ("ragged", "two heads")

@@ -639,7 +639,6 @@ class TestContext(ContextConformance):
     """Ranks that share the tokens of each sample: the causal prefix by itself, with blocks for its
     references, and the image, whose keys are both."""
 
-    outputs = 2e-6
     four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 6, 6))
     two: ClassVar = replace(ARCH, layers=1)
     subjects: ClassVar = {
