@@ -25,6 +25,11 @@ def test_a_fault_changes_one_place_of_its_file(tmp_path: Path) -> None:
     assert planted == "def total(values):\n    return sum(values[:-1])\n"
 
 
+def test_every_fault_of_the_table_changes_the_code_of_today() -> None:
+    for one in faults():
+        assert one.planted(ROOT) != (ROOT / one.file).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("old", ["gone", "values"])
 def test_a_text_that_does_not_stand_once_is_refused(old: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"sums.py has '{old}' [02] times"):

@@ -1,8 +1,10 @@
-"""Where the tests' processor time goes: `uv run tools/bench/tests_cpu.py > benchmarks/tests_cpu.md`.
+"""Where the tests' processor time goes:
 
-Runs pytest with itself as a plugin, and prints a page: seconds of processor time by phase, by folder
-and by file. Children that ended count with the test that waited for them. Everything after `--` goes
-to pytest: `uv run tools/bench/tests_cpu.py -- packages/wan -n 1`.
+    uv run tools/bench/tests_cpu.py > benchmarks/tests_cpu.md
+
+Runs pytest with itself as a plugin, and prints a page: seconds of processor time by phase, by
+folder and by file. Children that ended count with the test that waited for them. Everything after
+`--` goes to pytest: `uv run tools/bench/tests_cpu.py -- packages/wan -n 1`.
 """
 
 import argparse
@@ -130,7 +132,8 @@ def page(rows: Sequence[Row], arguments: Sequence[str]) -> Iterable[str]:
     yield from ("# Processor time of the tests", "")
     seconds, cases = sum(row.seconds for row in rows), sum(row.phase == "call" for row in rows)
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    yield f"`{command}` on {datetime.date.today()}, {machine}: **{seconds:.0f} CPU-s**, {cases} cases."
+    yield f"`{command}` on {datetime.date.today()}, {machine}:"
+    yield f"**{seconds:.0f} CPU-s**, {cases} cases."
     yield "Written by `uv run tools/bench/tests_cpu.py`."
     yield from table("phase", rows, lambda row: f"{row.phase}: {PHASES[row.phase]}", len(PHASES))
     yield from table("folder", tests, folder_of, 60)

@@ -1,5 +1,5 @@
-"""Captions to features, for both language models: as diffusers' pipelines make them, from every kind of
-file."""
+"""Captions to features, for both language models: as diffusers' pipelines make them, from every
+kind of file."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3, Qwen3-VL
-or T5 with its tokenizer, a tiny VAE, a random transformer."""
+"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3,
+Qwen3-VL or T5 with its tokenizer, a tiny VAE, a random transformer."""
 
 import json
 import math

@@ -360,7 +360,8 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
                 f"of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
                 f"{'in one pass' if work.kernels == 'triton' else 'in several passes over memory: train.kernels = triton rounds them in one'}"
                 if of_codes
-                else f"{gpu.name} does not multiply {compute}: base.compute = {compute} is refused there"
+                else f"{gpu.name} does not multiply {compute}: "
+                f"base.compute = {compute} is refused there"
             )
     launched = (
         "steps are replayed, so the host launches no operation"

@@ -1,5 +1,5 @@
-"""What a step does apart from its model: how many micro-batches it has, how they run, and who shares
-them."""
+"""What a step does apart from its model: how many micro-batches it has, how they run, and who
+shares them."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple

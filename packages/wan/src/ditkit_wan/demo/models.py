@@ -177,8 +177,8 @@ def build_audio_encoder() -> Any:
 
 
 def build_vae(variant: Variant) -> Any:
-    """A Wan VAE of few channels whose latents of some of the demo's clips have mean 0 and variance 1
-    in every channel; only to be read."""
+    """A Wan VAE of few channels whose latents of some of the demo's clips have mean 0 and variance
+    1 in every channel; only to be read."""
     return _vae(json.dumps({**variant.vae, **VAE_DIMS}))
 
 

@@ -324,7 +324,10 @@ def _shortages(report: PlanReport) -> Iterator[Finding]:
                 f"{gib(plan.budget.available)} GiB are available",
             )
     for row in report.lacking:
-        observation = f"{row.stage}: {row.name} needs {gib(row.peak)} GiB according to the plan, of {gib(row.available or 0)} GiB"
+        observation = (
+            f"{row.stage}: {row.name} needs {gib(row.peak)} GiB according to the plan, "
+            f"of {gib(row.available or 0)} GiB"
+        )
         yield _shortage(row.device, observation, row.remedy)
     if report.host_missing:
         yield _shortage(
