@@ -25,9 +25,19 @@ def test_a_fault_changes_one_place_of_its_file(tmp_path: Path) -> None:
     assert planted == "def total(values):\n    return sum(values[:-1])\n"
 
 
-def test_every_fault_of_the_table_changes_the_code_of_today() -> None:
+def test_every_fault_of_the_table_changes_the_code_of_today_and_names_tests_that_are_there() -> (
+    None
+):
+    checks = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "shared/src/ditkit_core/testing").glob("conformance*.py")
+    )
     for one in faults():
         assert one.planted(ROOT) != (ROOT / one.file).read_text(encoding="utf-8")
+        for path in one.tests:
+            file, *names = str(path).split("::")
+            text = (ROOT / file).read_text(encoding="utf-8") if names else ""
+            assert (ROOT / file).exists() and all(f" {name}(" in text + checks for name in names)
 
 
 @pytest.mark.parametrize("old", ["gone", "values"])

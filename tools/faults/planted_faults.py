@@ -229,6 +229,8 @@ def main() -> None:
         preload()
         only = set(options.only or ())
         chosen = [f for f in faults() if not only or only & {f.area, f.name, *f.name.split()}]
+        if not chosen:
+            parser.error(f"no area and no word of a fault's name is {' or '.join(sorted(only))}")
         for row in found(chosen, tree):
             row |= {"commit": commit.strip(), "date": datetime.now(UTC).date().isoformat()}
             finders.append(row["found"])
