@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!ditkit_).*"),  # names of other libraries, whose indexes are on the network
     (
         r"py:.*",
-        r".*\.(_\w+|Content|Item|Matrices|Measurement|Module|Number|Prepared|Section|T|Taken|Tree)",
+        r".*\.(_\w+|Content|Item|Matrices|Measurement|Module|Number|Prepared|Section|T|Taken|Tree|Value)",
     ),  # private names, and variables of types
 ]
 

@@ -176,7 +176,7 @@ class AdapterConfig:
 
 class LoraConfig(AdapterConfig):
     """An `AdapterConfig` by the names that peft has for it: `r` is `rank`, `lora_alpha` is `alpha`,
-    `lora_dropout` is `dropout`, and `target_modules` is `targets`.
+    `lora_dropout` is `dropout`, and `target_modules` is `targets`::
 
         LoraConfig(
             r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"], use_rslora=True

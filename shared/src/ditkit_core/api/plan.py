@@ -27,7 +27,7 @@ def plan(
     **how: Any,
 ) -> StepPlan:
     """Plan a training step: its memory, its time and where each block runs. It takes seconds, reads
-    no weights and needs no GPU.
+    no weights and needs no GPU::
 
         settings = {"size": (49, 480, 832), "checkpointing": "full"}
         step = plan(WAN, "t2v-14b", "rtx4090", LoraConfig(r=32), **settings)
