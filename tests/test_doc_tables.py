@@ -185,5 +185,5 @@ def test_a_star_is_of_a_form_that_loses_some_layers() -> None:
     (flux2,) = (spec for spec in SPECS if spec.name == "flux2")
     targets, layers = files(flux2, flux2.architecture.presets["klein-4b"])
     assert "`diffusers`," in loaded(flux2, "LoRA", [targets])["ComfyUI"]
-    assert "`diffusers`*," in loaded(flux2, "LoRA", [targets, layers])["ComfyUI"]
+    assert r"`diffusers`\*," in loaded(flux2, "LoRA", [targets, layers])["ComfyUI"]
     assert "`diffusers`" not in loaded(flux2, "LoRA", [layers])["ComfyUI"]

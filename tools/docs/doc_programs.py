@@ -19,6 +19,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `KeyFormat.layout`, by what the table calls a kind of adapter."""
 _UNTRIED, _NONE = "not tried", "none"
+# two bare asterisks in a cell are emphasis, and neither would be seen
+_IN_PART = r"\*"
 
 
 def files(spec: ModelSpec, arch: Any) -> list[list[str]]:
@@ -46,7 +48,7 @@ def loaded(spec: ModelSpec, kind: str, modules: Sequence[Sequence[str]]) -> dict
         spec: The family.
         kind: Of `KINDS`.
         modules: Layers of some files. A form that the program does not load all of them in, where
-            it has the model, has a `*`.
+            it has the model, has an escaped `*`.
     """
     answers: dict[str, dict[str, list[str]]] = {}
     for form, row in ADAPTER_FORMS.items():
@@ -60,7 +62,7 @@ def loaded(spec: ModelSpec, kind: str, modules: Sequence[Sequence[str]]) -> dict
                     of_form.append(problem)
     cells = dict[str, str]()
     for program, forms in answers.items():
-        names = [f"`{form}`{'*' * any(found)}" for form, found in forms.items() if "" in found]
+        names = [f"`{form}`{_IN_PART * any(found)}" for form, found in forms.items() if "" in found]
         is_tried = any(set(found) != {NOT_TRIED} for found in forms.values())
         cells[program] = ", ".join(names) or (_NONE if is_tried else _UNTRIED)
     return cells
