@@ -1,6 +1,7 @@
 """Products of 8-bit codes, forward and for the gradient of the input, against fp64 by their
 definition."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.eight_bit_products import is_exact_on_cpu
 from ditkit_core.nn.quantized_linear import QuantizedLinear, products_in_dtype
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.testing.conformance_levers import LEVERS, add_random_assistant
+from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
+from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.testing.world import ADAPTERS, differing
 
 KINDS = ("int8", "fp8")
 LARGEST = {"int8": 127, "fp8": 448}
@@ -390,3 +396,32 @@ def test_autograd_is_given_nothing_to_keep(kind):
     ):
         assert layer_of(kind)(sample(20, 64).requires_grad_()).requires_grad
     assert saved == []
+
+
+@pytest.mark.parametrize("adapter", LEVERS["adapter"])
+@pytest.mark.parametrize("kind", LEVERS["quantize"])
+def test_an_adapted_layer_is_alike_on_every_device(kind, adapter):
+    """Each adapter over each quantized base, bit by bit: nothing of the two is made on the host,
+    forward or backward. Levers around them: `LeverChecks`."""
+    name, _, assistant = adapter.partition(" next to ")
+    config = replace(ADAPTERS[name], targets=("mlp.2",))
+    model = make_quantized(TOY, ToyArch(depth=1), kind, dtype=torch.bfloat16, adapter=config)
+    if assistant:
+        add_random_assistant(model)
+    layer = model.layers[0].mlp[2]
+
+    def run(device: torch.device) -> dict[str, Tensor]:
+        """The layer's result, and every gradient, on a device."""
+        move_to(layer, device)
+        torch.manual_seed(5)
+        x = sample(6, 64, seed=3).bfloat16().to(device).requires_grad_()
+        out = layer(x)
+        out.backward(sample(6, 32, seed=4).to(device, out.dtype))
+        gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+        assert gradients and all(gradient is not None for gradient in gradients.values())
+        found = {"out": out, "input": x.grad, **gradients}
+        return {name: on_host(tensor) for name, tensor in found.items()}
+
+    here = run(torch.device("cpu"))
+    with PretendDevices():
+        assert differing(run(torch.device("cpu:1")), here) == []

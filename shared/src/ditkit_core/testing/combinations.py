@@ -83,17 +83,18 @@ def pairwise(
     allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True,
     *,
     first: Sequence[tuple[Any, ...]] = (),
-    apart: Collection[str] = (),
+    apart: Collection[tuple[str, str]] = (),
 ) -> list[tuple[Any, ...]]:
     """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case
     is the one with the most missing pairs.
 
     Args:
         first: Cases that are among them whatever they cover.
-        apart: Levers whose pairs with each other another check covers: each of their values is
-            there, and each pair with a value of another lever.
+        apart: Two levers each, the first of `levers` first, whose pairs another check covers: each
+            of their values is there, and each pair with a value of another lever.
     """
-    together = {i for i, lever in enumerate(levers) if lever in apart}
+    places = {lever: place for place, lever in enumerate(levers)}
+    elsewhere = {(places[one], places[other]) for one, other in apart}
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     # A bit for each pair: sets of pairs took half a second at each import of the checks.
     bits: dict[tuple[Any, ...], int] = {}
@@ -102,7 +103,7 @@ def pairwise(
         pairs_of_values = [
             (value, other)
             for value, other in itertools.combinations(enumerate(case), 2)
-            if not {value[0], other[0]} <= together
+            if (value[0], other[0]) not in elsewhere
         ]
         covered.append(sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs_of_values))
     missing = (1 << len(bits)) - 1
@@ -133,9 +134,13 @@ def every_value(*levers: Sequence[Any]) -> list[Any]:
     return _marked(levers, cases)
 
 
-def every_pair(*levers: Sequence[Any]) -> list[Any]:
-    """The product of some levers; the daily cases contain every pair of values of two levers."""
-    return _marked(levers, pairwise({str(index): lever for index, lever in enumerate(levers)}))
+def every_pair(
+    *levers: Sequence[Any], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
+) -> list[Any]:
+    """The allowed part of the product of some levers; the daily cases contain every pair of values
+    of two levers."""
+    numbered = {str(index): lever for index, lever in enumerate(levers)}
+    return _marked(levers, pairwise(numbered, allowed), allowed)
 
 
 def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
@@ -146,8 +151,13 @@ def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
     ]
 
 
-def _marked(levers: Sequence[Sequence[Any]], daily: Sequence[tuple[Any, ...]]) -> list[Any]:
+def _marked(
+    levers: Sequence[Sequence[Any]],
+    daily: Sequence[tuple[Any, ...]],
+    allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True,
+) -> list[Any]:
     return [
         pytest.param(*case, marks=() if case in daily else pytest.mark.exhaustive)
         for case in itertools.product(*levers)
+        if allowed(case)
     ]
