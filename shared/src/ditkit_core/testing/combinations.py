@@ -95,17 +95,20 @@ def pairwise(
     """
     places = {lever: place for place, lever in enumerate(levers)}
     elsewhere = {(places[one], places[other]) for one, other in apart}
+    # levers of which no pair is left: their values by themselves
+    alone = [i for i in places.values() if sum(i in two for two in elsewhere) == len(places) - 1]
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
-    # A bit for each pair: sets of pairs took half a second at each import of the checks.
+    # A bit for each pair, or value alone: sets took half a second at each import of the checks.
     bits: dict[tuple[Any, ...], int] = {}
     covered = []
     for case in every:
-        pairs_of_values = [
+        parts: list[Any] = [(place, case[place]) for place in alone]
+        parts += [
             (value, other)
             for value, other in itertools.combinations(enumerate(case), 2)
             if (value[0], other[0]) not in elsewhere
         ]
-        covered.append(sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs_of_values))
+        covered.append(sum(bits.setdefault(part, 1 << len(bits)) for part in parts))
     missing = (1 << len(bits)) - 1
     # The most pairs first, of equals the first case. What a case covers only falls, so one that is
     # still the first when counted again is the best.
@@ -135,12 +138,14 @@ def every_value(*levers: Sequence[Any]) -> list[Any]:
 
 
 def every_pair(
-    *levers: Sequence[Any], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
+    *levers: Sequence[Any],
+    allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True,
+    apart: Collection[tuple[str, str]] = (),
 ) -> list[Any]:
     """The allowed part of the product of some levers; the daily cases contain every pair of values
-    of two levers."""
+    of two levers, but for those `apart`, which names levers by their places: `0`, `1`."""
     numbered = {str(index): lever for index, lever in enumerate(levers)}
-    return _marked(levers, pairwise(numbered, allowed), allowed)
+    return _marked(levers, pairwise(numbered, allowed, apart=apart), allowed)
 
 
 def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
