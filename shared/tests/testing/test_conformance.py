@@ -12,15 +12,18 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_replay import STEPS
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import Items, make_model, outcome
 
 
 class TestToyWithDropoutInBlockAndAttention(Conformance):
     """Wan and FLUX.2, which have none, pass the same checks without dropout. It has no
-    `last_layers`: a dropout's mask is saved after them."""
+    `last_layers`: a dropout's mask is saved after them. Three layers of a block have adapters: one
+    for attention to the tokens, one for attention to the text, and the last; between them are
+    layers without."""
 
-    spec = TOY
+    spec = altered(TOY, name="toy-adapted", targets={"all": ("qkv", "key_value", "mlp.2")})
     arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
     num_daily: ClassVar = {}
