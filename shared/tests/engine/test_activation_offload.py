@@ -182,20 +182,20 @@ def counted(policy, depth):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_leave_the_device_for_the_host(policy):
     """Those of the last block are on both: the backward begins with them."""
-    there, on_the_host, *_ = counted(policy, 4)
-    there_offloaded, host_offloaded, *_ = counted(f"{policy}+offload", 4)
-    assert on_the_host == 0 and host_offloaded >= 4 * TOKENS
-    assert 4 * (there - there_offloaded) == 3 * host_offloaded
+    there, on_the_host, *_ = counted(policy, 3)
+    there_offloaded, host_offloaded, *_ = counted(f"{policy}+offload", 3)
+    assert on_the_host == 0 and host_offloaded >= 3 * TOKENS
+    assert 3 * (there - there_offloaded) == 2 * host_offloaded
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_device_holds_two_blocks_whatever_the_depth(policy):
     """Without offloading each block adds what it keeps to all of these."""
-    few, many = counted(f"{policy}+offload", 4), counted(f"{policy}+offload", 6)
+    few, many = counted(f"{policy}+offload", 3), counted(f"{policy}+offload", 4)
     assert many[0] == few[0] and many[2:] == few[2:]
-    assert 4 * many[1] == 6 * few[1]
-    few_kept, many_kept = counted(policy, 4), counted(policy, 6)
-    assert all(2 * (many_kept[i] - few_kept[i]) == few[1] for i in (0, 2, 3))
+    assert 3 * many[1] == 4 * few[1]
+    few_kept, many_kept = counted(policy, 3), counted(policy, 4)
+    assert all(3 * (many_kept[i] - few_kept[i]) == few[1] for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
 def test_several_forwards_wait_for_one_backward():
     """Pipelined micro-batches, on one device and on two: the first block of one is followed by the
     last of the one before."""
-    batches, made = micro_batches(toy_items(2, ragged=True), 3), []
+    batches, made = micro_batches(toy_items(2, ragged=True), 2), []
     for devices, run in (
         (whole(), BlockEngine(policy="attn_only")),
         (whole(), engine("attn_only")),
@@ -257,7 +257,7 @@ def test_several_forwards_wait_for_one_backward():
 
 def test_accumulation_uses_the_same_memory_again():
     batches, found = micro_batches(toy_items(2), 4), []
-    for num in (2, 4):  # a sample alone, then both, and so on
+    for num in (2, 4):  # a sample alone, then both, and the same again
         model, run = on(whole()), engine("none")
         with PretendDevices():
             accumulate_gradients(Model(model, run, TOY), batches[:num], at(step=2))
@@ -265,9 +265,10 @@ def test_accumulation_uses_the_same_memory_again():
     assert found[0] == found[1] > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_trained_weights_may_be_streamed_as_well(policy, monkeypatch):
-    """They are filled again in place, and updated in the backward."""
+    """They are filled again in place, and updated in the backward. Other policies, and fewer
+    blocks: `FusedChecks`."""
     items, hosts = toy_items(2, ragged=True), []
     numbers, values = train_streamed(TOY, make_model(TOY, ARCH), items, BlockEngine(policy=policy))
     model = on(whole(), adapter=None)
@@ -479,7 +480,7 @@ def test_a_gpu_offloads_bitwise_and_keeps_less(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for,
     there or back, shows."""
     compute_fp32_in_fp32()
-    depth, side, steps, peaks = gpu.size(8, 5), gpu.size(32, 16), [], []
+    depth, side, steps, peaks = gpu.size(8, 4), gpu.size(32, 8), [], []
     generator = torch.Generator().manual_seed(3)
     items = [
         {

@@ -240,7 +240,7 @@ def test_a_quantized_base_is_streamed_bitwise(kind, policy):
         make_quantized, TOY, ToyArch(depth=4, dim=64), kind, dtype=torch.bfloat16, adapter=LORA
     )
     items, model = toy_items(2, ragged=True), make()
-    plain = train_shortly(TOY, make(), items, BlockEngine(policy=policy))
+    plain = outcome(TOY, model, items, BlockEngine(policy=policy))
     swap = stream(model)
     assert not any(
         p.untyped_storage().nbytes()
@@ -248,10 +248,8 @@ def test_a_quantized_base_is_streamed_bitwise(kind, policy):
         for p in layer.values().values()
     )
     with Watched(swap) as watch:
-        numbers, values = train_shortly(
-            TOY, model, items, BlockEngine(policy=policy, hooks=(swap,))
-        )
-    assert quantized_weights(model) and numbers == plain[0] and equal(values, plain[1])
+        under = outcome(TOY, model, items, BlockEngine(policy=policy, hooks=(swap,)))
+    assert quantized_weights(model) and under.differences(plain) == []
     assert watch.most == 2 and watch.returned == 0
 
 
@@ -479,11 +477,11 @@ def test_a_gpu_streams_without_changing_a_number(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for
     shows."""
     compute_fp32_in_fp32()
-    outcomes, peaks = [], []
-    for streamed in ((), range(6)):
-        arch = ToyArch(depth=6, dim=gpu.size(2048, 64), heads=gpu.size(16, 2))
+    outcomes, peaks, depth = [], [], gpu.size(6, 4)
+    for streamed in ((), range(depth)):
+        arch = ToyArch(depth=depth, dim=gpu.size(2048, 64), heads=gpu.size(16, 2))
         model = make_model(TOY, arch, adapter=replace(LORA, dropout=0.0))
-        swap = place_model(model, [gpu.device] * 6, streamed)
+        swap = place_model(model, [gpu.device] * depth, streamed)
         assert swap.locked
         gpu.runtime.synchronize(gpu.device)
         gpu.runtime.reset_peak_memory_stats(gpu.device)
@@ -496,7 +494,7 @@ def test_a_gpu_streams_without_changing_a_number(policy, gpu):
         peaks.append(gpu.runtime.max_memory_allocated(gpu.device) - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]
     assert equal(outcomes[0][-1][1], outcomes[1][-1][1])
-    block_bytes = swap.num_bytes / 6
+    block_bytes = swap.num_bytes / depth
     assert peaks[1] - peaks[0] <= 2.1 * block_bytes, "two blocks at most"
     swap._queues[gpu.device].clear()  # what the measurement left
     assert gpu.runtime.memory_allocated(gpu.device) - before < block_bytes

@@ -145,16 +145,16 @@ def run(folder, steps, one_of=None, **given):
 def whole(tmp_path_factory):
     """The folder and the result of a run of the ordinary loop that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder, 5)
+    return folder, run(folder, 4)
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (None, 1)])
 def test_a_run_goes_on_under_another_swap_bitwise(first, second, tmp_path, whole):
     """With an average, which is exchanged for the weights where they are measured, every other
-    step."""
+    step. What streamed runs save is what the ordinary loop saves, which goes on from it."""
     folder, whole = whole
     run(tmp_path / "halves", 3, first)
-    halves = run(tmp_path / "halves", 5, second)
+    halves = run(tmp_path / "halves", 4, second)
     assert_same_state(whole.save, halves.save)
     assert numbers(folder) == numbers(tmp_path / "halves")
     assert (whole.held_out_before, whole.held_out) == (halves.held_out_before, halves.held_out)
@@ -267,6 +267,8 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if func.is_view:  # which makes no memory
+            return out
         state = [t for name in self.streamed for t in self.optimizer.state_of(name).values()]
         storages = {
             t.untyped_storage()._cdata: t.untyped_storage() for t in state
@@ -345,10 +347,10 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for,
     there or back, shows."""
     compute_fp32_in_fp32()
-    results, peaks = [], []
-    for streamed in ((), range(6)):
-        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 256), heads=16))
-        swap = place_model(model, [gpu.device] * 6, streamed, trained=True)
+    results, peaks, depth = [], [], gpu.size(6, 4)
+    for streamed in ((), range(depth)):
+        model = model_of(ToyArch(depth=depth, dim=gpu.size(2048, 256), heads=16))
+        swap = place_model(model, [gpu.device] * depth, streamed, trained=True)
         gpu.runtime.synchronize(gpu.device)
         gpu.runtime.reset_peak_memory_stats(gpu.device)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
@@ -368,17 +370,17 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
     activations = gpu.size(0, 3 * 2**20) if policy == "none" else 0
     # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or
     # two
-    assert peaks[1] - activations < (peaks[0] - activations) * (2 * 3 + 2) / (6 * 4)
+    assert peaks[1] - activations < (peaks[0] - activations) * (2 * 3 + 2) / (depth * 4)
 
 
 def test_a_gpu_brings_back_what_an_average_reads(gpu):
     """The first block stays, so that what is streamed was all sent back before the end of the
     backward."""
     compute_fp32_in_fp32()
-    results = []
-    for streamed in ((), (2, 5)):
-        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 64), heads=16))
-        swap = place_model(model, [gpu.device] * 6, streamed, trained=True)
+    results, depth = [], gpu.size(6, 4)
+    for streamed in ((), (depth // 2 - 1, depth - 1)):
+        model = model_of(ToyArch(depth=depth, dim=gpu.size(2048, 64), heads=16))
+        swap = place_model(model, [gpu.device] * depth, streamed, trained=True)
         engine, steps = BlockEngine(hooks=(swap,) if streamed else ()), gpu.size(3, 2)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             results.append(

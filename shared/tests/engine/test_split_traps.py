@@ -273,7 +273,7 @@ def train_toy(folder, steps, way, method, name):
         result = train(
             Model(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)),
             ToyData(ragged=True), folder=folder,
-            config=TrainConfig(steps=steps, batch_size=2, accumulation=2, clip_norm=0.1),
+            config=TrainConfig(steps=steps, batch_size=2, clip_norm=0.1),
             flow=FlowConfig(weighting="bell"), save=SaveConfig(),
             held_out=HeldOutConfig(sigmas=(0.5,)),
             optim=OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=2),
@@ -304,8 +304,8 @@ def test_a_save_of_one_division_continues_under_any_other_bitwise(method, name, 
     pytest.importorskip(
         {"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch")
     )
-    whole = train_toy(tmp_path / "whole", 4, 0, method, name)
-    for steps, way in enumerate((0, 1, 2, 0), start=1):  # on more devices, on others, on one
+    whole = train_toy(tmp_path / "whole", 3, 0, method, name)
+    for steps, way in enumerate((1, 2, 0), start=1):  # on two devices, on others, on one
         parts = train_toy(tmp_path / "parts", steps, way, method, name)
     assert (whole.step, whole.values) == (parts.step, parts.values)
     assert whole.tensors.keys() == parts.tensors.keys()

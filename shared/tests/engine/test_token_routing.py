@@ -128,11 +128,11 @@ def test_an_interrupted_run_is_the_uninterrupted_one(
 ) -> None:
     world = World(tmp_path)
     flags = ("--train.token_routing", "0-1=0.5", "--held_out.clips", "1", "--sample.captions", "0")
-    assert world.train("whole", 3, *flags) == 0
+    assert world.train("whole", 2, *flags) == 0
     assert world.train("parts", 1, *flags) == 0
-    assert world.train("parts", 3, *flags, "--train.checkpointing", "full") == 0
+    assert world.train("parts", 2, *flags, "--train.checkpointing", "full") == 0
     assert equal(world.adapter("whole"), world.adapter("parts"))
-    assert world.train("plain", 3, "--held_out.clips", "1", "--sample.captions", "0") == 0
+    assert world.train("plain", 2, "--held_out.clips", "1", "--sample.captions", "0") == 0
     assert not equal(world.adapter("whole"), world.adapter("plain"))
     capsys.readouterr()
     assert world.train("deep", 1, "--train.token_routing", "0-2=0.5") == 1
