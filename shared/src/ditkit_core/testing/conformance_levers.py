@@ -39,6 +39,9 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has
 tests of its own: its base is not frozen."""
 
+_ALIKE = ("fp8", "int8 computed")
+"""Stored as `int8` and `fp8 computed` are; one is dequantized as the first, the other multiplied in
+the steps of the second."""
 _AT_ONCE = [
     ("full", "nf4", "lora with dropout", "uneven", 2, True, True, True),
     ("attn_only", "fp8 computed", "lora", "three", 1, True, True, True),
@@ -52,7 +55,12 @@ def _said(case: tuple[Any, ...]) -> str:
     return "-".join(map(str, case))
 
 
-_DAILY = pairwise(LEVERS, first=_AT_ONCE, apart=[("quantize", "adapter")])
+_DAILY = pairwise(
+    # each way to store a weight and each product once: codes of fp8 go where those of int8 go
+    {**LEVERS, "quantize": [kind for kind in LEVERS["quantize"] if kind not in _ALIKE]},
+    first=_AT_ONCE,
+    apart=[("quantize", "adapter")],
+)
 """Without the pairs of an adapter and a quantized base, which exhaustive cases have: a layer shows
 that each is alike on every device (`test_quantized_linear.py`)."""
 _CASES = [
