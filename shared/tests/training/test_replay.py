@@ -4,6 +4,7 @@ and a run is the same with them and without."""
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.testing import recorded_graph
-from ditkit_core.testing.conformance_replay import trained_steps
+from ditkit_core.testing.conformance_replay import STEPS, trained_steps
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.recorded_graph import RecordedGraphs, recorded_graphs
 from ditkit_core.testing.specs import altered
@@ -49,15 +50,18 @@ CASE = {
 recompute."""
 
 
-def steps_of(case: dict[str, Any] = CASE, *, replays: bool) -> tuple[Any, ...]:
+def steps_of(
+    case: dict[str, Any] = CASE, *, replays: bool, arch: ToyArch = ARCH, steps: int = STEPS
+) -> tuple[Any, ...]:
     with recorded_graphs():
-        return trained_steps(SPEC, ARCH, toy_items(2, ragged=True), case, replays)
+        items = toy_items(2, ragged=True)
+        return trained_steps(SPEC, arch, items, case, replays, steps=steps)
 
 
 @cache
-def eager_steps() -> tuple[Any, ...]:
+def eager_steps(**named: Any) -> tuple[Any, ...]:
     """Those of `CASE`, where nothing is changed that they run."""
-    return steps_of(replays=False)
+    return steps_of(replays=False, **named)
 
 
 def is_bitwise(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
@@ -108,7 +112,7 @@ def test_a_layer_whose_result_nothing_reads_is_left_alone_as_in_an_eager_step(
     items = toy_items(2, ragged=True)
     with recorded_graphs():
         found, expected = (
-            trained_steps(spec, ARCH, items, case, replays) for replays in (True, False)
+            trained_steps(spec, ARCH, items, case, replays, steps=3) for replays in (True, False)
         )
     assert is_bitwise(found, expected)
     assert found[2:] == ([], 2)
@@ -176,12 +180,14 @@ def _a_seed_that_stays(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def _an_input_that_stays(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The noise level, whose tensor alone has one dimension."""
     copy = torch._foreach_copy_
-    patch.setattr(
-        torch,
-        "_foreach_copy_",
-        lambda to, of, *rest: copy(to[1:], of[1:], *rest) if len(to) > 4 else copy(to, of, *rest),
-    )
+
+    def copied(to: Any, of: Any) -> None:
+        pairs = [pair for pair in zip(to, of, strict=True) if pair[0].ndim != 1]
+        copy([target for target, _ in pairs], [source for _, source in pairs])
+
+    patch.setattr(torch, "_foreach_copy_", copied)
     yield
 
 
@@ -255,6 +261,10 @@ FAULTS = [
 ]  # fmt: skip
 
 
+SHORT: dict[str, Any] = {"arch": replace(ARCH, depth=1), "steps": 3}
+"""One block, an eager step and two of replays: less than half of the time of `CASE`."""
+
+
 def _scaled(carry: Any, factor: Any) -> Any:
     return carry._replace(tokens=carry.tokens * factor)
 
@@ -262,9 +272,11 @@ def _scaled(carry: Any, factor: Any) -> Any:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 def test_faults_of_replays_show(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with fault(monkeypatch):
-        expected = eager_steps() if fault in FAULTS_OF_GRAPHS else steps_of(replays=False)
+        expected = (
+            eager_steps(**SHORT) if fault in FAULTS_OF_GRAPHS else steps_of(replays=False, **SHORT)
+        )
         try:
-            found = steps_of(replays=True)
+            found = steps_of(replays=True, **SHORT)
         except NonFiniteLoss:  # garbage
             return
     assert not is_bitwise(found, expected)
@@ -307,8 +319,8 @@ def test_memory_that_runs_out_while_a_kind_is_recorded_loses_nothing(
         return record(graphs, out_of_memory if next(left, False) else work, trace)
 
     monkeypatch.setattr(RecordedGraphs, "record", failing)
-    eager = steps_of(CASE | {"adapter": "full", "target": "velocity"}, replays=False)
-    found = steps_of(CASE | {"adapter": "full", "target": "velocity"}, replays=True)
+    case = CASE | {"adapter": "full", "target": "velocity"}
+    eager, found = (steps_of(case, replays=replays, **SHORT) for replays in (False, True))
     assert is_bitwise(found, eager)
     lines, num_graphs = found[2:]
     assert num_graphs == 2 - times
@@ -502,8 +514,8 @@ def test_a_run_is_the_same_with_graphs_and_without_and_goes_on_with_the_key_chan
         ("c", "on", "off"),
         ("d", "off", "on"),
     ):
-        _run(tmp_path / folder, first, 5)
-        saved.append(load_state(_run(tmp_path / folder, second, 9).result.save).tensors)
+        _run(tmp_path / folder, first, 3)
+        saved.append(load_state(_run(tmp_path / folder, second, 6).result.save).tensors)
     for other in saved[1:]:
         for part, tensors in saved[0].items():
             assert differing(other[part], tensors) == []
