@@ -225,15 +225,15 @@ def test_a_run_without_previews_samples_when_asked_and_exports_what_it_saves(
         if step in (2, 3):
             ask(RunFolder(run), {2: "sample", 3: "save"}[step])
 
-    assert world.train("plain", 5) == 0
+    assert world.train("plain", 4) == 0
     monkeypatch.setattr(ProgressBar, "after_step", asking)
-    assert world.train("run", 5) == 0
+    assert world.train("run", 4) == 0
     lists = sorted(path.name for path in (run / "samples").glob("step-*.json"))
-    assert lists == ["step-000002.json", "step-000005.json"]
+    assert lists == ["step-000002.json", "step-000004.json"]
     exports = sorted(path.name for path in (run / "exports").glob("*.safetensors"))
     assert exports == [
         "run-step-000003.safetensors",
-        "run-step-000005.safetensors",
+        "run-step-000004.safetensors",
         "run.safetensors",
     ]
     plain = load_file(tmp_path / "plain/exports/plain.safetensors")

@@ -74,21 +74,21 @@ def prefetch_threads() -> list[str]:
 
 def test_a_run_is_that_of_steps_without_a_prefetch_bit_by_bit(tmp_path: Path) -> None:
     config, optim = (
-        TrainConfig(steps=5, batch_size=2, accumulation=3, seed=5),
+        TrainConfig(steps=3, batch_size=2, accumulation=3, seed=5),
         OptimConfig(lr=3e-3, warmup_steps=3),
     )
     data = LazyData()
-    done = toy_run(tmp_path, 5, config=config, optim=optim, data=data)
+    done = toy_run(tmp_path, 3, config=config, optim=optim, data=data)
     model, trained = toy_model(dropout=0.1)
     optimizer, losses = NamedOptimizer(trained, optim), []
-    for step in range(5):
+    for step in range(3):
         batches = [data.micro_batch(index) for index in range(step * 3, step * 3 + 3)]
         result = training_step(
             Model(model, BlockEngine(), TOY, trained),  # type: ignore[arg-type]
             batches,
             optimizer,
             StepContext(step=step, seed=5, flow=FLOW),
-            lr=learning_rate(step, optim, 5),
+            lr=learning_rate(step, optim, 3),
             clip_norm=config.clip_norm,
         )
         losses.append(result.loss)

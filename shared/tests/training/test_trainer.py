@@ -65,17 +65,17 @@ class Recorder:
 
 def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     progress = Recorder()
-    done = toy_run(tmp_path, 40, held_out_clips=CLIPS, callbacks=[ProgressBar(progress)]).result
-    assert done.finished and done.step == 40 and done.save == tmp_path / "state" / "step-000040"
+    done = toy_run(tmp_path, 20, held_out_clips=CLIPS, callbacks=[ProgressBar(progress)]).result
+    assert done.finished and done.step == 20 and done.save == tmp_path / "state" / "step-000020"
     assert done.held_out < 0.95 * done.held_out_before
-    assert steps_of(tmp_path, "held_out") == [0, 40]
+    assert steps_of(tmp_path, "held_out") == [0, 20]
     assert [line["held_out"] for line in lines(tmp_path) if "held_out" in line] == [
         done.held_out_before,
         done.held_out,
     ]
     assert load_state(done.save).held_out == done.held_out
-    assert progress.steps == 40 and progress.fields["held_out"] == done.held_out
-    last = next(line for line in lines(tmp_path) if line["step"] == 40)
+    assert progress.steps == 20 and progress.fields["held_out"] == done.held_out
+    last = next(line for line in lines(tmp_path) if line["step"] == 20)
     assert last["tokens_per_second"] * last["seconds"] == pytest.approx(
         4 * 32
     )  # positions of four samples
@@ -84,7 +84,7 @@ def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
         and last["grad_norm"] > 0
         and last["peak_memory_bytes"] > 10_000_000
     )
-    assert steps_of(tmp_path, "loss") == list(range(1, 41))
+    assert steps_of(tmp_path, "loss") == list(range(1, 21))
 
 
 def test_a_line_counts_the_micro_batches_that_were_replayed(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def same(one, other):
     )
 
 
-HALVES = {"save": SaveConfig(every_steps=3)}
+HALVES = {"save": SaveConfig(every_steps=2)}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def ordinary(tmp_path_factory):
     @cache
     def made(name, method="full"):
         folder = tmp_path_factory.mktemp(f"{name}-{method}")
-        return folder, train(folder, 6, name, fused=False, method=method, **HALVES)
+        return folder, train(folder, 4, name, fused=False, method=method, **HALVES)
 
     return made
 
@@ -98,7 +98,7 @@ def ordinary(tmp_path_factory):
 def test_a_run_is_that_of_the_ordinary_loop_bitwise(name, method, tmp_path, ordinary):
     """Weights, optimizer, average, losses, norms of gradients, held-out losses."""
     folder, plain = ordinary(name, method)
-    fused = train(tmp_path, 6, name, fused=True, method=method, **HALVES)
+    fused = train(tmp_path, 4, name, fused=True, method=method, **HALVES)
     assert_same_state(plain.result.save, fused.result.save)
     assert numbers(folder) == numbers(tmp_path)
     assert plain.result.held_out == fused.result.held_out
@@ -109,8 +109,8 @@ def test_a_run_is_that_of_the_ordinary_loop_bitwise(name, method, tmp_path, ordi
 @pytest.mark.parametrize(("name", "first"), every_value(KINDS, [False, True]))
 def test_a_run_goes_on_the_other_way_bitwise(name, first, tmp_path, ordinary):
     folder, whole = ordinary(name)
-    train(tmp_path, 3, name, fused=first, **HALVES)
-    halves = train(tmp_path, 6, name, fused=not first, **HALVES)
+    train(tmp_path, 2, name, fused=first, **HALVES)
+    halves = train(tmp_path, 4, name, fused=not first, **HALVES)
     assert_same_state(whole.result.save, halves.result.save)
     assert numbers(folder) == numbers(tmp_path)
 
