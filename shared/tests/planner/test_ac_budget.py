@@ -159,8 +159,8 @@ def test_a_block_that_keeps_is_at_the_end():
 
 
 def test_activations_go_to_the_host_only_where_full_does_not_fit_and_no_more_than_need_be():
-    task = task_of(2, 5, ())
-    full, offloaded = (task.plan((policy,) * 5)[0].peak for policy in (FULL, OFFLOADED))
+    task = task_of(2, 4, ())
+    full, offloaded = (task.plan((policy,) * 4)[0].peak for policy in (FULL, OFFLOADED))
     for share in (0.0, 0.5, 0.99):
         budget = replace(task.budgets[0], total=int(offloaded + share * (full - offloaded)))
         bound = replace(task, budgets=(budget,))

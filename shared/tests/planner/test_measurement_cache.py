@@ -14,7 +14,6 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.planner import auxiliary, measurement_cache, profiler
 from ditkit_core.planner.auxiliary import denoising_bytes
 from ditkit_core.planner.measurement_cache import NEUTRAL, content_key, measured_once, step_key
-from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.toy import ToyArch
@@ -79,22 +78,24 @@ def test_neutral_values_change_no_measurement() -> None:
         assert step_key(JOB) == step_key(changed(name, value)), name
         if name != "device":  # `devices` says where to
             after = changed(name, value, after)
-    assert profile(JOB) == profile(after)
+    assert profile(JOB, splits=False) == profile(after, splits=False)
     assert denoising_bytes(JOB, (5, 64, 64)) == denoising_bytes(after, (5, 64, 64))
 
 
-@pytest.fixture(scope="module")
-def unchanged() -> Profile:
-    return profile(JOB, splits=False)
-
-
-@pytest.mark.parametrize("name", MEASURED)
 def test_a_value_that_is_measured_is_measured_again(
-    name: str, kept: OrderedDict[Any, Any], unchanged: Profile
+    kept: OrderedDict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept[profile, step_key(JOB), 3, None, False] = unchanged
-    assert profile(JOB, splits=False) is unchanged
-    assert profile(changed(name, MEASURED[name]), splits=False) != unchanged
+    monkeypatch.setattr(profiler, "_measured", lambda job, *_: job)
+    assert profile(JOB) is profile(replace(JOB)) is JOB
+    for name, value in MEASURED.items():
+        other = changed(name, value)
+        assert profile(other) is other, name
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "adapter"])
+def test_another_value_is_another_measurement(name: str) -> None:
+    other = changed(name, MEASURED[name])
+    assert profile(other, splits=False) != profile(JOB, splits=False)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
