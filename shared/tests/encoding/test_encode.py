@@ -100,8 +100,9 @@ def test_a_complete_cache_loads_no_encoder(world: World) -> None:
     assert world.log == []
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 3])
-@pytest.mark.parametrize("stopped", ["media", "text"])
+@pytest.mark.parametrize(
+    ("stopped", "stop_after"), [("media", 0), ("text", 1), ("media", 3), ("text", 3)]
+)
 def test_a_stage_that_was_killed_continues_where_it_stopped(
     world: World, stopped: str, stop_after: int
 ) -> None:

@@ -1,6 +1,6 @@
 """Media files that the data tests write: small, and each with a property of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from PIL import Image
 
 LEVELS = 8
 """Brightness step between frames: far above what compression changes."""
+_ENCODED: dict[Hashable, bytes] = {}
 
 
 def numbered_video(
@@ -24,8 +25,15 @@ def numbered_video(
     options: dict[str, str] | None = None,
 ) -> Path:
     """Write a video whose frame i has brightness LEVELS * i; `ticks` are presentation times in
-    milliseconds."""
+    milliseconds. Of one kind the bytes are encoded once."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    kind = (
+        *(path.suffix, frames, fps, size, ticks if ticks is None else tuple(ticks)),
+        *(codec, rotation, tuple((options or {}).items())),
+    )
+    if kind in _ENCODED:
+        path.write_bytes(_ENCODED[kind])
+        return path
     with av.open(str(path), "w", options=options or {}) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = size
@@ -44,11 +52,18 @@ def numbered_video(
                 frame.pts, frame.time_base = ticks[i], Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    if path.suffix == ".mp4":  # others have a number of their own in each file
+        _ENCODED[kind] = path.read_bytes()
     return path
 
 
 def noisy_video(path: Path, codec: str = "libx264") -> Path:
-    """Write 32 frames at 24 per second that do not compress, the file's index first."""
+    """Write 32 frames at 24 per second that do not compress, the file's index first; encoded once
+    for a codec."""
+    kind = path.suffix, codec
+    if kind in _ENCODED:
+        path.write_bytes(_ENCODED[kind])
+        return path
     frames = np.random.default_rng(0).integers(0, 255, (32, 48, 64, 3), np.uint8)
     with av.open(str(path), "w", options={"movflags": "+faststart"}) as container:
         quiet = {"x265-params": "log-level=none"} if codec == "libx265" else {}
@@ -57,6 +72,8 @@ def noisy_video(path: Path, codec: str = "libx264") -> Path:
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
+    if path.suffix == ".mp4":
+        _ENCODED[kind] = path.read_bytes()
     return path
 
 
