@@ -38,12 +38,19 @@ def unread(what: str) -> Iterator[int]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is the full disk of Linux")
-@pytest.mark.parametrize("what", ["closed pipe", "full disk"])
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-@pytest.mark.parametrize("terminal", ["TTY_COMPATIBLE", ""], ids=["bar", "lines"])
+@pytest.mark.parametrize(
+    ("terminal", "name", "what"),
+    [
+        ("TTY_COMPATIBLE", "stdout", "full disk"),
+        ("TTY_COMPATIBLE", "stderr", "closed pipe"),
+        ("", "stdout", "closed pipe"),
+        ("", "stderr", "full disk"),
+    ],
+)
 def test_a_stream_that_cannot_be_written_ends_the_printing_and_not_the_run(
-    tmp_path: Path, what: str, name: str, terminal: str
+    tmp_path: Path, terminal: str, name: str, what: str
 ) -> None:
+    """Every pair of a bar or lines, a stream, and why it cannot be written."""
     program = """
 import sys
 from pathlib import Path

@@ -8,35 +8,31 @@ import pytest
 import ditkit_core
 
 CODE = """
-import sys, {package}
+import sys, ditkit_core
 assert "torch" not in sys.modules
-{package}.{name}
-assert {torch} == ("torch" in sys.modules)
-assert {name!r} in vars({package}) and dir({package}) == sorted(["__version__", *{package}.__all__])
+ditkit_core.LoraConfig
+assert "torch" not in sys.modules and "load" not in vars(ditkit_core)
+assert "LoraConfig" in vars(ditkit_core)
+import logging
+assert logging.getLogger("torch.utils._pytree").filters, "libraries are hushed for every program"
+import ditkit_core.diagnostics.report.server
+assert "torch" not in sys.modules
 """
 
 
-def test_the_server_of_a_runs_page_starts_without_torch() -> None:
-    """It listens at once; the first page that shows samples imports torch."""
-    code = "import ditkit_core.diagnostics.report.server, sys; assert 'torch' not in sys.modules"
+def test_the_package_a_name_and_the_server_of_a_runs_page_are_imported_without_torch() -> None:
+    """The server listens at once; the first page that shows samples imports torch."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("package", "name", "torch"),
-    [("ditkit_core", "LoraConfig", False), ("ditkit_core", "load", True)],
-)
-def test_a_package_is_imported_without_torch_and_a_name_with_what_it_needs(
-    package: str, name: str, torch: bool
-) -> None:
-    code = CODE.format(package=package, name=name, torch=torch)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_name_that_was_used_is_the_packages_and_all_names_are_listed() -> None:
+    for name in ("LoraConfig", "load"):
+        assert getattr(ditkit_core, name) is vars(ditkit_core)[name]
+        assert vars(ditkit_core)[name].__module__.startswith("ditkit_core.")
+    assert dir(ditkit_core) == sorted(["__version__", *ditkit_core.__all__])
 
 
 def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:

@@ -165,13 +165,13 @@ def test_a_file_that_is_something_else_is_called_by_its_name(
         )
 
 
-def test_a_header_of_a_million_tensors_ends_before_it_is_parsed(
+def test_a_header_of_too_many_tensors_ends_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     path = write(
         tmp_path / "many.safetensors",
-        b"{" + b",".join(entry % i for i in range(1_200_000)) + b"}",
+        b"{" + b",".join(entry % i for i in range(120_000)) + b"}",
         0,
     )
     monkeypatch.setattr(
@@ -179,6 +179,6 @@ def test_a_header_of_a_million_tensors_ends_before_it_is_parsed(
     )
     with pytest.raises(
         UserError,
-        match="has 1200000 tensors in its header, and files of models have at most 100000",
+        match="has 120000 tensors in its header, and files of models have at most 100000",
     ):
         SafetensorsSource.open(path)

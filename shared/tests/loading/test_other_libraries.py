@@ -118,6 +118,7 @@ def test_a_batch_of_the_default_collate_is_named(base: Path) -> None:
         )  # without the types that tests check
 
 
+@pytest.mark.slow
 def test_the_door_prints_no_warnings_of_libraries(base: Path) -> None:
     code = (
         "import sys; from ditkit_core import LoraConfig, load; from ditkit_core.testing.specs "
