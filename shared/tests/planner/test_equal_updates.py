@@ -8,6 +8,7 @@ from toy_jobs import toy_job
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.planner import profiler
 from ditkit_core.planner.profiler import profile
+from ditkit_core.testing.toy import ToyArch
 from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
 
 
@@ -17,7 +18,7 @@ def test_a_step_from_weight_to_weight_is_measured_on_one_of_each_kind(
     """Weights of fewer than 4096 values have a state of another kind."""
     pytest.importorskip("torchao")
     job = replace(
-        toy_job(clip_norm=1.0),
+        toy_job(clip_norm=1.0, arch=ToyArch(dim=128, depth=2)),
         adapter=AdapterConfig(method="lora", rank=64, targets=("qkv", "embed.text")),
         optim=OptimConfig(name="adamw8bit"),
     )

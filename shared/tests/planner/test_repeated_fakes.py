@@ -14,6 +14,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.planner import memory_tracker
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.repeated_fakes import RepeatedFakes
+from ditkit_core.testing.toy import ToyArch
 from ditkit_core.training.optim.optimizers import OptimConfig
 
 
@@ -90,7 +91,7 @@ def test_a_profile_is_the_same_with_torch_alone(
     method: Any, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = replace(
-        toy_job(clip_norm=1.0),
+        toy_job(clip_norm=1.0, arch=ToyArch(dim=128, depth=2)),
         adapter=AdapterConfig(method=method, rank=64, targets=("qkv", "embed.text")),
         optim=OptimConfig(name=optimizer),
     )

@@ -8,6 +8,7 @@ import pytest
 from made_profiles import MIB, made_profile
 from toy_jobs import toy_job
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.data.config import DataConfig
 from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
@@ -231,9 +232,12 @@ def test_a_budget_of_checkpointing_leaves_room_for_them_too():
 
 
 def test_a_profile_says_how_large_a_micro_batch_is():
-    job = toy_job()
+    job = toy_job(adapter=AdapterConfig(rank=4, targets=("qkv",)))
     (item,) = job.batch
-    assert profile(job).inputs == sum(x.nbytes for x in item.values()) + 2 * item["latents"].nbytes
+    assert (
+        profile(job, splits=False).inputs
+        == sum(x.nbytes for x in item.values()) + 2 * item["latents"].nbytes
+    )
 
 
 def test_each_shape_of_data_that_are_here_is_a_kind_of_micro_batch(tmp_path):

@@ -327,15 +327,15 @@ def test_an_expression_in_a_header_is_refused_and_never_run(tmp_path, pattern):
         opened(path)
 
 
-def test_a_million_entries_of_alpha_are_looked_up_and_not_tried_one_by_one(tmp_path):
+def test_many_entries_of_alpha_are_looked_up_and_not_tried_one_by_one(tmp_path):
     header = json.dumps(
-        {"alpha_pattern": {f"blocks.{number}.none": 3 for number in range(200_000)} | {"to_qkv": 9}}
+        {"alpha_pattern": {f"blocks.{number}.none": 3 for number in range(100_000)} | {"to_qkv": 9}}
     )
     path = write(
         tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}
     )
     scale = AlphaHeader.of(SafetensorsSource.open(path)).scale
-    # 10,000 modules: 2 billion comparisons, if each was compared with every entry.
+    # 10,000 modules: a billion comparisons, if each was compared with every entry.
     assert {scale(3, [f"blocks.{number}.to_qkv"]) for number in range(10_000)} == {3.0}
 
 
