@@ -19,6 +19,7 @@ from ditkit_core.adapters.config import AdapterConfig, LoraConfig
 from ditkit_core.api.load import load
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, official_name, toy_items
 from ditkit_core.testing.world import make_model
@@ -56,8 +57,7 @@ def prediction(model: Model) -> torch.Tensor:
         return torch.stack(list(model(noised, torch.tensor([0.3]), items)))
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "quantize"), every_value([*METHODS], ["none", "int8", "nf4"]))
 def test_a_module_with_an_adapter_is_pickled_and_read_back(
     base: Path, method: str, quantize: Any
 ) -> None:

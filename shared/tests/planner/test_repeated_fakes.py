@@ -86,7 +86,10 @@ def test_results_are_taken_for_equal_arguments_alone() -> None:
             x + torch.empty(4, 4, device="cpu:1")
 
 
-@pytest.mark.parametrize(("method", "optimizer"), [("lora", "adamw8bit"), ("full", "adamw")])
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [("lora", "adamw8bit"), pytest.param("full", "adamw", marks=pytest.mark.exhaustive)],
+)
 def test_a_profile_is_the_same_with_torch_alone(
     method: Any, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

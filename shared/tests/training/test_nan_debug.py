@@ -14,6 +14,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig
@@ -44,13 +45,16 @@ def failure(
     return error.value
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize(
-    ("backend", "dropout"), [("sdpa", 0.0), ("sdpa", 0.1), ("sdpa_math", 0.0), ("exact", 0.0)]
+    ("attention", "policy"),
+    every_value(
+        [("sdpa", 0.0), ("sdpa", 0.1), ("sdpa_math", 0.0), ("exact", 0.0)], ["none", "full"]
+    ),
 )
 def test_the_masks_of_blocks_before_are_not_blamed(
-    backend: str, dropout: float, policy: str
+    attention: tuple[str, float], policy: str
 ) -> None:
+    backend, dropout = attention
     model = make_model(TOY, ToyArch(dim=16, depth=3, dropout=dropout))
     with torch.no_grad():
         model.layers[2].mlp[0].weight[0, 0] = NAN

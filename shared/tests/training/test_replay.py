@@ -22,6 +22,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.testing import recorded_graph
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_replay import STEPS, trained_steps
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.recorded_graph import RecordedGraphs, recorded_graphs
@@ -261,6 +262,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
+DAILY = [fault for fault in FAULTS if fault not in (_a_tensor_of_the_host, _a_decision_of_python)]
+"""Of three that change what Python computes next to a graph, one."""
 SHORT: dict[str, Any] = {"arch": replace(ARCH, depth=1), "steps": 3}
 """One block, an eager step and two of replays: less than half of the time of `CASE`."""
 
@@ -269,7 +272,9 @@ def _scaled(carry: Any, factor: Any) -> Any:
     return carry._replace(tokens=carry.tokens * factor)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "fault", daily(FAULTS, *DAILY), ids=lambda fault: fault.__name__.strip("_")
+)
 def test_faults_of_replays_show(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with fault(monkeypatch):
         expected = (

@@ -20,6 +20,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
+from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.toy import TOY, official_name, toy_items
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
@@ -135,9 +136,9 @@ def test_a_scaled_file_is_multiplied_as_it_is(tmp_path, rows):
     assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("form", ["official", "diffusers"])
+@pytest.mark.parametrize(
+    ("kind", "form", "rows"), every_pair([*WRITERS], ["official", "diffusers"], [False, True])
+)
 def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
     """In the diffusers form rows of a module are three tensors' and several modules one tensor's,
     each with its scale."""

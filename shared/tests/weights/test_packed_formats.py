@@ -27,6 +27,7 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.plan import planned_step
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.weights.fp8_scaled import num_packed, open_weights
 from ditkit_core.weights.load import ParameterReader
@@ -251,8 +252,7 @@ def unpacked(path: Path, folder: Path) -> Path:
     return write(folder, {key: source.read(key) for key in source.tensors})
 
 
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(("name", "form"), every_value([*WRITERS], ["official", "diffusers"]))
 def test_a_model_holds_its_file_as_it_is_stored(tmp_path: Path, name: str, form: str) -> None:
     """Bitwise the values, outputs and gradients of the unpacked file; in the form diffusers modules
     are parts of tensors, and fused of several."""

@@ -32,6 +32,7 @@ from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.testing.combinations import daily, every_value
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -300,11 +301,12 @@ def test_a_gpu_quantizes_blocks_that_are_streamed(base, kind, gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
-    ids=str,
+    ("dtype", "kind"),
+    every_value(
+        [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+        [*KINDS],
+    ),
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_quantized_from_the_values_that_it_has(tmp_path, kind, dtype):
     base = write_base(tmp_path / "base", dtype)
     original, model = state_of(base), prepared(base, kind, precision=Precision()).module
@@ -395,9 +397,11 @@ def test_a_dora_starts_from_the_norms_that_it_multiplies_with(base, kind):
         )  # B is zero: it is its base
 
 
-@pytest.mark.parametrize("form", ["official", "diffusers"])
 @pytest.mark.parametrize(
-    "adapter", [AdapterConfig(rank=4), AdapterConfig(rank=4, use_dora=True)], ids=["lora", "dora"]
+    ("form", "adapter"),
+    every_value(
+        ["official", "diffusers"], [AdapterConfig(rank=4), AdapterConfig(rank=4, use_dora=True)]
+    ),
 )
 def test_a_merged_model_is_the_original_with_the_adapter(base, tmp_path, form, adapter):
     """As users of the adapter have it: not the rounded base."""
@@ -451,7 +455,7 @@ def test_an_adapter_that_was_trained_over_one_kind_starts_over_another(world):
     assert world.adapter("nf4 again").keys() == whole.keys()
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", daily(["int8", "fp8"], "int8"))
 def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys):
     """Under any policy and streaming; the exported adapter is not the one that products in fp32
     train."""

@@ -25,6 +25,7 @@ from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
@@ -144,9 +145,9 @@ def test_impossible_settings_are_refused(bad):
         ExportConfig(**bad)
 
 
-@pytest.mark.parametrize("form", BOTH)
-@pytest.mark.parametrize("shard_bytes", [10**9, 20_000, 1])
-@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize(
+    ("shard_bytes", "form", "use_dora"), every_pair([10**9, 20_000, 1], BOTH, [False, True])
+)
 def test_a_merged_transformer_is_the_trained_model(base, tmp_path, form, shard_bytes, use_dora):
     model = trained(base, AdapterConfig(rank=4, alpha=3.0, use_dora=use_dora)).module
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -13,6 +13,7 @@ from ditkit_core.data.media.clip import available, read_clip
 from ditkit_core.data.media.sound import decode_sound, sound_changes_since_first, sound_seconds
 from ditkit_core.encoding.cache import MediaHashes
 from ditkit_core.errors import UserError
+from ditkit_core.testing.combinations import every_value
 
 RATE = 16_000
 
@@ -200,20 +201,23 @@ def test_a_hole_is_silent_and_what_surrounds_it_as_without_it(tmp_path: Path) ->
     assert len(with_hole) == len(whole) and with_hole[: RATE // 2].any() and with_hole[-RATE:].any()
 
 
-@pytest.mark.parametrize("rate", [RATE, 44_100])
 @pytest.mark.parametrize(
-    ("name", "codec"),
-    [
-        ("a.mp4", "aac"),
-        ("a.mkv", "aac"),
-        ("a.webm", "libopus"),
-        ("a.mp3", "libmp3lame"),
-        ("a.wav", "pcm_s16le"),
-    ],
+    ("kind", "rate"),
+    every_value(
+        [
+            ("a.mp4", "aac"),
+            ("a.mkv", "aac"),
+            ("a.webm", "libopus"),
+            ("a.mp3", "libmp3lame"),
+            ("a.wav", "pcm_s16le"),
+        ],
+        [RATE, 44_100],
+    ),
 )
 def test_sound_without_holes_is_bitwise_what_one_resampler_gives(
-    tmp_path: Path, name: str, codec: str, rate: int
+    tmp_path: Path, kind: tuple[str, str], rate: int
 ) -> None:
+    name, codec = kind
     stereo = np.stack([tone(1.5, 48_000), 0.3 * np.cos(np.arange(72_000) / 9).astype(np.float32)])
     path = write(tmp_path / name, codec, stereo, rate=48_000)
     assert decode_sound(path, rate=rate)[0].tobytes() == plainly_decoded(path, rate).tobytes()

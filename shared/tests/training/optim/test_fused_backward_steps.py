@@ -18,6 +18,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
+from ditkit_core.testing.combinations import daily, every_value
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -104,25 +105,33 @@ def ordinary_steps(optim, **given):
 FUSED = OptimConfig(lr=1e-2, fused_backward=True)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+STEPS = {
+    "last step": (FUSED, {"clip_by": "last_step"}),
+    "block": (FUSED, {"clip_by": "block"}),
+    "accumulation": (FUSED, {"micro_batches": 3, "clip_norm": 0.0}),
+    "split": (
+        replace(FUSED, rounding="split"),
+        {"clip_by": "block", "micro_batches": 2, **BF16},
+    ),
+    "stochastic": (
+        replace(FUSED, rounding="stochastic", name="adafactor"),
+        {"clip_by": "last_step", "micro_batches": 2, **BF16},
+    ),
+    "muon": (replace(FUSED, name="muon"), {"clip_by": "block", "micro_batches": 3}),
+}
+
+
 @pytest.mark.parametrize(
-    ("optim", "given"),
-    [
-        (FUSED, {"clip_by": "last_step"}),
-        (FUSED, {"clip_by": "block"}),
-        (FUSED, {"micro_batches": 3, "clip_norm": 0.0}),
-        (replace(FUSED, rounding="split"), {"clip_by": "block", "micro_batches": 2, **BF16}),
-        (
-            replace(FUSED, rounding="stochastic", name="adafactor"),
-            {"clip_by": "last_step", "micro_batches": 2, **BF16},
-        ),
-        (replace(FUSED, name="muon"), {"clip_by": "block", "micro_batches": 3}),
-    ],
-    ids=["last step", "block", "accumulation", "split", "stochastic", "muon"],
+    "name",
+    [f"{name}-True" for name in STEPS]
+    + daily([f"{name}-False" for name in STEPS], "block-False", "stochastic-False"),
 )
-def test_a_step_is_that_of_the_ordinary_loop_bitwise(optim, given, streams):
+def test_a_step_is_that_of_the_ordinary_loop_bitwise(name):
+    """Streamed, and of some daily resident, which runs of every optimizer are too."""
+    kind, _, streams = name.partition("-")
+    optim, given = STEPS[kind]
     expected = ordinary_steps(replace(optim, fused_backward=False), **given)
-    assert_same(steps(optim, streams=streams, **given), expected)
+    assert_same(steps(optim, streams=streams == "True", **given), expected)
 
 
 def test_streamed_blocks_of_two_devices_sum_and_clip_bitwise():
@@ -190,8 +199,12 @@ def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weig
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "schedulefree_adamw"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    every_value(
+        ["adamw", "adafactor", "muon", "schedulefree_adamw"], ["nearest", "stochastic", "split"]
+    ),
+)
 def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_finite(name, rounding):
     """Those of the gradient and of all after it, with updates before it that count, whatever dtype
     the weights have."""

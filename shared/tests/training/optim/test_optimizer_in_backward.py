@@ -21,7 +21,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.testing.combinations import every_value
+from ditkit_core.testing.combinations import daily, every_value
 from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
@@ -413,7 +413,7 @@ def bytes_above(policy, *, fused):
     ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "none", "attn_only"))
 def test_hardly_a_gradient_is_alive(policy):
     ordinary, gradients = bytes_above(policy, fused=False)
     fused, _ = bytes_above(policy, fused=True)
