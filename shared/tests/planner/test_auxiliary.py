@@ -27,6 +27,7 @@ from ditkit_core.planner.auxiliary import (
 )
 from ditkit_core.planner.memory_tracker import MemoryTracker, TooMuchMemory
 from ditkit_core.previews.decoding import first_that_fits
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -293,7 +294,7 @@ def test_the_largest_image_and_the_largest_clip_are_both_looked_at() -> None:
     assert row.size == wide and row.peak == measure_model(VAE, wide, dtype=torch.float32).peak
 
 
-@pytest.mark.parametrize("frames", [1, 9])
+@pytest.mark.parametrize("frames", daily([1, 9], 9))
 def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     """Two blocks more hold nothing more, and the real model what the fake one says."""
     arch, size = replace(TOY.architecture.presets["tiny"], depth=5), (frames, 32, 32)

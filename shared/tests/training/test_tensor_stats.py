@@ -218,7 +218,7 @@ def test_divided_and_streamed_models_read_the_same():
 # That it changes nothing
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "none", "full"))
 def test_a_watched_run_is_the_same_bitwise(policy, tmp_path, monkeypatch):
     runs = {}
     monkeypatch.setattr("toy_training.BlockEngine", lambda: BlockEngine(policy=policy))
@@ -334,7 +334,7 @@ def test_an_overflow_from_finite_weights_is_named(kind):
     assert (where["stage"], where["module"], where["weights"]) == ("block 1", "layers.1.mlp.0", [])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, "full", "streamed"))
 def test_a_gradient_that_is_not_finite_is_named(kind):
     model = make_model(TOY, ARCH, adapter=ADAPTER)
 

@@ -19,6 +19,7 @@ from PIL import Image
 from ditkit_core.data.media import clip, files, video
 from ditkit_core.data.media.clip import available, probe, read_clip
 from ditkit_core.errors import EnvironmentFault, UserError
+from ditkit_core.testing.combinations import every_value
 
 
 def missing(path: Path) -> None:
@@ -174,8 +175,10 @@ def test_a_bad_image_is_one_line(tmp_path: Path, spoil: Callable[[Path], None]) 
         assert_one_line(lambda: probe(path), str(path))
 
 
-@pytest.mark.parametrize("damage", [("libx264", 8), ("libx264", 700), ("libx265", 8)])
-@pytest.mark.parametrize("index", [18, 20, 22])
+@pytest.mark.parametrize(
+    ("damage", "index"),
+    every_value([("libx264", 8), ("libx264", 700), ("libx265", 8)], [18, 20, 22]),
+)
 def test_a_damaged_frame_is_an_error_and_only_where_it_is_wanted(
     tmp_path: Path, damage: tuple[str, int], index: int
 ) -> None:

@@ -93,7 +93,13 @@ def ordinary(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*((name, "full") for name in KINDS), ("adamw", "lora")]
+    ("name", "method"),
+    [
+        ("adamw", "full"),
+        ("adamw", "lora"),
+        # the others run in halves below
+        *(pytest.param(name, "full", marks=pytest.mark.exhaustive) for name in KINDS[1:]),
+    ],
 )
 def test_a_run_is_that_of_the_ordinary_loop_bitwise(name, method, tmp_path, ordinary):
     """Weights, optimizer, average, losses, norms of gradients, held-out losses."""
@@ -328,7 +334,7 @@ def host_waits(name, depth):
     return len(waits), len(optimizer.parameters)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "schedulefree_adamw"])
+@pytest.mark.parametrize("name", daily(["adamw", "muon", "schedulefree_adamw"], "adamw", "muon"))
 def test_the_host_does_not_wait_for_each_gradient(name):
     pytest.importorskip(PACKAGES.get(name, "torch"))
     (few, parameters), (many, more) = host_waits(name, 1), host_waits(name, 2)
