@@ -2,12 +2,15 @@
 network, checked shapes."""
 
 import atexit
+import faulthandler
 import gc
 import importlib
+import logging
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,15 @@ import pytest
 # fixed thread count.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # a subprocess that a test starts inherits it, as it does the threads
-)
+# A subprocess that a test starts inherits it, as it does the threads.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # Containers often forbid Python to keep what it compiles: each process that a test starts would
 # then compile torch's sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # a shell's background job, in which tests send it all the same
+# As in a shell's background job, in which tests send it all the same.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent
@@ -104,9 +105,8 @@ def _torch_as_it_was() -> Iterator[None]:
         return
     torch.set_num_threads(1)
     torch.set_default_dtype(before[0])
-    if (
-        torch.are_deterministic_algorithms_enabled() != before[1]
-    ):  # setting it imports the compiler, which takes seconds
+    # Setting it imports the compiler, which takes seconds.
+    if torch.are_deterministic_algorithms_enabled() != before[1]:
         torch.use_deterministic_algorithms(before[1])
 
 
@@ -114,6 +114,11 @@ _imported = 0
 """Modules that there were when what is kept was last set aside."""
 _num_tests = 0
 """Tests since then."""
+_STUCK_AFTER, _BETWEEN_WATCHES = 240.0, 30.0
+"""Seconds after which the stacks of a worker are printed, and between two starts of that watch."""
+_watch_began = -_BETWEEN_WATCHES
+_stderr = 2
+"""Where the stacks go: a test's own stderr is captured."""
 
 
 def _set_aside_what_is_kept() -> None:
@@ -125,31 +130,55 @@ def _set_aside_what_is_kept() -> None:
     _imported, _num_tests = len(sys.modules), 0
 
 
+def _watch() -> None:
+    """Starts the time anew after which the stacks are printed, in case that the tests from here on
+    hang where pytest-timeout's signal does not reach. pytest's `faulthandler_timeout` starts a
+    thread for each test."""
+    global _watch_began
+    now = time.monotonic()
+    if now - _watch_began >= _BETWEEN_WATCHES:
+        _watch_began = now
+        faulthandler.dump_traceback_later(_STUCK_AFTER, file=_stderr)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hides GPUs, unless tests are chosen for them: a run takes a GPU where there is one, and tests
     of runs compare with the CPU's bits."""
+    global _stderr
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of workers, and of commands that tests start
+        # Also those of workers, and of commands that tests start.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _stderr = os.dup(2)
 
 
-# until all tests are imported, which leaves little to collect, and took two seconds of looking for
-# it
+def pytest_unconfigure() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+# Until all tests are imported, which leaves little to collect, and took two seconds of looking for
+# it.
 gc.disable()
+# Instead of pytest's handler, which is off (pyproject.toml): libraries print their warnings where
+# there is none.
+logging.getLogger().addHandler(logging.NullHandler())
 
 
 def pytest_collection_finish() -> None:
     global _imported
-    # without looking for garbage first, of which there is little: that took a second in each worker
+    # Without looking for garbage first, of which there is little: that took a second in each
+    # worker.
     gc.freeze()
     _imported = len(sys.modules)
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before a fixture makes what is to be collected later
+# First, before a fixture makes what is to be collected later.
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Sets aside what the tests before imported and left: a quarter of the time of commands was
     looking through it."""
     global _num_tests
+    _watch()
     _num_tests += 1
     if _num_tests == 20 or len(sys.modules) > _imported + 20:
         _set_aside_what_is_kept()
@@ -174,7 +203,8 @@ def _is_nightly(kind: Any, check: str) -> bool:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+# First, before pytest leaves out what is slow.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks exhaustive what families and variants leave out of conformance checks, and skips what
     needs a GPU where there is none."""
@@ -192,9 +222,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         every = min(every, len(daily))
         is_variant = getattr(kind, "one_in", 1) > 1
-        shift = sum(
-            (kind.__name__ if is_variant else kind.spec.name).encode()
-        )  # they differ in what they leave out
+        # They differ in what they leave out.
+        shift = sum((kind.__name__ if is_variant else kind.spec.name).encode())
         chosen = [] if is_nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
@@ -202,9 +231,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             elif getattr(kind, "slow", False):
                 item.add_marker(pytest.mark.slow)
     for item in items:
-        if item.get_closest_marker(
-            "exhaustive"
-        ):  # one case of a slow test, which `-m slow` would run else
+        # Of one case of a slow test, which `-m slow` would run else.
+        if item.get_closest_marker("exhaustive"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import TestCase
 
 import pytest
 from rich.console import Console
@@ -556,18 +557,15 @@ def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_known_noise_of_libraries_is_hushed_and_nothing_else(
-    caplog: pytest.LogCaptureFixture, name: str, noise: str
+    monkeypatch: pytest.MonkeyPatch, name: str, noise: str
 ) -> None:
     logger = logging.getLogger(name)
-    before = list(logger.filters)
-    try:
-        hushed.hush_libraries()
-        with caplog.at_level(logging.WARNING, logger=logger.name):
-            logger.warning(noise)
-            logger.warning("something else")
-        assert caplog.messages == ["something else"]
-    finally:
-        logger.filters = before
+    monkeypatch.setattr(logger, "filters", list(logger.filters))
+    hushed.hush_libraries()
+    with TestCase().assertLogs(logger, logging.WARNING) as logged:
+        logger.warning(noise)
+        logger.warning("something else")
+    assert [record.getMessage() for record in logged.records] == ["something else"]
 
 
 def test_a_printed_command_can_be_copied_into_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
