@@ -122,6 +122,7 @@ class Model:
         self.model.save_pretrained(folder / "text_encoder")
         self.tokenizer.save_pretrained(folder / "tokenizer")
         self.folder = folder
+        self._loaded: dict[torch.dtype, Any] = {}
         self.family = replace(family, before=SYSTEM, dropped=12)
         assert self.family.vision is not None
         self.processor = Qwen2VLImageProcessor(
@@ -142,8 +143,13 @@ class Model:
         return encoder
 
     def loaded(self, dtype: torch.dtype) -> Any:
-        """The model of transformers; `to` would round its frequencies as well."""
-        return type(self.model).from_pretrained(self.folder / "text_encoder", dtype=dtype).eval()
+        """The model of transformers, which is loaded once and only read; `to` would round its
+        frequencies as well."""
+        if dtype not in self._loaded:
+            kind = type(self.model)
+            model = kind.from_pretrained(self.folder / "text_encoder", dtype=dtype).eval()
+            self._loaded[dtype] = model
+        return self._loaded[dtype]
 
     def expected(
         self,
