@@ -248,18 +248,16 @@ class _Decorated(ast.NodeTransformer):
         if self._is_about_shapes(
             [node.returns, *(argument.annotation for argument in arguments if argument)]
         ):
-            node.decorator_list.append(
-                _decorator(node)
-            )  # the innermost: others take annotations away
+            # The innermost: others take annotations away.
+            node.decorator_list.append(_decorator(node))
         return self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         if self._is_about_shapes(
             [each.annotation for each in node.body if isinstance(each, ast.AnnAssign)]
         ):
-            node.decorator_list.insert(
-                0, _decorator(node)
-            )  # the outermost: `dataclass` comes first
+            # The outermost: `dataclass` comes first.
+            node.decorator_list.insert(0, _decorator(node))
         return self.generic_visit(node)
 
     def _is_about_shapes(self, annotations: Sequence[ast.expr | None]) -> bool:

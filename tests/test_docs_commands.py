@@ -66,12 +66,8 @@ OWN = {
 OTHERS = {
     *("--pdb", "--frozen", "--locked"),  # of pytest and uv
     *("--max-restarts", "--shutdown-timeout", "--nproc-per-node"),  # of torchrun
-    *(
-        "--dataset_base_path",
-        "--data_file_keys",
-        "--extra_inputs",
-        "--train_data_meta",
-    ),  # of DiffSynth and VideoX-Fun
+    # Of DiffSynth and VideoX-Fun.
+    *("--dataset_base_path", "--data_file_keys", "--extra_inputs", "--train_data_meta"),
     *(f"--{word}" for word in FOREIGN_WORDS),
     *(flag for action in page_parser()._actions for flag in action.option_strings),
     *(

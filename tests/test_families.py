@@ -378,9 +378,8 @@ def test_euler_steps_are_those_of_diffusers_scheduler(
     latents = generate_latents(sampler, job, model, lambda *_: None)
     assert len(model.calls) == 5 * calls
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(
-        sigmas=torch.linspace(1.0, 1 / 5, 5).tolist()
-    )  # as ZImagePipeline has them
+    # As ZImagePipeline has them.
+    scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / 5, 5).tolist())
     expected = torch.randn((4, 1, 6, 4), generator=generator(3, "sample"))
     for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
         velocity = expected * float(sigma) + text.mean()

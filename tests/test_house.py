@@ -381,9 +381,8 @@ def test_a_family_passes_every_suite_of_the_core(member):
         wanted -= {"Conformance", *passed}
         if re.search(r"^    diffusers = \w", tests, re.MULTILINE):
             wanted -= {"PeerChecks"}
-    if marks(
-        member.folder
-    ):  # as the generator wrote it: an author comes to the other suites with the last steps
+    # As the generator wrote it: an author comes to the other suites with the last steps.
+    if marks(member.folder):
         pytest.skip(next_step(member.folder))
     lacking = sorted(name for name in wanted if not re.search(rf"\b{name}\b", tests))
     assert not lacking, (

@@ -80,9 +80,8 @@ def narrow_products(code: str, grid: tuple[int, ...]) -> list[tuple[str, str]]:
     }
     found = []
     for factors in re.findall(r"arith\.muli (%\S+), (%\S+) : \S*?i32\b", code):
-        if all(
-            factor in tiles for factor in factors
-        ):  # a grid of tiles, of a matrix that fits a GPU
+        # A grid of tiles, of a matrix that fits a GPU.
+        if all(factor in tiles for factor in factors):
             if 2**40 // math.prod(tiles[factor] for factor in factors) >= 2**31:
                 found.append(factors)
             continue

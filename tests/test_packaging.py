@@ -180,9 +180,8 @@ def test_a_wheel_installs_alone_and_its_commands_answer(member, dist, tmp_path):
         ".".join(file.relative_to(member.folder / "src").with_suffix("").parts)
         for file in member.modules
     ]
-    modules = [
-        module.removesuffix(".__init__") for module in modules if ".testing" not in module
-    ]  # an extra: needs pytest
+    # `testing` is an extra: it needs pytest.
+    modules = [module.removesuffix(".__init__") for module in modules if ".testing" not in module]
     others = [other.package for other in MODELS if other != member]
     script = (
         "import importlib, importlib.util\n"

@@ -107,9 +107,8 @@ def test_the_page_says_no_more_hours_than_a_recipe_promises(recipe):
     cells = dict(zip(COLUMNS, ROWS[recipe.file][-len(COLUMNS) :], strict=True))
     fitting = {column: cell for column in COLUMNS if (cell := cells[column]) != "–"}
     assert list(fitting) == [column for column in COLUMNS if recipe.gpus_of(column) is not None]
-    assert (
-        0 < float(next(iter(fitting.values()))) <= recipe.recipe.hours
-    )  # the slowest, as columns are in the order of speed
+    # The slowest comes first, as columns are in the order of speed.
+    assert 0 < float(next(iter(fitting.values()))) <= recipe.recipe.hours
 
 
 def test_who_wants_a_night_finds_it():
@@ -159,9 +158,8 @@ def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
         device.peak for device in report.devices
     ]
     assert planned.seconds(gpus) * report.num_steps / 3600 == pytest.approx(report.hours)
-    if (
-        f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE
-    ):  # others hold other amounts
+    # Other versions hold other amounts.
+    if f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE:
         assert row(recipe).strip("| ").split(" | ") == ROWS[recipe.file]
 
 
@@ -205,9 +203,8 @@ def test_hours_count_everything_that_runs_the_model():
     assert hours(WAN, **wan, **{"sample.guidance": 1.0}) == pytest.approx(360 + sampled / 2)
     assert hours(WAN, **wan, **{"held_out.clips": 0, "sample.captions": 0}) == pytest.approx(300)
     experts = {"model.preset": "t2v-a14b", "experts.steps": [200, 100]}
-    assert hours(WAN, **experts) == pytest.approx(
-        900 + 4 * (5 * 5 + 3 * 4) + sampled
-    )  # 0.9 is no level of the second
+    # 0.9 is no level of the second.
+    assert hours(WAN, **experts) == pytest.approx(900 + 4 * (5 * 5 + 3 * 4) + sampled)
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -275,9 +272,8 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
         for key, each in values.items()
         if isinstance(each, str)
     }
-    if (
-        config.data.frames == 1
-    ):  # of a model of videos that learns from photographs, and generates the demo's size
+    # Of a model of videos that learns from photographs, and generates the demo's size.
+    if config.data.frames == 1:
         values["data.frames"] = 1
     if config.data.resolutions:
         step, largest = spec.data.size_step, demo["data.height"]

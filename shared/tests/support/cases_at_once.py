@@ -55,10 +55,9 @@ def launch(
     )  # fmt: skip
 
     def as_started(*given: Any) -> None:
+        # A fork has the handlers of torchrun, which those that it starts otherwise have not.
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # a fork has the handlers of torchrun, which those that it starts otherwise have not
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         what(*given)
 

@@ -110,12 +110,8 @@ def grey_profile(gamma: float) -> bytes:
 def print_profile() -> bytes:
     """CMYK inks over white paper: each ink takes a share of the light, black almost all. With the
     smallest table that ICC allows."""
-    inks = (
-        (55, -37, -50),
-        (48, 74, -3),
-        (89, -5, 93),
-        (16, 0, 0),
-    )  # Lab of cyan, magenta, yellow and black
+    # Lab of cyan, magenta, yellow and black.
+    inks = ((55, -37, -50), (48, 74, -3), (89, -5, 93), (16, 0, 0))
     grid = b""
     for corner in range(16):
         lightness, a, b = 95.0, 0.0, 0.0

@@ -149,9 +149,8 @@ def random_case(seed: int) -> Case:
     if draw.random() < 0.15:
         return replace(_of_data(draw), seed=seed)
     case = _of_settings(draw)
-    return replace(
-        case, seed=seed, steps=() if seed % 2 else case.steps
-    )  # reading takes no time, training does
+    # Reading takes no time, training does.
+    return replace(case, seed=seed, steps=() if seed % 2 else case.steps)
 
 
 def _of_settings(draw: random.Random) -> Case:

@@ -105,9 +105,8 @@ def gated_sums() -> Iterator[KernelCase]:
         )
     # All in bf16, and features of a stream and of a gate for all samples with memory between them.
     streams = part(2, 5, 24, dtype=BF16), part(2, 5, 24, dtype=BF16)
-    yield gated_into(
-        *streams, torch.randn(2, 1, 24).bfloat16(), trained=False
-    )  # torch would round each product for its gradient
+    # Not trained: torch would round each product for its gradient.
+    yield gated_into(*streams, torch.randn(2, 1, 24).bfloat16(), trained=False)
     yield gated_into(
         torch.randn(2, 5, 24)[..., ::2], part(2, 5, 12), torch.randn(1, 1, 24)[..., ::2]
     )

@@ -183,9 +183,8 @@ def main(
     """The work of a script: every case on its ranks, as a table in the folder that its command line
     names."""
     torch.set_num_threads(1)
-    make_model(
-        spec, arch, adapter=AdapterConfig(rank=4)
-    )  # imports peft, which else each of the processes would do
+    # Imports peft, which else each of the processes would do.
+    make_model(spec, arch, adapter=AdapterConfig(rank=4))
     folder, found = Path(sys.argv[1]), dict[str, Any]()
     for num in sorted({case.ranks for case in cases.values()}):
 

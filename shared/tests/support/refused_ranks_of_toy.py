@@ -60,9 +60,8 @@ def work(folder: Path, name: str) -> None:
     train._left = lambda jobs: []  # type: ignore[attr-defined]
     train._finish = train.say_results = nothing  # type: ignore[attr-defined]
     for number in range(int(num)):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(
-            number
-        )  # the store keeps why the ranks before a restart ended
+        # The store keeps why the ranks before a restart ended.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         flags = (f"{size} {number}.toml", "--train.device", "cpu", "--encode.device", "cpu")
         statuses.append(WORLDS[folder].train(f"{size} {number}", 1, *flags))
         if dist.is_initialized():  # a refused run leaves that to the end of its process

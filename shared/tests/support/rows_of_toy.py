@@ -90,9 +90,8 @@ class PeakBytes(LiveBytes):
     peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            DTensor in types
-        ):  # its storage is a pretended one of the whole; what it does to its rows comes here, too
+        # Its storage is a pretended one of the whole; what it does to its rows comes here, too.
+        if DTensor in types:
             return func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.peak = max(self.peak, self.total())
@@ -194,12 +193,10 @@ def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str
         for name, rows in shards.local.items()
         if not torch.equal(rows, own[division.paths[name]])
     ]
-    if (
-        unloaded.origin.precision.matmul == FP32
-    ):  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
-        forward(
-            found.module
-        )  # the first one, in which FSDP2 takes over what has changed since it divided the model
+    # In bf16, the layers of `RARER` have two dtypes, which only loading bears.
+    if unloaded.origin.precision.matmul == FP32:
+        # The first one, in which FSDP2 takes over what has changed since it divided the model.
+        forward(found.module)
     trained = {name: local(parameters[path]) for name, path in division.paths.items()}
     apart = [
         name

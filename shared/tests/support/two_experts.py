@@ -43,9 +43,8 @@ class Watching(ToySampler):
             level = 1 - step / job.steps
             denoiser = yield level
             weight: Any = denoiser.model.embed.patch.weight
-            weight = (
-                weight.detach().clone()
-            )  # a model that is kept over a `yield` stays in memory with the next
+            # A model that is kept over a `yield` stays in memory with the next.
+            weight = weight.detach().clone()
             self.steps.append((job.seed, level, weight, denoiser.guidance))
             velocity = denoiser(
                 ToyInputs([latents], torch.tensor([level]), [job.conditions["text"]])
