@@ -395,9 +395,9 @@ def test_plans_count_the_tower_and_a_picture(model: Model, monkeypatch: pytest.M
         assert any(name.startswith("visual.blocks.") for name, _ in built.named_parameters())
         measured = measure_model(plan, (1, 64, 64), dtype=torch.float32)
         assert weights <= measured.weights < 1.5 * weights
-        streamed = measure_model(plan, (1, 64, 64), dtype=torch.float32, mode="layer by layer")
-        assert streamed.weights < measured.weights
         peaks[pixels_of_picture] = measured.peak
+    streamed = measure_model(plan, (1, 64, 64), dtype=torch.float32, mode="layer by layer")
+    assert streamed.weights < measured.weights
     assert peaks[48 * 48] > peaks[16 * 16]
 
 
