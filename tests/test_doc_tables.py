@@ -13,6 +13,7 @@ from ditkit_core.models.adapter_programs import NOT_TRIED
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from doc_models import LICENCES, SPECS
+from doc_models import row as published
 from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, NAMES, precision_of
 from doc_programs import KINDS, files, is_written, loaded
@@ -22,6 +23,9 @@ from marked import between
 from pages import PAGES
 
 BY_NAME = {table.name: table for table in TABLES}
+SLOW = ("models", "programs")
+"""Tables that build every preset of every family, which takes seconds: tests below compare rows of
+the first presets."""
 
 
 def written(table: Table) -> list[str]:
@@ -31,7 +35,12 @@ def written(table: Table) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "table", [table for table in TABLES if table.is_cheap], ids=lambda table: table.name
+    "table",
+    [
+        pytest.param(table, marks=pytest.mark.slow if table.name in SLOW else (), id=table.name)
+        for table in TABLES
+        if table.is_cheap
+    ],
 )
 def test_a_table_that_is_read_off_the_code_is_that_of_today(table):
     assert not stale(table), f"uv run tools/docs/doc_tables.py --write --only {table.name}"
@@ -49,6 +58,16 @@ def test_a_table_that_is_made_says_how(table):
     ]
     assert len(said) == 1 and f"--only {table.name}`, torch " in said[0]
     assert said[0].startswith("Planned") == (table.kind == "planned")
+
+
+def test_each_published_model_has_a_row_and_the_first_of_a_family_the_sizes_of_today():
+    rows = written(BY_NAME["models"])[1:]
+    ids = [(spec, *names) for spec in SPECS for names in spec.architecture.hub_presets.items()]
+    for line, (_, hub_id, preset) in zip(rows, ids, strict=True):
+        assert line.startswith(f"| `{hub_id}` | `{preset}` | ")
+        assert line.endswith(f" | {LICENCES.get(hub_id, '')} |")
+    first = [published(spec, next(iter(spec.architecture.hub_presets))) for spec in SPECS]
+    assert [line for line in first if line not in rows] == []
 
 
 @pytest.mark.parametrize("family", SUBJECTS)

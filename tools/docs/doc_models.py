@@ -64,15 +64,21 @@ def sizes(spec: ModelSpec, arch: Any) -> dict[str, float]:
     return found
 
 
+def row(spec: ModelSpec, hub_id: str) -> str:
+    """The line of a published model."""
+    preset = spec.architecture.hub_presets[hub_id]
+    found = sizes(spec, spec.architecture.presets[preset])
+    name, size = next(iter(found.items()))
+    two = " (two)" * name.startswith("2 ")
+    licence = LICENCES.get(hub_id, "")
+    total = sum(found.values())
+    return f"| `{hub_id}` | `{preset}` | {size:.1f}{two} | {total:.1f} | {licence} |"
+
+
 def models() -> Iterator[str]:
     """A row for each hub id that a preset belongs to."""
     yield "| `model.base` | preset | transformer, GB | with encoders | licence, if it is known |"
     yield "|---|---|---:|---:|---|"
     for spec in SPECS:
-        for hub_id, preset in spec.architecture.hub_presets.items():
-            found = sizes(spec, spec.architecture.presets[preset])
-            name, size = next(iter(found.items()))
-            two = " (two)" * name.startswith("2 ")
-            licence = LICENCES.get(hub_id, "")
-            total = sum(found.values())
-            yield f"| `{hub_id}` | `{preset}` | {size:.1f}{two} | {total:.1f} | {licence} |"
+        for hub_id in spec.architecture.hub_presets:
+            yield row(spec, hub_id)

@@ -73,7 +73,7 @@ def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
     return _shapes_of(build, arch)[1]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _shapes_of(build: Callable[[Any, Precision], Any], arch: Any) -> tuple[Shapes, Shapes]:
     """Shapes of an architecture's Linear layers, and of its parameters and persistent buffers."""
     # Cached, because every file is compared with all presets of the family.
