@@ -1,5 +1,5 @@
 """The programs of docs/library.md run as they are, for every family on the base of its demo; what
-trains and samples daily for Wan and FLUX.2."""
+trains and samples daily for Wan."""
 
 import re
 import runpy
@@ -60,12 +60,11 @@ def family(request: pytest.FixtureRequest) -> str:
 one_family = pytest.mark.parametrize("family", ["ditkit_wan"], indirect=True, scope="module")
 """For plans, which read a family through its spec: each package plans its presets, and the core its
 own model, in ways that find more."""
-two_families = pytest.mark.parametrize(
+one_daily = pytest.mark.parametrize(
     "family",
     [
         pytest.param(
-            member.package,
-            marks=() if member.package in ("ditkit_wan", "ditkit_flux2") else pytest.mark.slow,
+            member.package, marks=() if member.package == "ditkit_wan" else pytest.mark.slow
         )
         for member in MODELS
     ],
@@ -73,7 +72,8 @@ two_families = pytest.mark.parametrize(
     scope="module",
 )
 """For what runs a model often: every family trains its demo's base, saves, exports and samples by
-its commands daily (`ConformanceDemo`), which stand on the same functions."""
+its commands daily (`ConformanceDemo`), which stand on the same functions, and the walk loads, adds
+a LoRA, encodes and goes forwards and backwards here."""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,7 @@ def test_a_model_is_loaded_and_frozen(run, family):
     ) and "0 trained" in repr(model)
 
 
+@one_daily
 def test_a_lora_has_peft_s_rank_and_scale_and_the_engine_is_replaced(run):
     names = run("Add a LoRA, choose a policy")
     model = names["model"]
@@ -134,21 +135,21 @@ def test_a_lora_has_peft_s_rank_and_scale_and_the_engine_is_replaced(run):
     assert str(model.engine.schedule.policies([None, None])[0]) == "none"
 
 
-@two_families
+@one_daily
 def test_a_loop_trains_and_saves(run, world):
     names = run("Train in a loop of your own")
     check_moved(load_file(world / "cats.safetensors"))
     assert len(names["samples"]) == 2 and (world / "cache").is_dir()
 
 
-@two_families
+@one_daily
 def test_the_trainer_trains_with_defaults_and_resumes(run, world):
     result = run("Train with the Trainer")["result"]
     assert (result.step, result.finished) == (3, True) and result.save.is_dir()
     assert run("Train with the Trainer")["result"].step == 3, "the second start finds nothing to do"
 
 
-@two_families
+@one_daily
 def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
     names = run("Sample, save an adapter, read one")
     assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
