@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ditkit_core.families.t5 import t5_model
 from ditkit_core.families.vae import vae_models
 from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders import clip as image_encoder
 from ditkit_wan.encoders import speech, text, vae
@@ -37,7 +38,7 @@ def _clip(components: ModelPaths) -> AuxiliaryModel:
     )
 
     def build(dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return image_encoder.build(config).requires_grad_(False).eval()
 
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
@@ -53,7 +54,7 @@ def _speech(components: ModelPaths) -> AuxiliaryModel:
     )
 
     def build(dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return speech.build(config).requires_grad_(False).eval()
 
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:

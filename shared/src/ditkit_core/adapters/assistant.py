@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.errors import UserError, argument
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.lora import ASSISTANT
 
@@ -41,7 +42,7 @@ def add_assistant(model: nn.Module, ranks: Mapping[str, int]) -> None:
     it has one."""
     for module, layer in adapter_layers(model).items():
         if (rank := ranks.get(module)) is not None:
-            with torch.device("meta"):
+            with on_meta():
                 layer.lora_A[ASSISTANT] = nn.Linear(
                     layer.in_features, rank, bias=False
                 ).requires_grad_(False)

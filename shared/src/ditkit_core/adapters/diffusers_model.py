@@ -28,6 +28,7 @@ from ditkit_core.adapters.inject import adapter_layers, method_of
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -438,7 +439,7 @@ class DiffusersModel:
         """diffusers' transformer of our model's architecture, with parameters on `meta`."""
         arch = model.embed.arch
         make = resolve_name(f"diffusers:{self.kind(arch)}")
-        with torch.device("meta"):
+        with on_meta():
             transformer = make(**self.config(arch))
         self.prepare(transformer, _device_of(model))
         return transformer.eval()

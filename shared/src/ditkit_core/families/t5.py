@@ -20,6 +20,7 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, Streaming
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import QuantizedLinear
@@ -439,7 +440,7 @@ def t5_model(encoding: T5Encoding, components: ModelPaths) -> AuxiliaryModel:
         if local is not None:
             model = build_frozen(encoding.build, local[1], local[0])
         else:
-            with torch.device("meta"):
+            with on_meta():
                 model = encoding.build(encoding.model.published)
         for name, other in _TIED.items():
             model.get_submodule(name).weight = model.get_submodule(other).weight

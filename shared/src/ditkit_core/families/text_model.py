@@ -14,6 +14,7 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.families.language_models import TextEncoding, TextFamily, VisionTower
 from ditkit_core.families.vision_tower import build_tower
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
 from ditkit_core.weights.frozen import read_config
@@ -178,7 +179,7 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
         f"the text encoder's config.json does not describe a {family.name}", _REMEDY
     ):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
-        with torch.device("meta"):
+        with on_meta():
             model = make_model(full)
             if family.vision is not None and vision is not None:
                 model.visual = build_tower(family.vision, vision, ATTENTION)

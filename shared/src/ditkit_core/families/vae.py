@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -22,6 +22,7 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.rng import generator
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, VaeMode
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
@@ -171,6 +172,14 @@ class VaeFamily:
             )
         self.prepare(vae)
         return vae
+
+    @cached_property
+    def published_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the published VAE, by diffusers' names: each file of a folder is compared
+        with them."""
+        with on_meta():
+            state = self.build(self.published).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def normalise(
         self, vae: Any, latents: Float[Tensor, "channels f h w"]
@@ -376,10 +385,7 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
 
 def config_of_published_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
     """The published configuration, of a single file that has its names and shapes."""
-    with torch.device("meta"):
-        state = family.build(family.published).state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if not fits_shapes(source, family.names or DIFFUSERS_NAMES, shapes):
+    if not fits_shapes(source, family.names or DIFFUSERS_NAMES, family.published_shapes):
         raise UserError(f"{source.path} is not {family.label}; {family.remedy}")
     return dict(family.published)
 
@@ -401,7 +407,7 @@ def vae_models(
     _, frames_per_latent, stride = family.latent_size(config)
 
     def build(dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             # Not diffusers' own `to`, which warns of a change of dtype.
             return nn.Module.to(family.build(config), dtype).requires_grad_(False).eval()
 

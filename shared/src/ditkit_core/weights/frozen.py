@@ -29,6 +29,7 @@ from ditkit_core.io.memory import is_out_of_memory, release_memory
 from ditkit_core.io.rng import seeded
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import VaeMode
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import dtype_name
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -93,7 +94,7 @@ def build_frozen(
     with (
         given_to_library(failure, remedy),
         at_most_parameters(4 * len(source.tensors) + 1000),
-        torch.device("meta"),
+        on_meta(),
     ):
         return make(config)
 
