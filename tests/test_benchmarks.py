@@ -273,18 +273,31 @@ def test_a_preset_or_policy_that_does_not_fit_is_refused(
 
 
 def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import bench_checkpointing
 
-    small = ["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "attn_only"]
-    bench_checkpointing.main([*small, "--size", "64x96", "--frames", "5", "--trained", "full"])
-    printed = capsys.readouterr().out
-    assert "1 blocks, 48 tokens, bf16, all weights trained" in printed
-    rows = [line.split("|") for line in printed.splitlines() if line.startswith("| `")]
-    assert [row[2].strip() for row in rows] == ["4", "2", "4"], (
-        "attention runs once under attn_only"
-    )
+    small = ["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "none", "attn_only"]
+    small += ["--size", "64x96", "--frames", "5"]
+    bench_checkpointing.main(small)
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| `")
+    ]
+    assert [row[0] for row in rows] == ["`full`", "`none`", "`attn_only`", "`full, again`"]
+    assert [row[1] for row in rows] == ["4", "2", "2", "4"], "attention runs once without recompute"
+    assert rows[-1][-2:] == ["0", "0"], "no noise on a CPU"
+    trained = []
+
+    def measured(model: torch.nn.Module, step: Any, policy: str, *given: Any) -> None:
+        assert step(policy).isfinite()
+        trained.append({name for name, p in model.named_parameters() if p.grad is not None})
+
+    monkeypatch.setattr(bench_checkpointing, "measured", measured)
+    bench_checkpointing.main([*small, "--trained", "full"])
+    assert "1 blocks, 48 tokens, bf16, all weights trained" in capsys.readouterr().out
+    assert len(trained) == 4 and all("layers.0.ffn.0.weight" in names for names in trained)
     for wrong in (["--size", "100x96"], ["--size", "64"], ["--frames", "50"]):
         with pytest.raises(SystemExit):
             bench_checkpointing.main([*small, *wrong])
