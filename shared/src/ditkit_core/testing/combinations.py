@@ -93,16 +93,16 @@ def pairwise(
         apart: Two levers each, the first of `levers` first, whose pairs another check covers: each
             of their values is there, and each pair with a value of another lever.
     """
-    places = {lever: place for place, lever in enumerate(levers)}
-    elsewhere = {(places[one], places[other]) for one, other in apart}
+    numbers = {lever: number for number, lever in enumerate(levers)}
+    elsewhere = {(numbers[one], numbers[other]) for one, other in apart}
     # levers of which no pair is left: their values by themselves
-    alone = [i for i in places.values() if sum(i in two for two in elsewhere) == len(places) - 1]
+    alone = [i for i in numbers.values() if sum(i in two for two in elsewhere) == len(numbers) - 1]
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     # A bit for each pair, or value alone: sets took half a second at each import of the checks.
     bits: dict[tuple[Any, ...], int] = {}
     covered = []
     for case in every:
-        parts: list[Any] = [(place, case[place]) for place in alone]
+        parts: list[Any] = [(number, case[number]) for number in alone]
         parts += [
             (value, other)
             for value, other in itertools.combinations(enumerate(case), 2)
@@ -143,7 +143,7 @@ def every_pair(
     apart: Collection[tuple[str, str]] = (),
 ) -> list[Any]:
     """The allowed part of the product of some levers; the daily cases contain every pair of values
-    of two levers, but for those `apart`, which names levers by their places: `0`, `1`."""
+    of two levers, but for those `apart`, which names levers by their numbers: `0`, `1`."""
     numbered = {str(index): lever for index, lever in enumerate(levers)}
     return _marked(levers, pairwise(numbered, allowed, apart=apart), allowed)
 
