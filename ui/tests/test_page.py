@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 import torch
+from forked_page import forked_page
 from made_runs import write_run
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
@@ -55,7 +56,8 @@ def page_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     seconds to start."""
     folder = tmp_path_factory.mktemp("page") / "here"
     folder.mkdir()
-    with served(folder) as page_of:
+    serve = forked_page if hasattr(os, "fork") else served
+    with serve(folder) as page_of:
         yield page_of
 
 
@@ -166,7 +168,7 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(
         f"/sheet/{folder_key(outside / 'elsewhere')}/-/", f"/sheet/{folder_key(here)}/-/",
         f"/sheet/{folder_key(run.path)}/-/other.txt", f"/sheet/{folder_key(run.path)}/-/%2e%2e/%2e%2e/a.txt",
     ]  # fmt: skip
-    with opened(page_of, browser) as page:
+    with opened(page_of, browser, path="queue") as page:
         origin = page_of.url.partition("/?")[0]
         answers = {path: page.request.get(origin + path).status for path in refused}
         assert {path: status for path, status in answers.items() if status != 404} == {}
@@ -182,7 +184,6 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(
         page.goto(f"{origin}/sheet/{folder_key(run.path)}/-/")
         assert page.evaluate("self.origin") == "null", "a page of a folder is of no site"
         assert not page.context.cookies(origin)[1:] and page.title() != "owned"
-        page.goto(page_of.url)
         foreign = {"origin": "http://evil.example"}
         assert page.request.post(f"{origin}/", headers=foreign).status == 403
         port = urlsplit(origin).port
@@ -208,7 +209,7 @@ def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_fi
     text = '[run]\nfolder = "runs/clips"\n[model]\npreset = "t2v-1.3b"\n'
     (here / "clips.toml").write_text(text)
     is_loaded = "video => new Promise(done => { const look = () => video.readyState > 1 || video.error ? done(video.videoWidth) : setTimeout(look, 100); look() })"
-    with opened(page_of, browser) as page:
+    with opened(page_of, browser, path="queue") as page:
         page.goto(f"{page_of.url.partition('?')[0]}compare?file=clips.toml&family=wan")
         video = page.frame_locator("iframe[title=Sheet]").locator("video")
         assert video.evaluate(is_loaded) == 720
@@ -233,8 +234,7 @@ def test_the_queue_is_ordered_and_says_why_a_run_failed(
     def order() -> str:
         return "".join(run.run[-1] for run in queue.runs())
 
-    with opened(page_of, browser) as page:
-        page.get_by_role("link", name="Queue", exact=True).click()
+    with opened(page_of, browser, path="queue") as page:
         expect(page.get_by_text("No worker: the runs wait")).to_be_visible()
         expect(page.get_by_role("button", name="Save and stop")).to_be_disabled()
         failed = page.locator(".queue li", has_text="failed")

@@ -59,25 +59,33 @@ def served(folder: Path, *arguments: str, **variables: str) -> Iterator[Served]:
     """Serve the page in a folder, in a process of its own with these environment variables."""
     program = shutil.which("ditkit-ui", path=sysconfig.get_path("scripts"))
     assert program is not None
-    # NiceGUI serves a test of its own where it finds pytest's variable.
-    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     process = subprocess.Popen(
         [program, "--no-browser", "--port=0", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={
-            **environment,
-            "HOME": str(folder / ".home"),
-            "XDG_CACHE_HOME": str(folder / ".cache"),
-            **variables,
-        },
+        env=environment_in(folder, **variables),
     )
+    with ended(process) as address:
+        yield Served(address, folder, process)
+
+
+def environment_in(folder: Path, **variables: str) -> dict[str, str]:
+    """The variables of a page: its user's home is in its folder."""
+    # NiceGUI serves a test of its own where it finds pytest's variable.
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    home, cache = folder / ".home", folder / ".cache"
+    return {**environment, "HOME": str(home), "XDG_CACHE_HOME": str(cache), **variables}
+
+
+@contextmanager
+def ended(process: "subprocess.Popen[str]") -> Iterator[str]:
+    """The address that the process of a page says first; it is ended after the block."""
     assert process.stdout is not None
     try:
         address = re.search(r"http\S+", process.stdout.readline())
         assert address is not None
-        yield Served(address[0], folder, process)
+        yield address[0]
     finally:
         process.terminate()
         process.wait(SECONDS)
@@ -89,25 +97,30 @@ def launched() -> Iterator[Browser]:
     """A browser without a window."""
     expect.set_options(timeout=1000 * SECONDS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
 
 @contextmanager
-def opened(page_of: Served, browser: Browser, width: int = 1280) -> Iterator[Page]:
-    """The first page, in a browser that remembers nothing of pages before."""
+def opened(
+    page_of: Served, browser: Browser, width: int = 1280, *, path: str = ""
+) -> Iterator[Page]:
+    """A page, by default the first one, in a browser that remembers nothing of pages before."""
     page_of.said.clear()
-    context = browser.new_context(viewport={"width": width, "height": 900})
+    # Clips that play take a core's time on end.
+    context = browser.new_context(viewport={"width": width, "height": 900}, reduced_motion="reduce")
     page = context.new_page()
     page.set_default_timeout(1000 * SECONDS)
     page.add_init_script(_COUNT_CLICKS)
-    page.on("console", lambda message: page_of.said.append(message.text))
+    page.on("console", lambda message: _note_message(page_of, message.text))
     page.on("pageerror", lambda error: page_of.said.append(str(error)))
     page.on("request", lambda request: _note_elsewhere(page_of, request.url))
     for _ in range(5 * SECONDS):  # the address is printed before the socket listens
         try:
-            page.goto(page_of.url)
+            page.goto(page_of.url.replace("/?", f"/{path}?"))
             break
         except Exception as error:  # noqa: BLE001 (playwright's own class covers all of it)
             assert "ERR_CONNECTION_REFUSED" in str(error) and page_of.process.poll() is None
@@ -119,6 +132,12 @@ def opened(page_of: Served, browser: Browser, width: int = 1280) -> Iterator[Pag
 def clicks(page: Page) -> int:
     """How often the page was clicked."""
     return int(page.evaluate("Number(sessionStorage.clicks || 0)"))
+
+
+def _note_message(page_of: Served, text: str) -> None:
+    # NiceGUI loads a page again whose first message came late, on a machine that is busy.
+    if not text.startswith("reloading because implicit handshake failed"):
+        page_of.said.append(text)
 
 
 def _note_elsewhere(page_of: Served, url: str) -> None:
