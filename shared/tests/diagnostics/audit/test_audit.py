@@ -4,7 +4,6 @@ person meets it."""
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,8 @@ def few(short, monkeypatch):
 
 
 def test_a_planted_culprit_is_found(short, monkeypatch):
+    places = ("matmul", "residual", "modulation", "timestep")
+    monkeypatch.setattr(audit_module, "ACTING", places)
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     spec = altered(TOY, build=_Model)
     findings = findings_of(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
@@ -144,11 +145,12 @@ def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
     assert costs["attention"].num_bytes > 0 > costs["residual"].num_bytes
 
 
-def test_findings_survive_json(few, tmp_path):
-    findings = replace(
-        findings_of(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))),
-        notes=("a", "b"),
-    )
+def test_findings_survive_json_and_progress_comes_to_its_end(few, tmp_path):
+    done: list[None] = []
+    subject = subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))
+    findings = audit_module.audit(subject, advance=lambda: done.append(None), notes=("a", "b"))
+    assert len(done) == num_passes(subject)
+    assert estimated_seconds(subject) > 0
     assert (
         audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
     )
@@ -196,14 +198,6 @@ def test_what_is_not_finite_in_fp64_is_said(few):
         findings_of(subject_of(TOY, model, toy_items(2)))
     assert "\n" not in str(caught.value)
     assert model.training and model.embed.precision == Precision(matmul=torch.float32)
-
-
-def test_progress_comes_to_its_end(few):
-    done: list[None] = []
-    subject = subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(1))
-    audit_module.audit(subject, advance=lambda: done.append(None))
-    assert len(done) == num_passes(subject)
-    assert estimated_seconds(subject) > 0
 
 
 def test_times_wait_for_the_devices_of_the_model_alone(monkeypatch):
@@ -317,14 +311,21 @@ def entries(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
-    assert world.train("run", 2, "--audit-precision") == 0
+def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(audit_stage, "_LONG_SECONDS", 0)
+        assert world.train("run", 2, "--audit-precision") == 0
     said = capsys.readouterr().out
     assert (
         "the run's initial weights" in said
         and "B of the adapters is zero and gets small random values" in said
     )
     assert "what matters most:" in said and "precision.html" in said
+    lines = said.splitlines()
+    (line,) = [line for line in lines if "at most" in line]
+    assert "fp64" in line and lines.index(line) < next(
+        i for i, x in enumerate(lines) if x.startswith("audit ")
+    ), "what takes long is said first"
     run = world.folder / "run"
     assert entries(run) == {}
     assert world.train("run", 2) == 0, capsys.readouterr().err
@@ -340,32 +341,15 @@ def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
     assert "the run's save of step 2" in said and "small random values" not in said
 
 
-def test_json_is_all_of_stdout(few, world, capsys):
-    assert world.train("run", 2, "--audit-precision", "--json") == 0
-    findings = audit_from_json(json.loads(capsys.readouterr().out))
-    assert findings == audit_from_json(
-        json.loads((world.folder / "run" / "audit" / "precision.json").read_text())
-    )
-    assert len(findings.samples) == 1 and findings.lowered == "bf16"
-
-
-def test_the_same_run_is_audited_alike(few, world, capsys):
+def test_the_same_run_is_audited_alike_and_json_is_all_of_stdout(few, world, capsys):
     twice = []
     for _ in range(2):
         assert world.train("run", 2, "--audit-precision", "--json", "--train.batch_size", "3") == 0
         twice.append(audit_from_json(json.loads(capsys.readouterr().out)))
-    assert len(twice[0].samples) == audit_stage.SAMPLES
+    assert len(twice[0].samples) == audit_stage.SAMPLES and twice[0].lowered == "bf16"
     assert errors(twice[0]) == errors(twice[1])
-
-
-def test_what_takes_long_is_said_first(few, world, capsys, monkeypatch):
-    monkeypatch.setattr(audit_stage, "_LONG_SECONDS", 0)
-    assert world.train("run", 2, "--audit-precision") == 0
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if "at most" in line]
-    assert "fp64" in line and lines.index(line) < next(
-        i for i, x in enumerate(lines) if x.startswith("audit ")
-    )
+    written = world.folder / "run" / "audit" / "precision.json"
+    assert twice[1] == audit_from_json(json.loads(written.read_text()))
 
 
 def test_memory_that_runs_out_is_one_line(world, capsys, monkeypatch):

@@ -33,7 +33,9 @@ pytestmark = [
 def browser() -> Iterator[Browser]:
     """One browser for all pages: its start takes longer than any of them."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 

@@ -224,9 +224,9 @@ def test_runs_of_several_experts_are_sections_of_one_page(tmp_path: Path) -> Non
 
 
 def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 30_000)
+    run = write_run(tmp_path, 10_000)
     text = write_report(run).read_text(encoding="utf-8")
-    assert len(text) < 2_500_000
+    assert len(text) < 1_800_000, "with all points it has 5.8 MB"
     truth = metrics(run)
     for name, found in Page(text).numbers[0]["series"].items():
         assert all(
