@@ -168,7 +168,9 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(
         f"/sheet/{folder_key(outside / 'elsewhere')}/-/", f"/sheet/{folder_key(here)}/-/",
         f"/sheet/{folder_key(run.path)}/-/other.txt", f"/sheet/{folder_key(run.path)}/-/%2e%2e/%2e%2e/a.txt",
     ]  # fmt: skip
-    with opened(page_of, browser, path="queue") as page:
+    with opened(page_of, browser, path="data?file=other.toml&family=zimage") as page:
+        expect(page.get_by_role("button", name="Open ")).to_be_visible()
+        assert page.locator("textarea").count() == 0
         origin = page_of.url.partition("/?")[0]
         answers = {path: page.request.get(origin + path).status for path in refused}
         assert {path: status for path, status in answers.items() if status != 404} == {}
@@ -190,9 +192,6 @@ def test_files_outside_the_opened_folders_and_of_other_kinds_are_not_sent(
         assert page.request.get(f"{origin}/", headers={"host": f"evil:{port}"}).status == 403
         page.goto(f"{origin}/settings?file={quote(str(outside / 'outside.toml'))}")
         expect(page.get_by_text("is in no folder that was opened")).to_be_visible()
-        page.goto(f"{origin}/data?file=other.toml&family=zimage")
-        expect(page.get_by_role("button", name="Open ")).to_be_visible()
-        assert page.locator("textarea").count() == 0
 
 
 def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_file(
@@ -209,8 +208,7 @@ def test_large_clips_of_a_sheet_play_in_its_frame_and_where_it_is_opened_as_a_fi
     text = '[run]\nfolder = "runs/clips"\n[model]\npreset = "t2v-1.3b"\n'
     (here / "clips.toml").write_text(text)
     is_loaded = "video => new Promise(done => { const look = () => video.readyState > 1 || video.error ? done(video.videoWidth) : setTimeout(look, 100); look() })"
-    with opened(page_of, browser, path="queue") as page:
-        page.goto(f"{page_of.url.partition('?')[0]}compare?file=clips.toml&family=wan")
+    with opened(page_of, browser, path="compare?file=clips.toml&family=wan") as page:
         video = page.frame_locator("iframe[title=Sheet]").locator("video")
         assert video.evaluate(is_loaded) == 720
         page.goto(page_file.as_uri())

@@ -120,7 +120,7 @@ def opened(
     page.on("request", lambda request: _note_elsewhere(page_of, request.url))
     for _ in range(5 * SECONDS):  # the address is printed before the socket listens
         try:
-            page.goto(page_of.url.replace("/?", f"/{path}?"))
+            page.goto(page_of.url.replace("/?", f"/{path}{'&' if '?' in path else '?'}"))
             break
         except Exception as error:  # noqa: BLE001 (playwright's own class covers all of it)
             assert "ERR_CONNECTION_REFUSED" in str(error) and page_of.process.poll() is None
