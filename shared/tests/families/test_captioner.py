@@ -83,12 +83,11 @@ def test_streamed_layers_give_the_tokens_of_the_whole_model(tmp_path: Path, kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_answers_until_its_end(tmp_path: Path, kind: Any) -> None:
     folder = write_captioner(tmp_path, "A red cat sits.", kind=kind)
-    for streaming in ("never", "always"):
-        model = captioner(folder, streaming)
-        model.load()
-        assert [(answer.text, answer.is_cut) for answer in model.answers(REQUESTS)] == [
-            ("A red cat sits.", False)
-        ] * 2
+    model = captioner(folder)
+    model.load()
+    assert [(answer.text, answer.is_cut) for answer in model.answers(REQUESTS)] == [
+        ("A red cat sits.", False)
+    ] * 2
     short = captioner(folder, most_tokens=2)
     short.load()
     assert [(answer.text, answer.is_cut) for answer in short.answers(REQUESTS[:1])] == [

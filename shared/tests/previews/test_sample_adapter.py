@@ -25,6 +25,7 @@ from ditkit_core.testing.specs import altered
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # takes long, and nothing here is large
     return World(tmp_path)
 
 

@@ -299,7 +299,8 @@ def test_exact_attention_is_attention(monkeypatch, at_once, masked):
 
 
 @pytest.fixture
-def world(tmp_path):
+def world(tmp_path, monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # takes long, and nothing here is large
     return World(tmp_path)
 
 
