@@ -9,7 +9,6 @@ import pytest
 import torch
 from conditions_help import (
     CPU,
-    FRAMES,
     controls,
     encoded,
     encoded_by_one,
@@ -30,6 +29,7 @@ from ditkit_wan.model.inputs import IN_FRONT
 from ditkit_wan.presets import PRESETS, SpeechArch, WanArch
 from ditkit_wan.spec import WAN
 
+FRAMES, SIDE = 5, 32
 PICTURES = ["input_image", "end_image"]
 EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "t2v-1.3b": ([], []),
@@ -106,11 +106,18 @@ def test_every_variant_encodes_what_its_model_takes(
     }
     item: dict[str, torch.Tensor] = {}
     for conditioner in found:
-        wanted = controls(clip, files, height=64, width=64, fps=15.0 if arch.music else 16.0)
+        wanted = controls(
+            clip,
+            files,
+            frames=FRAMES,
+            height=SIDE,
+            width=SIDE,
+            fps=15.0 if arch.music else 16.0,
+        )
         assert set(conditioner.uses(wanted)) <= {"", *files}
         if conditioner.uses(wanted):
             item |= encoded(conditioner, wanted)
-    outlined = WAN.training.empty_item(arch, (FRAMES, 64, 64), ())
+    outlined = WAN.training.empty_item(arch, (FRAMES, SIDE, SIDE), ())
     assert [name for name in item if name not in IN_FRONT] == tensors
     for name in tensors:  # music may be of any length, VACE's references are in front
         ours, theirs = item[name].shape, outlined[name].shape
@@ -125,7 +132,11 @@ def narrowed(preset: str) -> WanArch:
     """An architecture for the narrow encoders of tests."""
     arch = PRESETS[preset]
     speech = SpeechArch(features=SPEECH_DIM, states=SPEECH_STATES) if arch.speech else None
-    return replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32, speech=speech)
+    animate = arch.animate and replace(
+        arch.animate, face_channels=(4, 4, 4, 4)
+    )  # faces of 32 pixels
+    image_dim = IMAGE_DIM if arch.image_dim else 0
+    return replace(arch, image_dim=image_dim, text_dim=32, speech=speech, animate=animate)
 
 
 def given(name: str, kind: str, folder: Path) -> str:
@@ -138,7 +149,7 @@ def given(name: str, kind: str, folder: Path) -> str:
     if kind == "video":
         return video_file(folder / f"{name}.mp4", 2)
     if kind == "image":
-        return image_file(folder / f"{name}.png", 3, 64, 64)
+        return image_file(folder / f"{name}.png", 3, SIDE, SIDE)
     if name == "input_audio":
         return sound_file(folder / "speech.wav", np.zeros(16_000, np.float32), 16_000)
     if kind == "audio":
@@ -219,7 +230,7 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
         if conditioner.kind in ("music", "speech"):
             continue
         given = [
-            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **others})
+            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **others}, frames=FRAMES)
             for file in (still, str(tmp_path / "same"))
         ]
         if column not in conditioner.uses(given[0]):

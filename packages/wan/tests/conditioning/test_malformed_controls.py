@@ -28,13 +28,14 @@ from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.presets import PRESETS
 
 ROWS = np.zeros((90, 35), np.float32)
-KEYS = json.dumps([1] + [0] * 15)
+KEYS_COLUMN, KEYS = "wantodance_keyframes_mask", json.dumps([1] + [0] * 15)
 
 Made = Callable[[Path], str]
 
 
-def look(folder: Path, preset: str, **row: str) -> CheckReport:
-    """What the doctor says of two clips, of which one has controls."""
+def look(folder: Path, preset: str, *rows: dict[str, str]) -> CheckReport:
+    """What the doctor says of a clip that is sound, and of one clip after the other with controls
+    besides."""
     folder.mkdir(exist_ok=True)
     required = {"wantodance-14b": {"wantodance_music_path": "good.npy"},
         "fun-v1.1-control-1.3b": {"control_video": "good.mp4"},
@@ -42,13 +43,11 @@ def look(folder: Path, preset: str, **row: str) -> CheckReport:
                 "animate-14b": {"animate_pose_video": "good.mp4",
                 "animate_face_video": "good.mp4"}}.get(preset, {})  # fmt: skip
     np.save(folder / "good.npy", ROWS)
-    for name in ("good", "bad"):
-        video_file(folder / f"{name}.mp4", len(name))
-    rows = [
-        {"file_name": "good.mp4", "text": "x"} | required,
-        {"file_name": "bad.mp4", "text": "x"} | required | row,
-    ]
-    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    lines = []
+    for name, row in zip(["good", *clip_names(len(rows))], [{}, *rows], strict=True):
+        video_file(folder / f"{name}.mp4", len(lines))
+        lines.append(json.dumps({"file_name": f"{name}.mp4", "text": "x"} | required | row))
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
     model = PRESETS[preset]
     if model.animate:  # faces of 32 pixels
         model = replace(model, animate=replace(model.animate, face_channels=(4, 4, 4, 4)))
@@ -67,12 +66,23 @@ def look(folder: Path, preset: str, **row: str) -> CheckReport:
     return examine_dataset(create_run(spec, resolve(RunConfig, flags=flags)).data).checkup
 
 
-def assert_refused(found: CheckReport, *says: str) -> None:
-    assert [row.name for row in found.excluded] in (["bad.mp4"], ["bad"]), found.excluded
-    (row,) = found.excluded
+def clip_names(count: int) -> list[str]:
+    return [f"bad-{number:02}" for number in range(count)]
+
+
+def refusals(found: CheckReport, count: int) -> list[str]:
+    """Why each clip but the sound one is not trained, in their order."""
     assert found.samples == 1 and found.trainable, "the sound clip is trained"
-    check_line(row.reason, *says)
+    reasons = {row.name.removesuffix(".mp4"): row.reason for row in found.excluded}
+    assert len(reasons) == len(found.excluded) and sorted(reasons) == clip_names(count)
     assert any(finding.code in ("D02", "D03") for finding in found.findings)
+    return [reasons[name] for name in clip_names(count)]
+
+
+def assert_refused(found: CheckReport, *says: tuple[str, ...]) -> None:
+    """Whether each clip but the sound one is refused with a line that says these."""
+    for reason, parts in zip(refusals(found, len(says)), says, strict=True):
+        check_line(reason, *parts)
 
 
 def saved(table: np.ndarray) -> Made:
@@ -142,8 +152,8 @@ def directory(folder: Path) -> str:
 
 
 def outside(folder: Path) -> str:
-    np.save(folder.parent / "outside.npy", ROWS)
-    return "../outside.npy"
+    np.save(folder.parents[1] / "outside.npy", ROWS)
+    return "../../outside.npy"
 
 
 MUSIC: dict[str, tuple[Made, str]] = {
@@ -192,42 +202,42 @@ MUSIC: dict[str, tuple[Made, str]] = {
 @pytest.mark.filterwarnings(
     "ignore:overflow encountered in cast:RuntimeWarning", "ignore:Casting complex"
 )
-@pytest.mark.parametrize("case", MUSIC)
-def test_music_that_cannot_be_danced_to(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_music_that_cannot_be_danced_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         music_features, "find_spec", lambda name: name
     )  # as if librosa were here: sound is looked at
-    make, says = MUSIC[case]
-    (tmp_path / "set").mkdir()
-    name = make(tmp_path / "set")
-    found = look(tmp_path / "set", "wantodance-14b", wantodance_music_path=name)
-    assert_refused(found, says, Path(name).name)
+    rows, says = [], []
+    for case, (make, part) in MUSIC.items():
+        folder = tmp_path / "set" / case
+        folder.mkdir(parents=True)
+        name = make(folder)
+        rows.append({"wantodance_music_path": f"{case}/{name}"})
+        says.append((part, Path(name).name))
+    assert_refused(look(tmp_path / "set", "wantodance-14b", *rows), *says)
 
 
-@pytest.mark.parametrize(
-    ("mask", "says"),
-    [
-        ("1, 0, 0", "not a list of 0 and 1"), ("[1, 0]", "has 2 numbers"), ("[2" + ", 0" * 15 + "]", "not a list of 0 and 1"),
-        ("[NaN]", "not a list of 0 and 1"), ("{}", "not a list of 0 and 1"), ("[" * 100_000, "not a list of 0 and 1"),
-        ('["1"]', "not a list of 0 and 1"),
-    ],
-)  # fmt: skip
-def test_keyframes_that_are_no_mask(tmp_path: Path, mask: str, says: str) -> None:
-    given = {"wantodance_keyframes": "good.mp4", "wantodance_keyframes_mask": mask}
-    assert_refused(look(tmp_path / "set", "wantodance-14b", **given), says)
+MASKS = {
+    "1, 0, 0": "not a list of 0 and 1",
+    "[1, 0]": "has 2 numbers",
+    "[2" + ", 0" * 15 + "]": "not a list of 0 and 1",
+    "[NaN]": "not a list of 0 and 1",
+    "{}": "not a list of 0 and 1",
+    "[" * 100_000: "not a list of 0 and 1",
+    '["1"]': "not a list of 0 and 1",
+}
 
 
-@pytest.mark.parametrize(
-    "given", [{"wantodance_keyframes": "good.mp4"}, {"wantodance_keyframes_mask": KEYS}]
-)
-def test_keyframes_without_the_other_half(tmp_path: Path, given: dict[str, str]) -> None:
-    found = look(tmp_path / "set", "wantodance-14b", **given)
-    (row,) = found.excluded
-    assert (
-        "alone; give wantodance_keyframes and wantodance_keyframes_mask, or neither" in row.reason
-    )
+def test_keyframes_that_are_no_mask_or_without_the_other_half(tmp_path: Path) -> None:
+    video = {"wantodance_keyframes": "good.mp4"}
+    rows = [video | {KEYS_COLUMN: mask} for mask in MASKS]
+    found = look(tmp_path / "set", "wantodance-14b", *rows, video, {KEYS_COLUMN: KEYS})
+    *of_masks, no_mask, no_video = refusals(found, len(MASKS) + 2)
+    for reason, part in zip(of_masks, MASKS.values(), strict=True):
+        check_line(reason, part)
+    for reason in (no_mask, no_video):
+        assert (
+            "alone; give wantodance_keyframes and wantodance_keyframes_mask, or neither" in reason
+        )
 
 
 POSE = "0 0.5 0.9 0.5 0.5 0 0 1 0 0 0 0 1 0 0 0 0 1 0"
@@ -243,39 +253,37 @@ CAMERA: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CAMERA)
-def test_a_camera_path_that_is_none(tmp_path: Path, case: str) -> None:
-    data, says = CAMERA[case]
+def test_a_camera_path_that_is_none_or_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "bad.pose").write_bytes(data)
-    found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", camera_file="bad.pose")
-    (row,) = found.excluded
-    assert (
-        found.samples == 1
-        and says in row.reason
-        and "bad.pose" in row.reason
-        and "\n" not in row.reason
-    )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
+    rows, says = [], []
+    for case, (data, part) in CAMERA.items():
+        (tmp_path / "set" / f"{case}.pose").write_bytes(data)
+        rows.append({"camera_file": f"{case}.pose"})
+        says.append((part, f"{case}.pose"))
+    rows += [
         {"camera_control_direction": "Sideways"},
         {"camera_control_direction": "Left", "camera_control_speed": "nan"},
-    ],
-)
-def test_a_camera_that_moves_nowhere(tmp_path: Path, given: dict[str, str]) -> None:
-    found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", **given)
-    (row,) = found.excluded
-    assert list(given)[-1] in row.reason and found.samples == 1
+    ]
+    says += [("camera_control_direction",), ("camera_control_speed",)]
+    found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", *rows)
+    for reason, parts in zip(refusals(found, len(rows)), says, strict=True):
+        assert all(part in reason for part in parts) and "\n" not in reason, reason
 
 
-@pytest.mark.parametrize("column", ["vace_video", "vace_video_mask", "vace_reference_image"])
-@pytest.mark.parametrize("kind", ["short", "sound", "cut", "folder", "missing", "npy"])
-def test_what_vace_is_conditioned_on(tmp_path: Path, column: str, kind: str) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
+def test_what_vace_is_conditioned_on(tmp_path: Path) -> None:
+    rows, says = [], []
+    for column in ("vace_video", "vace_video_mask", "vace_reference_image"):
+        for kind in ("short", "sound", "cut", "folder", "missing", "npy"):
+            folder = tmp_path / "set" / f"{column} {kind}"
+            folder.mkdir(parents=True)
+            name = unfit_file(folder, column, kind)
+            rows.append({column: f"{folder.name}/{name}"})
+            says.append((name,))
+    assert_refused(look(tmp_path / "set", "vace-1.3b", *rows), *says)
+
+
+def unfit_file(folder: Path, column: str, kind: str) -> str:
+    """Write what a column cannot be; returns its name in the folder."""
     name = {"folder": "masks", "missing": "gone.mp4", "npy": "mask.npy"}.get(kind, "mask.mp4")
     if column == "vace_reference_image" and name == "mask.mp4":
         name = "mask.png"
@@ -295,7 +303,7 @@ def test_what_vace_is_conditioned_on(tmp_path: Path, column: str, kind: str) -> 
             (folder / name).mkdir()
         case "npy":
             np.save(folder / name, np.zeros((9, 32, 32)))
-    assert_refused(look(folder, "vace-1.3b", **{column: name}), name)
+    return name
 
 
 def test_what_is_sound_is_used(tmp_path: Path) -> None:
@@ -308,7 +316,7 @@ def test_what_is_sound_is_used(tmp_path: Path) -> None:
         "vace_video_mask": "mask.png",
         "vace_reference_image": "mask.png",
     }
-    found = look(folder, "vace-1.3b", **given)
+    found = look(folder, "vace-1.3b", given)
     assert found.samples == 2 and found.excluded == (), (
         "masks and pictures of another size are fitted"
     )
@@ -328,10 +336,12 @@ def test_sound_of_any_rate_is_decoded_as_it_is(tmp_path: Path, rate: int) -> Non
 
 def test_what_animate_lacks_is_said_of_the_clip(tmp_path: Path) -> None:
     """Half of what a replacement needs, and a face that ends before its clip."""
-    found = look(tmp_path / "half", "animate-14b", animate_inpaint_video="good.mp4")
-    assert_refused(found, "animate_mask_video", "background and mask together")
-    (tmp_path / "short").mkdir()
-    video_file(tmp_path / "short" / "face.mp4", 3, 4)
-    assert_refused(
-        look(tmp_path / "short", "animate-14b", animate_face_video="face.mp4"), "face.mp4"
+    (tmp_path / "set").mkdir()
+    video_file(tmp_path / "set" / "face.mp4", 3, 4)
+    found = look(
+        tmp_path / "set",
+        "animate-14b",
+        {"animate_inpaint_video": "good.mp4"},
+        {"animate_face_video": "face.mp4"},
     )
+    assert_refused(found, ("animate_mask_video", "background and mask together"), ("face.mp4",))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded_by_one, noise
+from conditions_help import CPU, HEIGHT, WIDTH, controls, encoded_by_one, noise
 
 from ditkit_core.data.media.clip import read_clip, write_image
 from ditkit_core.data.media.crop import Crop
@@ -19,6 +19,8 @@ from ditkit_wan.demo.models import IMAGE_DIM
 from ditkit_wan.model.inputs import IN_FRONT
 from ditkit_wan.presets import PRESETS
 
+FRAMES = 5
+SIZE = {"height": HEIGHT, "width": WIDTH}
 VISUAL = {
     "i2v-14b-480p": ["y", "image"],
     "flf2v-14b-720p": ["y", "image"],
@@ -56,14 +58,14 @@ def images_of(
 def inputs_of(files: dict[str, str], **changes: Any) -> ClipInputs:
     """What goes with the clip among some files."""
     others = {name: file for name, file in files.items() if name != "clip"}
-    return controls(files["clip"], others, **changes)
+    return controls(files["clip"], others, frames=FRAMES, **changes)
 
 
 def world_of(
     preset: str, vaes: tuple[Path, Path], clip_folder: Path
-) -> tuple[Any, tuple[Any, ...], list[str], dict[str, str], dict[str, int]]:
-    """A tiny model of a preset with its conditioners; names of images, the clip's among them; texts
-    of other columns; and the size of a clip."""
+) -> tuple[Any, tuple[Any, ...], list[str], dict[str, str]]:
+    """A tiny model of a preset with its conditioners; names of images, the clip's among them; and
+    texts of other columns."""
     arch = replace(
         PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32
     )
@@ -79,8 +81,7 @@ def world_of(
         *(column.name for column in columns(arch) if column.kind in ("image", "video")),
     ]
     keyframes = {"wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1))} if arch.music else {}
-    size = {"height": 64, "width": 96} if arch.token_times else {"height": HEIGHT, "width": WIDTH}
-    return arch, found, names, keyframes, size
+    return arch, found, names, keyframes
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +94,18 @@ def vaes(checkpoint: Path, vae_2_2_folder: Path) -> tuple[Path, Path]:
 def test_conditions_are_mirrored_with_their_clip(
     preset: str, vaes: tuple[Path, Path], clip_folder: Path, tmp_path: Path
 ) -> None:
-    _, found, names, keyframes, size = world_of(preset, vaes, clip_folder)
-    stored = images_of(tmp_path / "stored", names, size, is_mirrored=False)
-    flipped = images_of(tmp_path / "flipped", names, size, is_mirrored=True)
+    _, found, names, keyframes = world_of(preset, vaes, clip_folder)
+    stored = images_of(tmp_path / "stored", names, SIZE, is_mirrored=False)
+    flipped = images_of(tmp_path / "flipped", names, SIZE, is_mirrored=True)
     seen = []
     for conditioner in found:
         if conditioner.kind in ("music", "camera"):
             continue
         ours, theirs, plain = encoded_by_one(
             conditioner,
-            inputs_of(stored | keyframes, is_mirrored=True, **size),
-            inputs_of(flipped | keyframes, **size),
-            inputs_of(stored | keyframes, **size),
+            inputs_of(stored | keyframes, is_mirrored=True, **SIZE),
+            inputs_of(flipped | keyframes, **SIZE),
+            inputs_of(stored | keyframes, **SIZE),
         )
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
@@ -118,15 +119,15 @@ def test_conditions_are_mirrored_with_their_clip(
 def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_not(
     preset: str, vaes: tuple[Path, Path], clip_folder: Path, tmp_path: Path
 ) -> None:
-    arch, found, names, keyframes, size = world_of(preset, vaes, clip_folder)
-    wide = {**size, "width": 2 * size["width"]}
+    arch, found, names, keyframes = world_of(preset, vaes, clip_folder)
+    wide = {**SIZE, "width": 2 * WIDTH}
     stored = images_of(tmp_path / "stored", names, wide, is_mirrored=False)
     frames = {"clip", "input_image", "end_image"}
     frames |= {column.name for column in columns(arch) if column.kind == "video"}
     frames -= {"animate_face_video"}  # cut out of the clip already
     cut = dict(stored)
     for name in frames & stored.keys():
-        left = read_clip(Path(stored[name]), frames=1, fps=0.0, crop=Crop(0.0, 0.5), **size)
+        left = read_clip(Path(stored[name]), frames=1, fps=0.0, crop=Crop(0.0, 0.5), **SIZE)
         cut[name] = str(tmp_path / f"{name}.png")
         write_image(Path(cut[name]), left[:, 0] / 2 + 0.5)
     moved = set()
@@ -135,9 +136,9 @@ def test_conditions_are_cropped_like_their_clip_and_pictures_of_a_subject_are_no
             continue
         ours, theirs, plain = encoded_by_one(
             conditioner,
-            inputs_of(stored | keyframes, crop=Crop(0.0, 0.5), **size),
-            inputs_of(cut | keyframes, **size),
-            inputs_of(stored | keyframes, **size),
+            inputs_of(stored | keyframes, crop=Crop(0.0, 0.5), **SIZE),
+            inputs_of(cut | keyframes, **SIZE),
+            inputs_of(stored | keyframes, **SIZE),
         )
         for name, tensor in ours.items():
             assert torch.equal(tensor, theirs[name]), name
