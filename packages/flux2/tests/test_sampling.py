@@ -142,8 +142,9 @@ def pipeline_latents(
     return torch.stack(after), images[0][:, None]
 
 
-@pytest.mark.parametrize("references", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
+@pytest.mark.parametrize(
+    ("kind", "references"), [("dev", 0), ("dev", 2), ("klein base", 1), ("klein", 0)]
+)
 def test_every_step_is_that_of_diffusers(
     sampler: EulerSampler, vae_folder: Path, kind: str, references: int
 ) -> None:

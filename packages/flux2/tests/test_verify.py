@@ -18,8 +18,10 @@ def all_layers(kind: str, form: str) -> tuple[str, ...]:
     return tuple(layer for layer in kinds_of_layers(kind) if form == "diffusers" or layer != ADALN)
 
 
-@pytest.mark.parametrize("form", ["official", "diffusers"])
-@pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("dev", "official"), ("dev", "diffusers"), ("klein base", "official"), ("klein", "diffusers")],
+)
 def test_an_adapter_on_every_layer_is_what_diffusers_computes(
     tmp_path: Path, kind: str, form: str
 ) -> None:

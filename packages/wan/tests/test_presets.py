@@ -1,6 +1,7 @@
 """The presets are the published models, counted on `meta`, and what diffusers' configurations say
 of them."""
 
+import json
 import math
 from functools import cache
 from typing import Any
@@ -70,11 +71,16 @@ def ours(preset: str) -> Shapes:
     return parameters_of(WAN.architecture.build, PRESETS[preset])
 
 
-@cache
 def theirs(preset: str) -> Any:
+    return theirs_of(json.dumps(CONFIGS[preset]))
+
+
+@cache
+def theirs_of(text: str) -> Any:
+    """diffusers' transformer of a configuration, on `meta`; two presets may have one."""
     from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
-    config = CONFIGS[preset]
+    config = json.loads(text)
     with torch.device("meta"):
         return (WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel)(
             **config

@@ -120,7 +120,7 @@ def test_a_lokr_or_loha_is_compared_with_pefts_layers_in_diffusers_model(
         world.verify(file)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
 def test_over_a_quantized_base_diffusers_multiplies_with_the_same_weights(
     checkpoint: Path, tmp_path: Path, quantize: Any
 ) -> None:

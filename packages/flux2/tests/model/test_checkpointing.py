@@ -6,6 +6,9 @@ the one graph that made the modulation, and the second block finds it freed. `St
 smallest model that fails so; it fails only if something before the modulation is trained.
 """
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,10 +83,16 @@ def reentrant_block(block, carry):
     return type(after)(*(next(made) if isinstance(value, Tensor) else value for value in after))
 
 
+@cache
+def with_plain_outcome(trained: str, dtype: str) -> tuple[Any, Any]:
+    """A model and what a step without checkpoints gives; tests only run steps of it."""
+    model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
+    return model, outcome(FLUX2, model, items(), None)
+
+
 @pytest.mark.parametrize(("trained", "dtype"), every_value(list(TRAINED), list(DTYPES)))
 def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
-    model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
-    plain = outcome(FLUX2, model, items(), None)
+    model, plain = with_plain_outcome(trained, dtype)
     under = outcome(FLUX2, model, items(), reentrant)
     assert under.num_attention == 2 * plain.num_attention
     assert under.differences(plain) == []
@@ -93,8 +102,7 @@ def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
     ("trained", "dtype", "policy"), every_pair(list(TRAINED), list(DTYPES), POLICIES)
 )
 def test_every_policy_gives_the_gradients_of_none_bitwise(trained, dtype, policy):
-    model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
-    plain = outcome(FLUX2, model, items(), None)
+    model, plain = with_plain_outcome(trained, dtype)
     assert outcome(FLUX2, model, items(), BlockEngine(policy=policy)).differences(plain) == []
     gradients = {
         name: gradient for name, gradient in plain.gradients.items() if "input" not in name

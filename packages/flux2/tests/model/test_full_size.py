@@ -33,7 +33,7 @@ from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
 RANK = 32
-FEW = {"double_layers": 2, "single_layers": 2}
+FEW = {"double_layers": 1, "single_layers": 1}
 WIDTHS = ["dev", "klein-base-9b", "klein-base-4b"]  # the distilled ones are as wide
 
 # torch_remat looks at the addresses of tensors, of which fake ones have none.

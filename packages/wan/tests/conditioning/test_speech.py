@@ -258,8 +258,8 @@ def test_frames_before_a_window_are_its_motion_and_change_how_it_is_encoded(
     """As in train_s2v.py of VideoX-Fun: the 73 frames and the clip are encoded together."""
     vae = tiny_vae(checkpoint)
     long = tmp_path / "long.mp4"
-    write_video(long, noise(1, 96, 32, 32), FPS)
-    size = {"height": 32, "width": 32}
+    write_video(long, noise(1, 96, 16, 16), FPS)
+    size = {"height": 16, "width": 16}
     conditioner = Motion(vae)
     assert conditioner.optional and conditioner.uses(controls(long, start_seconds=71 / FPS)) == ()
     window = controls(long, start_seconds=72 / FPS, frames=FRAMES, **size)

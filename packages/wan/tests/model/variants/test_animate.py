@@ -202,7 +202,9 @@ def diffusers_pair(dtype: torch.dtype) -> tuple[WanTransformer, Any]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
+    ("dtype", "tolerance"),
+    [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-10)],
+    ids=["fp32", "fp64"],
 )
 def test_animate_equals_diffusers(dtype, tolerance, monkeypatch) -> None:
     """Its rows of keys and values are two tensors; its QR and its other islands of fp32 are widened
