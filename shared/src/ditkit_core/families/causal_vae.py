@@ -7,6 +7,7 @@ shapes of 2.1.
 """
 
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _RENAMES = (
 """Official names to diffusers', applied in order."""
 
 
+@cache  # a VAE's names are asked for three times whenever it is loaded
 def causal_vae_name(name: str) -> str:
     """The diffusers name of a parameter of either architecture, given in the official form or in
     diffusers' own."""
