@@ -60,8 +60,15 @@ class TestReferenceInFront(_Items, Conformance):
 
 
 class TestCamera(_Items, CoreChecks, SplitChecks):
-    """Only the embedding differs, which levers do not see."""
+    """Only the embedding differs, which levers do not see: what a step gives under a division and
+    under policies is asked nightly, what crosses a boundary and what a batch gives daily."""
 
+    nightly = (
+        *CoreChecks.nightly,
+        "test_no_layout_changes_a_number_of_training",
+        "test_no_policy_changes_a_bit",
+        "test_a_policy_holds_what_it_says",
+    )
     arch = WanArch(**SIZES, in_channels=8, image_dim=8, camera_channels=24)
 
     def item(self, number, size, random):

@@ -21,6 +21,8 @@ from ditkit_core.models.protocol import run_plain
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import DIFFUSERS
 
+FEW = ("self_attn.q", "cross_attn.v", "ffn.2")
+
 
 class World:
     """A model with a trained adapter, and its export."""
@@ -84,16 +86,16 @@ def test_an_exported_adapter_is_what_diffusers_computes(checkpoint: Path, tmp_pa
 
 
 def test_dora_in_diffusers_form_is_proven_too(checkpoint: Path, tmp_path: Path) -> None:
-    world = World(checkpoint, tmp_path, form="diffusers", use_dora=True)
+    world = World(checkpoint, tmp_path, form="diffusers", use_dora=True, targets=FEW)
     assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
 
 
 @pytest.mark.parametrize(
     ("config", "form"),
     [
-        ({"method": "lokr", "alpha": 6.0}, "official"),
+        ({"method": "lokr", "alpha": 6.0, "targets": FEW}, "official"),
         ({"method": "lokr", "rank": 2, "decompose_factor": 4, "decompose_both": True}, "musubi"),
-        ({"method": "loha", "alpha": 6.0, "quantize": "nf4"}, "diffusers"),
+        ({"method": "loha", "alpha": 6.0, "quantize": "nf4", "targets": FEW}, "diffusers"),
     ],
     ids=lambda value: value if isinstance(value, str) else value["method"],
 )
@@ -126,7 +128,12 @@ def test_over_a_quantized_base_diffusers_multiplies_with_the_same_weights(
 ) -> None:
     """Within fp32's tolerance: the rounding of the base is no part of the difference."""
     world = World(
-        checkpoint, tmp_path, quantize=quantize, use_dora=quantize == "nf4", form="diffusers"
+        checkpoint,
+        tmp_path,
+        quantize=quantize,
+        use_dora=quantize == "nf4",
+        form="diffusers",
+        targets=FEW,
     )
     assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
 

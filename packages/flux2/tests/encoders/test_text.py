@@ -1,11 +1,10 @@
 """Captions to features, for both language models: as diffusers' pipelines make them, from every
 kind of file."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WIDTH, write_mistral, write_qwen
 
 from ditkit_core.families import text as text_module
-from ditkit_core.families.language_models import TextFamily
+from ditkit_core.families.language_models import TextEncoding, TextFamily
 from ditkit_core.families.text import LanguageModelEncoder, Prompter, attention_mask
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders import MISTRAL, QWEN, TEXT
 
 CPU = torch.device("cpu")
+SHALLOW_MISTRAL, SHALLOW_QWEN = (replace(each, layers=(2, 4, 6)) for each in (MISTRAL, QWEN))
+SHALLOW = replace(TEXT, models=(SHALLOW_MISTRAL, SHALLOW_QWEN))
+"""The same encoders with a fifth of the depth; the published layers are compared too."""
 CAPTION = "a red circle on a dark background"
 CAPTIONS = ["", CAPTION, "naïve [IMG] ✓ <think>\n  two lines ", "red " * 200]
 
@@ -41,29 +43,35 @@ class Tiny:
         return load_file(self.base / "text_encoder" / "model.safetensors")
 
 
-def _mistral(base: Path) -> Tiny:
+def _mistral(base: Path, family: TextFamily = SHALLOW_MISTRAL) -> Tiny:
     from diffusers import Flux2Pipeline
 
-    model, tokenizer = write_mistral(base)
+    model, tokenizer = write_mistral(base, layers=family.layers[-1] + 2)
+    layers = {} if family is MISTRAL else {"hidden_states_layers": family.layers}
     assert tokenizer.convert_tokens_to_ids("<pad>") == 11  # as in the published tokenizer
 
     def reference(caption: str) -> torch.Tensor:
         with torch.no_grad():
-            return Flux2Pipeline._get_mistral_3_small_prompt_embeds(model, tokenizer, caption)[0]
+            return Flux2Pipeline._get_mistral_3_small_prompt_embeds(
+                model, tokenizer, caption, **layers
+            )[0]
 
-    return Tiny(MISTRAL, base, model, tokenizer, reference)
+    return Tiny(family, base, model, tokenizer, reference)
 
 
-def _qwen(base: Path) -> Tiny:
+def _qwen(base: Path, family: TextFamily = SHALLOW_QWEN) -> Tiny:
     from diffusers import Flux2KleinPipeline
 
-    model, tokenizer = write_qwen(base)
+    model, tokenizer = write_qwen(base, layers=family.layers[-1] + 1)
+    layers = {} if family is QWEN else {"hidden_states_layers": family.layers}
 
     def reference(caption: str) -> torch.Tensor:
         with torch.no_grad():
-            return Flux2KleinPipeline._get_qwen3_prompt_embeds(model, tokenizer, caption)[0]
+            return Flux2KleinPipeline._get_qwen3_prompt_embeds(model, tokenizer, caption, **layers)[
+                0
+            ]
 
-    return Tiny(QWEN, base, model, tokenizer, reference)
+    return Tiny(family, base, model, tokenizer, reference)
 
 
 @pytest.fixture(scope="module", params=[_mistral, _qwen], ids=["mistral", "qwen"])
@@ -83,9 +91,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def made(
-    dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any
+    dtype: torch.dtype = torch.float32,
+    streaming: Any = "never",
+    *,
+    encoding: TextEncoding = SHALLOW,
+    **where: Any,
 ) -> LanguageModelEncoder:
-    return LanguageModelEncoder(TEXT, ModelPaths(**where), CPU, dtype, streaming)
+    return LanguageModelEncoder(encoding, ModelPaths(**where), CPU, dtype, streaming)
 
 
 def loaded(*args: Any, **where: Any) -> LanguageModelEncoder:
@@ -101,6 +113,15 @@ def test_features_are_those_of_diffusers_bitwise(
     text = resident.encode([caption])[0]["text"]
     assert text.shape == (TEXT.num_tokens, 3 * WIDTH) and resident.width == 3 * WIDTH
     assert torch.equal(text, tiny.reference(caption))
+
+
+@pytest.mark.parametrize("make", [_mistral, _qwen], ids=["mistral", "qwen"])
+def test_the_published_layers_are_those_of_diffusers(
+    make: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    published = make(tmp_path / "base", {_mistral: MISTRAL, _qwen: QWEN}[make])
+    text = loaded(encoding=TEXT, base=str(published.base)).encode([CAPTION])[0]["text"]
+    assert torch.equal(text, published.reference(CAPTION))
 
 
 def test_streamed_features_are_the_resident_ones_bitwise(
@@ -156,7 +177,7 @@ def test_tokens_are_those_of_the_tokenizers_own_template(tiny: Tiny) -> None:
     prompter = Prompter(tiny.base / "tokenizer", tiny.family, TEXT)
     prompter.load(10**6)
     for caption in [*CAPTIONS, "red " * 300]:
-        if tiny.family is MISTRAL:
+        if tiny.family is SHALLOW_MISTRAL:
             messages, how = format_input([caption])[0], {"add_generation_prompt": False}
         else:
             messages = [{"role": "user", "content": caption}]
@@ -234,7 +255,7 @@ def test_features_are_in_the_encoders_dtype(tiny: Tiny, resident: LanguageModelE
         for how in ("always", "never")
     )
     assert streamed.dtype == torch.bfloat16 and torch.equal(streamed, resident)
-    # bf16 keeps 8 bits, through thirty layers
+    # bf16 keeps 8 bits, through six layers
     assert (streamed.float() - exact).norm() / exact.norm() < 0.1
 
 
@@ -243,11 +264,11 @@ def test_files_with_other_names_and_with_less_give_the_same(
 ) -> None:
     expected = resident.encode([CAPTION])[0]["text"]
     new_names = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
-    prefix = "model.language_model." if tiny.family is MISTRAL else "model."
+    prefix = "model.language_model." if tiny.family is SHALLOW_MISTRAL else "model."
     bare = {
         name.removeprefix(prefix): tensor
         for name, tensor in new_names.items()
-        if name.startswith(f"{prefix}embed") or (name.startswith(f"{prefix}layers.") and int(name[len(prefix) + 7 :].split(".")[0]) < 30)
+        if name.startswith(f"{prefix}embed") or (name.startswith(f"{prefix}layers.") and int(name[len(prefix) + 7 :].split(".")[0]) < 6)
     }  # fmt: skip
     assert len(bare) < len(new_names) - 1
     plain = {f"model.{name}": tensor for name, tensor in bare.items()}
@@ -272,7 +293,7 @@ def test_a_single_file_gives_what_the_folder_gives(tmp_path: Path, qwen: Tiny) -
     file = tmp_path / "qwen_3_4b.safetensors"
     save_file(qwen.state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
     encoder = loaded(text_encoder=str(file), tokenizer=str(qwen.base / "tokenizer"))
-    assert encoder.family is QWEN
+    assert encoder.family is SHALLOW_QWEN
     assert torch.equal(encoder.encode([CAPTION])[0]["text"], qwen.reference(CAPTION))
 
 
@@ -280,7 +301,7 @@ def test_a_single_file_of_mistral_is_known_by_its_shapes(tmp_path: Path) -> None
     from transformers import MistralConfig, MistralModel
 
     config = MistralConfig(
-        vocab_size=275, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=31,
+        vocab_size=275, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=7,
         num_attention_heads=2,
         num_key_value_heads=1, head_dim=128, rope_theta=1e9, rms_norm_eps=1e-5, sliding_window=None,
     )  # fmt: skip
@@ -302,8 +323,10 @@ def test_a_single_file_of_mistral_is_known_by_its_shapes(tmp_path: Path) -> None
         states = model(
             ids[None], attention_mask=real[None].long(), output_hidden_states=True
         ).hidden_states
-    expected = torch.cat([states[layer][0] for layer in (10, 20, 30)], dim=1)
-    assert encoder.family is MISTRAL and torch.equal(encoder.encode([CAPTION])[0]["text"], expected)
+    expected = torch.cat([states[layer][0] for layer in (2, 4, 6)], dim=1)
+    assert encoder.family is SHALLOW_MISTRAL and torch.equal(
+        encoder.encode([CAPTION])[0]["text"], expected
+    )
 
 
 def test_identity_follows_what_changes_features_and_nothing_else(
@@ -324,15 +347,15 @@ def test_identity_follows_what_changes_features_and_nothing_else(
         others.append(identity())
     for change in ({"num_tokens": 256}, {"keeps_padding": False}):
         encoder = made(base=str(tiny.base))
-        encoder.encoding = dataclasses.replace(TEXT, **change)
+        encoder.encoding = replace(SHALLOW, **change)
         others.append(encoder.identity)
     for change in (
         {"before": "[INST]"},
-        {"layers": (8, 16, 24)},
+        {"layers": (1, 3, 5)},
         {"pads_left": not tiny.family.pads_left},
     ):
         encoder = made(base=str(tiny.base))
-        encoder.family = dataclasses.replace(tiny.family, **change)
+        encoder.family = replace(tiny.family, **change)
         others.append(encoder.identity)
     assert len({first, *others}) == len(others) + 1
 
