@@ -176,7 +176,9 @@ def test_every_step_is_that_of_diffusers(
 @pytest.mark.filterwarnings(
     "ignore:Already found a `peft_config`:UserWarning"
 )  # two adapters are what is asked for
-@pytest.mark.parametrize(("added_kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
+@pytest.mark.parametrize(
+    ("added_kind", "strength"), [pytest.param("lora", 0.7, marks=pytest.mark.slow), ("dora", 1.0)]
+)
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     sampler: EulerSampler, vae_folder: Path, tmp_path: Path, added_kind: str, strength: float
 ) -> None:

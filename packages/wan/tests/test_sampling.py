@@ -109,7 +109,9 @@ def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
 @pytest.mark.filterwarnings(
     "ignore:Already found a `peft_config`:UserWarning"
 )  # two adapters are what is asked for
-@pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "strength"), [("lora", 0.7), pytest.param("dora", 1.0, marks=pytest.mark.slow)]
+)
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     checkpoint: Path, job: GenerationRequest, tmp_path: Path, kind: str, strength: float
 ) -> None:

@@ -101,7 +101,7 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.shape == theirs.shape and (ours - theirs).abs().max() / theirs.std() < 2e-4
 
 
-@pytest.mark.parametrize("variant", ["i2v", "flf2v"])
+@pytest.mark.parametrize("variant", ["i2v", pytest.param("flf2v", marks=pytest.mark.slow)])
 def test_a_video_from_images_is_that_of_diffusers(
     sampled: Any, tmp_path: Path, variant: str
 ) -> None:

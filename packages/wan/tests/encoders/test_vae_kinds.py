@@ -14,6 +14,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.families.causal_vae import causal_vae_name
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.tiling import Tiles
+from ditkit_wan.encoders import vae
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 
@@ -85,9 +87,9 @@ def test_the_single_file_gives_what_the_folder_gives_and_diffusers(
     )
     latents = from_file.encode([clip()])[0]["latents"]
     pixels = from_file.decode(latents)
-    vae = AutoencoderKLWan.from_pretrained(narrow_vae)
+    theirs = AutoencoderKLWan.from_pretrained(narrow_vae)
     with torch.no_grad():
-        mean = vae.encode(clip()[None]).latent_dist.mode()[0]
+        mean = theirs.encode(clip()[None]).latent_dist.mode()[0]
     normal = (mean - torch.tensor(WAN_2_2["latents_mean"]).view(-1, 1, 1, 1)) / torch.tensor(
         WAN_2_2["latents_std"]
     ).view(-1, 1, 1, 1)
@@ -158,14 +160,21 @@ def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None
         VaeEncoder(ModelPaths(vae=str(tmp_path / "Wan2.2_VAE.pth")), CPU)
 
 
-def test_tiles_agree_with_the_whole_where_one_holds_it(narrow_vae: Path) -> None:
+def test_tiles_agree_with_the_whole_where_one_holds_it(
+    narrow_vae: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = vae.TILES
+    monkeypatch.setattr(vae, "TILES", Tiles(side=64, overlap=16))
     whole, tiled = loaded(narrow_vae), loaded(narrow_vae, mode=VaeMode(tiled=True))
-    small = clip(frames=1, size=256)
+    theirs = whole.module
+    assert published.side == theirs.tile_sample_min_height == theirs.tile_sample_min_width
+    assert published.side - published.overlap == theirs.tile_sample_stride_height
+    small = clip(frames=1, size=64)
     latents = whole.encode([small])[0]["latents"]
     assert (
         torch.equal(latents, tiled.encode([small])[0]["latents"])
         and whole.identity != tiled.identity
     )
     wide = torch.cat([small, small], dim=3)
-    assert tiled.encode([wide])[0]["latents"].shape == (48, 1, 16, 32)
+    assert tiled.encode([wide])[0]["latents"].shape == (48, 1, 4, 8)
     assert tiled.decode(torch.cat([latents, latents], dim=3)).shape == wide.shape
