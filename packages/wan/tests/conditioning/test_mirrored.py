@@ -11,6 +11,7 @@ from conditions_help import CPU, HEIGHT, WIDTH, controls, encoded_by_one, noise
 
 from ditkit_core.data.media.clip import read_clip, write_image
 from ditkit_core.data.media.crop import Crop
+from ditkit_core.families.first_frame import own_frame
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -113,6 +114,23 @@ def test_conditions_are_mirrored_with_their_clip(
             assert not torch.equal(tensor, plain[name]), name
             seen.append(name)
     assert [name for name in seen if name not in IN_FRONT] == VISUAL[preset]
+
+
+def test_a_frame_of_the_clip_itself_is_mirrored_and_cropped_as_the_clip_is(tmp_path: Path) -> None:
+    stored = images_of(tmp_path / "stored", ["clip"], SIZE, is_mirrored=False)
+    flipped = images_of(tmp_path / "flipped", ["clip"], SIZE, is_mirrored=True)
+    plain, mirrored, theirs = (
+        own_frame(given)
+        for given in (
+            inputs_of(stored, **SIZE),
+            inputs_of(stored, is_mirrored=True, **SIZE),
+            inputs_of(flipped, **SIZE),
+        )
+    )
+    assert torch.equal(mirrored, theirs) and not torch.equal(mirrored, plain)
+    half = {"height": HEIGHT, "width": WIDTH // 2}
+    left, right = (own_frame(inputs_of(stored, crop=Crop(across), **half)) for across in (0.0, 1.0))
+    assert torch.equal(torch.cat([left, right], -1), plain)
 
 
 @pytest.mark.parametrize("preset", VISUAL)
