@@ -3,25 +3,29 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from queue_program import FAMILY
 from safetensors.torch import load_file
 from toy_world import World, equal
 
+from ditkit_core.commands.cli import start
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.queue import work_on_queue
 from ditkit_core.diagnostics.report.words import format_duration
 from ditkit_core.io.run_dir import is_locked
 from ditkit_core.io.run_queue import QueuedRun, RunQueue
+from ditkit_core.testing import scripts
 
 SUPPORT = Path(__file__).parent.parent / "support"
-PROGRAM = (sys.executable, str(SUPPORT / "queue_program.py"))
+PROGRAM = SUPPORT / "queue_program.py"
 SECONDS = 240.0
 """How long a test waits for what takes a second on an idle machine."""
 
@@ -38,13 +42,31 @@ def until(holds: Callable[[], object], about: str) -> None:
         time.sleep(0.05)
 
 
-class Machine:
-    """A home with a queue, in which stand-ins for runs are trained by real workers."""
+def status_of(process: BaseProcess) -> int | None:
+    """The exit status of a process, once it has ended."""
+    process.join(SECONDS)
+    return process.exitcode
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+
+class Called(NamedTuple):
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Machine:
+    """A home with a queue, in which stand-ins for runs are trained by real workers.
+
+    A worker is a copy of a process that has imported the program. Commands that only ask and tell
+    run in the process of the test.
+    """
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        self.folder, self.capsys = folder, capsys
         self.queue = RunQueue.of_machine()
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[BaseProcess] = []
 
     def add(self, *names: str) -> None:
         """Add stand-ins."""
@@ -57,19 +79,26 @@ class Machine:
                 QueuedRun(run=str(path), command=command, cwd=str(self.folder), steps=9, log=log)
             )
 
-    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def call(self, *arguments: str) -> Called:
         """Call the command, and wait until it has ended."""
-        return subprocess.run(
-            [*PROGRAM, *arguments], check=False, capture_output=True, text=True, timeout=SECONDS
-        )
+        self.capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [str(PROGRAM)])
+            status = start(FAMILY, "train", arguments)
+        return Called(status, *self.capsys.readouterr())
 
-    def worker(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Start a worker, and wait until it works."""
-        process = subprocess.Popen(
-            [*PROGRAM, "--queue", "start", *arguments], stdout=subprocess.PIPE, text=True
-        )
+    def process(self, *arguments: str) -> tuple[BaseProcess, Path]:
+        """Start the command in a process of its own. Also returns the file of what it prints."""
+        out = self.folder / f"printed-{len(self.started)}"
+        process = scripts.start(PROGRAM, *arguments, out=out, err=out)
         self.started.append(process)
-        assert process.stdout is not None and process.stdout.readline().startswith("queue:")
+        return process, out
+
+    def worker(self, *arguments: str) -> BaseProcess:
+        """Start a worker, and wait until it works."""
+        process, out = self.process("--queue", "start", *arguments)
+        until(lambda: out.exists() and "\n" in out.read_text(), "the worker works")
+        assert out.read_text().startswith("queue:")
         return process
 
     @property
@@ -98,9 +127,7 @@ class Machine:
         """End what a failed test has left."""
         for process in self.started:
             process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            process.join()
         for gpu in self.queue.workers():  # detached ones
             owner = (self.queue.worker_folder(gpu) / ".owner").read_text(encoding="utf-8")
             os.kill(int(owner.split()[1]), signal.SIGKILL)
@@ -111,11 +138,13 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Machine]:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    machine = Machine(tmp_path)
+    machine = Machine(tmp_path, capsys)
     yield machine
     machine.close()
 
@@ -129,7 +158,7 @@ def test_runs_are_trained_in_an_order_that_changes_while_one_trains(machine: Mac
     machine.queue.remove(str(machine.folder / "c"))
     assert machine.states() == {"a": "running", "d": "waiting", "b": "waiting"}
     machine.let_end("a")
-    assert worker.wait(SECONDS) == 0
+    assert status_of(worker) == 0
     assert [words[:2] for words in machine.events] == [
         [word, name] for name in ("a", "d", "b") for word in ("begin", "end")
     ]
@@ -143,7 +172,7 @@ def test_a_failed_run_does_not_stop_the_next(machine: Machine) -> None:
         QueuedRun(run="/gone", command=("no-such-program",), cwd="/", steps=1, log="gone.log"), 1
     )
     machine.let_end("b")
-    assert machine.worker("--until-empty").wait(SECONDS) == 0
+    assert status_of(machine.worker("--until-empty")) == 0
     assert machine.states() == {"gone": "failed", "a": "failed", "b": "complete"}
     gone, failed, _ = machine.queue.runs()
     assert gone.error.startswith("no-such-program cannot be started: ")
@@ -152,31 +181,33 @@ def test_a_failed_run_does_not_stop_the_next(machine: Machine) -> None:
     (machine.folder / "a" / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(row)}\n" for row in rows)
     )
-    table = machine.call("--queue", "list").stdout
+    table = machine.call("--queue", "list").out
     assert "3/9" in table and format_duration(60.0) in table
     assert "there is no such file" in table and "0/9" in table and "none (--queue start)" in table
-    assert "1 complete runs are removed" in machine.call("--queue", "remove").stdout
+    assert "1 complete runs are removed" in machine.call("--queue", "remove").out
     assert "b" not in machine.states()
 
 
 def test_two_workers_never_take_the_same_run(machine: Machine) -> None:
-    names = [f"run{number}" for number in range(8)]
+    names = [f"run{number}" for number in range(5)]
     machine.add(*names)
     workers = [machine.worker("--worker", gpu, "--until-empty") for gpu in ("0", "1")]
     until(lambda: len(machine.begun()) == 2, "both work at the same time")
     assert {words[2] for words in machine.events} == {"0", "1"}
     machine.let_end(*names)
-    assert [worker.wait(SECONDS) for worker in workers] == [0, 0]
+    assert [status_of(worker) for worker in workers] == [0, 0]
     assert sorted(machine.begun()) == names and set(machine.states().values()) == {"complete"}
 
 
 _TAKE_ALL = """
-import sys
+import sys, time
 from dataclasses import replace
+from pathlib import Path
 from ditkit_core.io.run_queue import RunQueue
 queue, gpu = RunQueue.of_machine(), sys.argv[1]
 with queue.working(gpu):
-    sys.stdin.readline()
+    while not Path("begin").exists():
+        time.sleep(0.001)
     while run := queue.take(gpu):
         print(run.run)
         queue.put(replace(run, state="complete"))
@@ -186,52 +217,46 @@ with queue.working(gpu):
 def test_many_takers_at_once_get_every_run_once(machine: Machine) -> None:
     names = [f"run{number}" for number in range(60)]
     machine.add(*names)
-    takers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TAKE_ALL, str(gpu)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for gpu in range(4)
-    ]  # fmt: skip
+    script = machine.folder / "take_all.py"
+    script.write_text(_TAKE_ALL)
+    outs = [machine.folder / f"taken-{gpu}" for gpu in range(4)]
+    takers = [scripts.start(script, str(gpu), out=out, err=out) for gpu, out in enumerate(outs)]
+    machine.started.extend(takers)
     until(lambda: len(machine.queue.workers()) == 4, "all are ready")
-    for taker in takers:
-        assert taker.stdin is not None
-        taker.stdin.write("\n")
-        taker.stdin.flush()
-    taken = [Path(line).name for taker in takers for line in taker.communicate()[0].split()]
+    Path("begin").touch()
+    assert {status_of(taker) for taker in takers} == {0}
+    taken = [Path(line).name for out in outs for line in out.read_text().split()]
     assert sorted(taken) == sorted(names)
-    assert {taker.returncode for taker in takers} == {0}
     assert set(machine.states().values()) == {"complete"}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a script without an extension")
-@pytest.mark.parametrize("how", [(), ("--detach",)])
 def test_a_worker_is_of_a_gpu_that_the_machine_has(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, how: tuple[str, ...]
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = machine.folder / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g'\necho 'GPU 1: B'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    for worker in ("2", "0,3"):
+    for worker, *how in (("2",), ("0,3",), ("2", "--detach"), ("0,3", "--detach")):
         refused = machine.call("--queue", "start", "--worker", worker, *how)
-        assert refused.returncode == 1
-        assert one_line(refused.stderr) == (
+        assert refused.status == 1
+        assert one_line(refused.err) == (
             f"error: --worker {worker}: this machine has 2 GPUs; their indices are 0 to 1"
         )
-    assert machine.worker("--worker", "0,1", "--until-empty").wait(SECONDS) == 0
+    assert status_of(machine.worker("--worker", "0,1", "--until-empty")) == 0
 
 
 def test_a_gpu_has_one_worker(machine: Machine) -> None:
     machine.worker("--worker", "0,1")
     refused = machine.call("--queue", "start", "--worker", "1")
-    assert refused.returncode == 1
-    assert one_line(refused.stderr).startswith("error: GPU 1 has a worker already (process ")
-    assert "GPU 0, GPU 1" in machine.call("--queue", "list").stdout
-    assert machine.call("--queue", "stop").returncode == 0
-    assert machine.started[0].wait(SECONDS) == 0
-    assert machine.call("--queue", "stop").returncode == 1
+    assert refused.status == 1
+    assert one_line(refused.err).startswith("error: GPU 1 has a worker already (process ")
+    assert "GPU 0, GPU 1" in machine.call("--queue", "list").out
+    assert machine.call("--queue", "stop").status == 0
+    assert status_of(machine.started[0]) == 0
+    assert machine.call("--queue", "stop").status == 1
 
 
 def test_a_run_of_several_processes_needs_a_worker_with_as_many_gpus(
@@ -255,14 +280,14 @@ def test_a_run_outlives_its_worker_and_is_not_started_twice(machine: Machine) ->
     first = machine.worker()
     until(lambda: machine.begun() == ["a"], "the first run begins")
     first.kill()
-    first.wait()
-    assert "running alone" in machine.call("--queue", "list").stdout
+    first.join()
+    assert "running alone" in machine.call("--queue", "list").out
     machine.let_end("b")
-    machine.worker("--worker", "1", "--until-empty").wait(SECONDS)
+    status_of(machine.worker("--worker", "1", "--until-empty"))
     assert machine.begun() == ["a", "b"], "another GPU's worker leaves it where it is"
     second = machine.worker("--until-empty")
     machine.let_end("a")
-    assert second.wait(SECONDS) == 0
+    assert status_of(second) == 0
     # The command is called again, and says whether the run is complete.
     assert [words[:2] for words in machine.events if words[1] == "a"] == [
         ["begin", "a"], ["end", "a"], ["begin", "a"], ["end", "a"],
@@ -275,13 +300,13 @@ def test_a_run_that_ended_with_its_worker_is_taken_again_by_any(machine: Machine
     first = machine.worker()
     until(lambda: machine.begun() == ["a"], "the run begins")
     first.kill()
-    first.wait()
+    first.join()
     os.kill(machine.pid("a"), signal.SIGKILL)
     until(lambda: not is_locked(machine.folder / "a"), "its lock goes with it")
-    assert "waiting" in machine.call("--queue", "list").stdout
+    assert "waiting" in machine.call("--queue", "list").out
     assert machine.queue.move(str(machine.folder / "a"), 1) == 1
     machine.let_end("a")
-    assert machine.worker("--worker", "7", "--until-empty").wait(SECONDS) == 0
+    assert status_of(machine.worker("--worker", "7", "--until-empty")) == 0
     assert machine.states() == {"a": "complete"} and machine.events[-2][2] == "7"
 
 
@@ -296,7 +321,7 @@ def test_a_killed_run_is_tried_again_and_fails_if_it_gets_no_further(machine: Ma
         os.kill(machine.pid("a"), signal.SIGKILL)
     until(lambda: len(machine.begun()) == 3, "it is tried again")
     os.kill(machine.pid("a"), signal.SIGKILL)
-    assert worker.wait(SECONDS) == 0
+    assert status_of(worker) == 0
     assert machine.begun() == ["a", "a", "a", "b"]
     assert machine.states() == {"a": "failed", "b": "complete"}
     assert "killed by signal 9 2 times without a save" in machine.queue.runs()[0].error
@@ -310,14 +335,14 @@ def test_a_worker_that_is_stopped_has_its_run_saved_and_continued_later(
     worker = machine.worker()
     until(lambda: machine.begun() == ["a"], "the first run begins")
     if way == "stop":
-        assert machine.call("--queue", "stop", "--worker", "0").returncode == 0
+        assert machine.call("--queue", "stop", "--worker", "0").status == 0
     else:
         worker.terminate()
-    assert worker.wait(SECONDS) == (0 if way == "stop" else 130)
+    assert status_of(worker) == (0 if way == "stop" else 130)
     assert machine.states() == {"a": "waiting", "b": "waiting"}
     assert (machine.folder / "a" / "state" / "step-000001").is_dir()
     machine.let_end("a", "b")
-    assert machine.worker("--until-empty").wait(SECONDS) == 0
+    assert status_of(machine.worker("--until-empty")) == 0
     assert machine.begun() == ["a", "a", "b"]
 
 
@@ -325,9 +350,9 @@ def test_a_worker_finishes_its_run_if_it_is_asked_so(machine: Machine) -> None:
     machine.add("a", "b")
     worker = machine.worker()
     until(lambda: machine.begun() == ["a"], "the first run begins")
-    assert machine.call("--queue", "finish").returncode == 0
+    assert machine.call("--queue", "finish").status == 0
     machine.let_end("a")
-    assert worker.wait(SECONDS) == 0
+    assert status_of(worker) == 0
     assert machine.states() == {"a": "complete", "b": "waiting"}
 
 
@@ -338,22 +363,22 @@ def test_a_run_that_is_told_to_stop_makes_room_for_the_next(machine: Machine) ->
     until(lambda: machine.begun() == ["a"], "the first run begins")
     (machine.folder / "a" / "requests").mkdir()
     (machine.folder / "a" / "requests" / "stop").touch()
-    assert worker.wait(SECONDS) == 0
+    assert status_of(worker) == 0
     assert machine.states() == {"a": "stopped", "b": "complete"}
 
 
 def test_a_detached_worker_outlives_the_command_that_started_it(machine: Machine) -> None:
     machine.add("a")
-    done = machine.call("--queue", "start", "--detach")
-    assert done.returncode == 0 and "works in the background" in done.stdout
+    command, out = machine.process("--queue", "start", "--detach")
+    assert status_of(command) == 0 and "works in the background" in out.read_text()
     until(lambda: machine.begun() == ["a"], "the run begins")
     owner = (machine.queue.worker_folder("0") / ".owner").read_text(encoding="utf-8")
     assert os.getsid(int(owner.split()[1])) != os.getsid(0), "a logout does not end its session"
     again = machine.call("--queue", "start", "--detach")
-    assert again.returncode == 1 and "GPU 0 has a worker already" in one_line(again.stderr)
+    assert again.status == 1 and "GPU 0 has a worker already" in one_line(again.err)
     machine.let_end("a")
     until(lambda: machine.states() == {"a": "complete"}, "the run ends")
-    assert machine.call("--queue", "stop").returncode == 0
+    assert machine.call("--queue", "stop").status == 0
     until(lambda: not machine.queue.workers(), "the worker ends")
 
 
@@ -399,7 +424,7 @@ def test_what_the_queue_cannot_do_is_one_line(
     for worker in ("../0", "cpu", "x", "00", "0,cpu"):  # the last would train on no GPU at all
         assert "must be indices of GPUs" in refusal("--queue", "start", "--worker", worker)
     assert "clips2 does not exist" in refusal("--queue", "add", "--data.folder", "clips2")
-    assert machine.call("--queue", "start", "--print-config").returncode == 0
+    assert machine.call("--queue", "start", "--print-config").status == 0
     assert not machine.queue.runs() and not [*machine.queue.folder.glob("worker-*")]
     assert world.train("a", 3, "--queue", "add") == 0
     assert "is in the queue already: it is waiting" in refusal("--queue", "add")
@@ -420,7 +445,7 @@ def test_two_runs_survive_kills_of_worker_and_run_bitwise(
     machine.folder.joinpath("hold").touch()
     for name in ("a", "b"):
         words = ("--run.folder", name, "--train.steps", "4", *flags, *mark, "--queue", "add")
-        assert machine.call(*world.common, *words).returncode == 0
+        assert machine.call(*world.common, *words).status == 0
     worker = machine.worker()
 
     def pid(name: str) -> int:
@@ -438,10 +463,10 @@ def test_two_runs_survive_kills_of_worker_and_run_bitwise(
     machine.folder.joinpath("hold").touch()
     until(lambda: has_save("b"), "the second run saves")
     worker.kill()
-    worker.wait()
+    worker.join()
     os.kill(pid("b"), signal.SIGKILL)
     machine.folder.joinpath("hold").unlink()
-    assert machine.worker("--until-empty").wait(SECONDS) == 0
+    assert status_of(machine.worker("--until-empty")) == 0
     assert machine.states() == {"a": "complete", "b": "complete"}
     assert (machine.folder / "ended").read_text() == "xx", "run.on_end is called for both"
     for name in ("a", "b"):

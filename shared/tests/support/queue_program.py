@@ -36,6 +36,7 @@ def holding_spec() -> Any:
     )
 
 
+FAMILY = Family(name="toy", presets=("tiny",), demo=Path("no.toml"), spec=holding_spec)
+
 if __name__ == "__main__":
-    family = Family(name="toy", presets=("tiny",), demo=Path("no.toml"), spec=holding_spec)
-    sys.exit(start(family, "train"))
+    sys.exit(start(FAMILY, "train"))
