@@ -53,13 +53,14 @@ WITH_AUXILIARY = altered(
 
 
 SIZE = ("--data.frames", "1", "--data.height", "256", "--data.width", "256")
+"""Of all plans here that set no other, so that most of them are of one step."""
 
 
 def plan(tmp_path, capsys, *flags: str, spec=TOY) -> tuple[int, str, str]:
     status = run(
         spec,
         "train",
-        ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), "--plan", *flags],
+        ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), "--plan", *SIZE, *flags],
     )
     captured = capsys.readouterr()
     assert not list(tmp_path.iterdir()), "a plan writes nothing"
@@ -161,7 +162,7 @@ def test_without_a_gpu_it_is_the_cpu_that_is_planned_for(tmp_path, capsys):
 
 
 def auxiliary_rows(tmp_path, capsys, *flags: str) -> tuple[int, dict]:
-    status, out, _ = plan(tmp_path, capsys, "--json", *SIZE, *flags, spec=WITH_AUXILIARY)
+    status, out, _ = plan(tmp_path, capsys, "--json", *flags, spec=WITH_AUXILIARY)
     return status, json.loads(out)
 
 
@@ -185,7 +186,7 @@ def test_encoding_and_sampling_are_planned_next_to_the_steps(tmp_path, capsys):
 
 
 def test_a_stage_next_to_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
-    flags = ("--sample.every_steps", "10", *SIZE)
+    flags = ("--sample.every_steps", "10")
     status, out, _ = plan(tmp_path, capsys, "--gpus", "2.5GiB", *flags, spec=WITH_AUXILIARY)
     last = out.splitlines()[-1]
     assert (
@@ -405,13 +406,13 @@ def test_json_outlives_a_reader_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_what_lacks_room_outside_the_steps_is_no_matter_of_fit(tmp_path, capsys):
-    flags = ("--gpus", "2.5GiB", "--sample.every_steps", "10", *SIZE)
+    flags = ("--gpus", "2.5GiB", "--sample.every_steps", "10")
     status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
     assert status == 3 and "does not fit: VAE encoder" in out and "try: " not in out
 
 
 def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, capsys):
-    _, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "rtx4090", *SIZE)
+    _, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "rtx4090")
     found = json.loads(out)
     rate, source = found["assumed_rates"]
     assert rate.startswith("rtx4090: matmuls at up to ") and "of 165.2 TFLOP/s in bf16" in rate
@@ -422,9 +423,7 @@ def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, 
         "total: what torch reports, for a size",
     )
     short = "the time is an estimate, and reserve and workspace are assumed; --why says from what"
-    why, plain = (
-        plan(tmp_path, capsys, *more, "--gpus", "rtx4090", *SIZE)[1] for more in (["--why"], [])
-    )
+    why, plain = (plan(tmp_path, capsys, *more, "--gpus", "rtx4090")[1] for more in (["--why"], []))
     assert all(line in why and line not in plain for line in long)
     assert short in plain and short not in why
     assert max(map(len, plain.splitlines())) <= 120
@@ -433,9 +432,9 @@ def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, 
 def test_a_gpu_without_bf16_is_a_note(tmp_path, capsys):
     assert (
         't4 cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
-        in plan(tmp_path, capsys, "--gpus", "t4,rtx4090", *SIZE)[1]
+        in plan(tmp_path, capsys, "--gpus", "t4,rtx4090")[1]
     )
-    status, out, _ = plan(tmp_path, capsys, "--gpus", "t4", "--model.dtype", "fp32", *SIZE)
+    status, out, _ = plan(tmp_path, capsys, "--gpus", "t4", "--model.dtype", "fp32")
     assert status == 0 and "cannot compute" not in out
 
 
@@ -461,9 +460,9 @@ def test_a_model_is_known_by_its_hub_id_and_a_wrong_path_is_said(tmp_path, capsy
 
 
 def test_what_is_planned_is_said_on_a_terminal(tmp_path, capsys, monkeypatch):
-    assert plan(tmp_path, capsys, "--gpus", "24GiB", *SIZE, spec=WITH_AUXILIARY)[2] == ""
+    assert plan(tmp_path, capsys, "--gpus", "24GiB", spec=WITH_AUXILIARY)[2] == ""
     monkeypatch.setattr(console._STDERR, "isatty", lambda: True)
-    err = plan(tmp_path, capsys, "--gpus", "24GiB", *SIZE, spec=WITH_AUXILIARY)[2]
+    err = plan(tmp_path, capsys, "--gpus", "24GiB", spec=WITH_AUXILIARY)[2]
     assert [line.removesuffix(" ...") for line in err.splitlines()] == [
         "planning a training step, checkpointing none",
         "planning the VAE encoder",
@@ -634,7 +633,7 @@ def test_a_plan_of_ranks_is_of_one_of_them_and_says_what_it_sends(tmp_path, caps
 def test_each_rank_of_a_machine_has_encoders_of_its_own(tmp_path, capsys, monkeypatch):
     """Of 1 GiB of weights; on the host, each has a part of what is free."""
     flags = ("--nproc", "4", "--nodes", "2", "--train.accumulation", "8")
-    out = plan(tmp_path, capsys, "--gpus", "24GiB", *flags, *SIZE, spec=WITH_AUXILIARY)[1]
+    out = plan(tmp_path, capsys, "--gpus", "24GiB", *flags, spec=WITH_AUXILIARY)[1]
     assert "each rank: up to 1.00 GiB of weights, 4.00 GiB for all 4 of a machine" in out
     monkeypatch.setattr(auxiliary_plan, "free_memory_bytes", lambda device: 2**40)
     for given, available in (((), 2**40), (flags, 2**38)):
