@@ -24,6 +24,21 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world with a run of two saves, which tests only read."""
+    world = World(tmp_path_factory.mktemp("made"))
+    assert world.train("a", 2, *SAVES) == 0
+    return world
+
+
+@pytest.fixture
+def trained(made: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The same, as the working folder; what a test writes there has a name of its own."""
+    monkeypatch.chdir(made.folder)
+    return made
+
+
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The components that sheets have loaded."""
@@ -108,43 +123,42 @@ def test_a_cell_is_bitwise_what_the_sample_command_writes_alone(
     assert sheet["base-a-dog-seed-1"] == base.read_bytes()
 
 
-@pytest.mark.parametrize("method", METHODS)
 def image(folder: str, pattern: str) -> torch.Tensor:
     (file,) = Path(folder).glob(pattern)
     return torch.from_numpy(read_image(file)).int()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_strength_is_that_of_the_merged_file(world: World, method: str) -> None:
+def test_a_strength_is_that_of_the_merged_file(trained: World, method: str) -> None:
     flags = METHODS[method]
-    assert world.train("a", 2, *SAVES, *flags) == 0
-    asked = ("sample", "--run", "a", "--prompt", "a cat")
-    assert world.run(*asked, *flags, "--strengths", "0.5,1,-2", "--out", "s") == 0
-    base = image("s", "base-*.png")
+    assert method == "lora" or trained.train(method, 2, *SAVES, *flags) == 0
+    run = "a" if method == "lora" else method
+    asked, out = ("sample", "--run", run, "--prompt", "a cat"), f"strengths-of-{method}"
+    assert trained.run(*asked, *flags, "--strengths", "0.5,-2", "--out", out) == 0
+    base = image(out, "base-*.png")
     for strength in ("0.5", "-2"):
-        file = f"a/exports/a.safetensors@{strength}"
-        assert world.run("sample", *asked[3:], "--adapter", file, "--out", strength) == 0
-        merged, cell = image(strength, "*.png"), image("s", f"step-2@{strength}-*.png")
+        file, alone = f"{run}/exports/{run}.safetensors@{strength}", f"{out}-{strength}"
+        assert trained.run("sample", *asked[3:], "--adapter", file, "--out", alone) == 0
+        merged, cell = image(alone, "*.png"), image(out, f"step-2@{strength}-*.png")
         # of 255: the sum with the weight is rounded, or the sum of the two products
         assert (cell - merged).abs().max() <= 1 < (cell - base).abs().max()
 
 
 def test_a_file_is_compared_at_strengths(
-    world: World, loads: list[str], capsys: pytest.CaptureFixture[str]
+    trained: World, loads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert world.train("a", 2, *SAVES) == 0
     file = "a/exports/a.safetensors"
     asked = ("sample", "--adapter", file, "--prompt", "a cat")
-    assert world.run(*asked, "--strengths", "0.5,1", "--out", "sheet") == 0
-    sheet = cells("sheet")
+    assert trained.run(*asked, "--strengths", "0.5,1", "--out", "of-a-file") == 0
+    sheet = cells("of-a-file")
     assert [*sorted(sheet)] == ["a-a-cat-seed-0", "a@0.5-a-cat-seed-0", "base-a-cat-seed-0"]
     assert len(set(sheet.values())) == 3 and loads == ["toy.safetensors"]
-    assert world.run(*asked, "--out", "alone") == 0
-    assert sheet["a-a-cat-seed-0"] == next(Path("alone").glob("*.png")).read_bytes()
+    assert trained.run(*asked, "--out", "file-alone") == 0
+    assert sheet["a-a-cat-seed-0"] == next(Path("file-alone").glob("*.png")).read_bytes()
     capsys.readouterr()
-    assert world.run(*asked, "--strengths", "1", "--adapter", f"{file}@0.5") == 1
+    assert trained.run(*asked, "--strengths", "1", "--adapter", f"{file}@0.5") == 1
     assert refusal(capsys).endswith("both say a strength; leave out @0.5")
-    assert world.run(*asked, "--run", "a", "--run", "a") == 1
+    assert trained.run(*asked, "--run", "a", "--run", "a") == 1
     assert refusal(capsys).startswith("--adapter and several runs: a sheet is of one file")
 
 
@@ -194,19 +208,23 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_several_runs_share_a_loaded_base(world: World, loads: list[str], other: str) -> None:
-    flags = OTHERS[other]
-    of_both = flags[:2] if other in ("streamed", "int8") else ()
-    assert world.train("a", 2, *SAVES, *of_both) == 0 and world.train("b", 2, *SAVES, *flags) == 0
-    asked = ("--prompt", "a cat", "--steps", "1,2", "--strengths", "0.5,1", "--out")
-    assert world.run("sample", "--run", "a", "--run", "b", *asked, "both") == 0
+def test_several_runs_share_a_loaded_base(trained: World, loads: list[str], other: str) -> None:
+    flags, first, second = OTHERS[other], "a", f"b-{other.split()[-1]}"
+    if other in ("streamed", "int8"):
+        first = f"a-{other}"
+        assert trained.train(first, 2, *SAVES, *flags[:2]) == 0
+    assert trained.train(second, 2, *SAVES, *flags) == 0
+    strengths = "0.5,1" if other == "of another rank" else "0.5"
+    asked = ("--prompt", "a cat", "--steps", "1,2", "--strengths", strengths, "--out")
+    assert trained.run("sample", "--run", first, "--run", second, *asked, f"{second}-both") == 0
     assert loads == ["toy.safetensors"]
-    both = cells("both")
-    assert len(both) == len(set(both.values())) == 9
-    for run in ("a", "b"):
+    both = cells(f"{second}-both")
+    assert len(both) == len(set(both.values())) == (9 if "," in strengths else 5)
+    for run in (first, second):
         # The configuration is the first run's, whose adapter section is not the other's.
-        assert cli.run(world.spec, "sample", ["--run", run, *asked, run + "-alone"]) == 0
-        alone = cells(run + "-alone")
+        out = f"{second}-{run}-alone"
+        assert cli.run(trained.spec, "sample", ["--run", run, *asked, out]) == 0
+        alone = cells(out)
         assert alone == {name: both[name if "base" in name else f"{run}-{name}"] for name in alone}
 
 
@@ -340,9 +358,9 @@ def test_videos_play_on_the_page_and_are_strips_in_the_image(world: World) -> No
 
 
 def test_what_is_asked_and_not_there_is_one_line(
-    world: World, capsys: pytest.CaptureFixture[str]
+    trained: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert world.train("a", 2, *SAVES) == 0
+    world = trained
     asked = ("sample", "--run", "a", "--prompt", "a cat")
     held_out = ("--held_out.clips", "1", "--held_out.every_steps", "1")
     assert world.train("b", 2, *SAVES, *held_out) == 0
