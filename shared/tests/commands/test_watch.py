@@ -3,8 +3,7 @@
 import os
 import re
 import signal
-import subprocess
-import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from made_runs import write_run
 
 from ditkit_core.commands.cli import Family, start
+from ditkit_core.testing import scripts
 
 PROGRAM = """
 import sys
@@ -29,19 +29,27 @@ sys.exit(start(Family(name="toy", presets=(), demo=Path("demo.toml"), spec=spec)
 def test_a_run_is_watched_until_ctrl_c_without_its_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     before = sorted(run.rglob("*"))
-    command = [sys.executable, "-uc", PROGRAM, str(run), "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        first, tunnel = process.stdout.readline(), process.stdout.readline()
+    program, out, err = (tmp_path / name for name in ("watch.py", "out", "err"))
+    program.write_text(PROGRAM)
+    process = scripts.start(program, str(run), "--port", "0", out=out, err=err)
+    try:
+        end = time.monotonic() + 120
+        while not out.exists() or out.read_text().count("\n") < 2:
+            assert time.monotonic() < end and process.is_alive(), "the page is served"
+            time.sleep(0.02)
+        first, tunnel = out.read_text().splitlines()[:2]
         found = re.search(r"at (http://127\.0\.0\.1:(\d+)/) ", first)
         assert found and f"ssh -N -L {found[2]}:127.0.0.1:{found[2]} " in tunnel
         with urllib.request.urlopen(found[1], timeout=120) as response:
             assert b"It learns: loss on unseen clips fell by" in response.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0 and "ended; the run goes on" in process.stdout.read()
-        assert process.stderr.read() == ""
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        process.join(120)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0 and "ended; the run goes on" in out.read_text()
+    assert err.read_text() == ""
     assert sorted(run.rglob("*")) == before, "it writes nothing"
 
 
