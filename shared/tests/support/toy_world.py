@@ -18,10 +18,16 @@ from ditkit_core.testing.world import make_model
 
 
 class World:
-    """A folder with a toy checkpoint and captioned images, and the commands at work in it."""
+    """A folder with a toy checkpoint and captioned images, and the commands at work in it.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: The folder, which is empty.
+        captions: `sample.captions` of its runs; 0 where a test looks at no sample. None for the
+            default.
+    """
+
+    def __init__(self, folder: Path, captions: int | None = None):
+        self.folder, self.captions = folder, captions
         self.media, self.text = ToyMediaEncoder(), ToyTextEncoder()
         self.spec: ModelSpec = altered(
             TOY,
@@ -77,6 +83,8 @@ class World:
             "--adapter.dropout",
             "0.1",
         ]
+        if self.captions is not None:
+            common += ["--sample.captions", str(self.captions)]
         return common
 
     def run(self, command: str, *flags: str) -> int:
