@@ -24,14 +24,15 @@ from ditkit_core.testing.toy import TOY, ToyArch
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
-    return World(tmp_path)
+    return World(tmp_path, captions=1)
 
 
 def test_training_goes_from_files_to_an_adapter_with_its_history(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flow = ("--flow.shifting", "constant", "--flow.shift", "3.0", "--flow.sampling", "logit_normal")
-    assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2", *flow) == 0
+    flags = ("--held_out.clips", "1", "--save.every_steps", "2", "--sample.captions", "2", *flow)
+    assert world.train("run", 4, *flags) == 0
     said = capsys.readouterr().out
     run = world.folder / "run"
     assert "validation loss" in said and str(run / "exports" / "run.safetensors") in said
@@ -147,9 +148,9 @@ def test_a_run_in_two_parts_equals_one_in_one_part_bitwise(world: World, method:
         "--export.dtype",
         "fp32",
     )
-    assert world.train("whole", 6, *flags) == 0
-    assert world.train("parts", 3, *flags) == 0
-    assert world.train("parts", 6, *flags, "--train.checkpointing", "attn_only") == 0
+    assert world.train("whole", 4, *flags) == 0
+    assert world.train("parts", 2, *flags) == 0
+    assert world.train("parts", 4, *flags, "--train.checkpointing", "attn_only") == 0
     transformer = "exports/transformer_official/diffusion_pytorch_model.safetensors"
     whole, parts = (
         load_file(
