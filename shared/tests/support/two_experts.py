@@ -57,8 +57,8 @@ class Watching(ToySampler):
 class TwoExperts(World):
     """A world whose checkpoint is a pair of experts of different weights."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder)
+    def __init__(self, folder: Path, captions: int = 2):
+        super().__init__(folder, captions)
         self.sampler = Watching()
         self.spec = altered(
             self.spec,
@@ -87,7 +87,7 @@ class TwoExperts(World):
             "--data.height": "16", "--data.width": "16", "--data.frames": "1",
             "--log.tensorboard": "false",
             "--encode.cache": str(self.folder / "cache"), "--log.every_steps": "1",
-            "--sample.captions": "2",
+            "--sample.captions": str(self.captions),
             "--optim.lr": "1e-2",
         }  # fmt: skip
         common = [part for pair in settings.items() if pair[0] not in given for part in pair]
