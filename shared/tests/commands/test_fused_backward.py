@@ -6,7 +6,7 @@ from ditkit_core.training.checkpoint import load_state
 
 
 def test_the_command_trains_bitwise_and_refuses_before_anything_is_loaded(tmp_path, capsys):
-    world = World(tmp_path)
+    world = World(tmp_path, captions=0)
     common = ["--train.clip_norm", "0", "--optim.lr", "0.01"]
     fused = ["--optim.fused_backward", "true"]
     assert world.train("lora", 3, *common) == world.train("lora-fused", 3, *common, *fused) == 0
