@@ -34,7 +34,7 @@ HELD_OUT = ("--held_out.clips", "2")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
-    return World(tmp_path)
+    return World(tmp_path, captions=0)
 
 
 def command(program: str) -> str:

@@ -12,7 +12,7 @@ from ditkit_core.diagnostics.report.page import write_report
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
-    return World(tmp_path)
+    return World(tmp_path, captions=0)
 
 
 def test_a_run_keeps_what_it_prints_also_when_it_continues_or_fails(
