@@ -43,7 +43,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(
         "gc.collect", lambda *_: 0
     )  # half a second each time, and nothing here is large
-    return World(tmp_path)
+    return World(tmp_path, captions=1)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
 
     @cache
     def trained(flags: tuple[str, ...]) -> World:
-        world = World(tmp_path_factory.mktemp("undisturbed"))
+        world = World(tmp_path_factory.mktemp("undisturbed"), captions=1)
         with children(world.spec, "draws"), pytest.MonkeyPatch.context() as patch:
             patch.setattr("gc.collect", lambda *_: 0)
             assert world.train("whole/run", STEPS, *flags) == 0
