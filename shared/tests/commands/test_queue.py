@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -239,8 +240,8 @@ def test_a_worker_is_of_a_gpu_that_the_machine_has(
     tool.write_text("#!/bin/sh\necho 'GPU 0: A'\necho '  MIG 1g'\necho 'GPU 1: B'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    for worker, *how in (("2",), ("0,3",), ("2", "--detach"), ("0,3", "--detach")):
-        refused = machine.call("--queue", "start", "--worker", worker, *how)
+    for worker, how in product(("2", "0,3"), ("--until-empty", "--detach")):
+        refused = machine.call("--queue", "start", "--worker", worker, how)
         assert refused.status == 1
         assert one_line(refused.err) == (
             f"error: --worker {worker}: this machine has 2 GPUs; their indices are 0 to 1"
@@ -250,7 +251,7 @@ def test_a_worker_is_of_a_gpu_that_the_machine_has(
 
 def test_a_gpu_has_one_worker(machine: Machine) -> None:
     machine.worker("--worker", "0,1")
-    refused = machine.call("--queue", "start", "--worker", "1")
+    refused = machine.call("--queue", "start", "--worker", "1", "--until-empty")
     assert refused.status == 1
     assert one_line(refused.err).startswith("error: GPU 1 has a worker already (process ")
     assert "GPU 0, GPU 1" in machine.call("--queue", "list").out
