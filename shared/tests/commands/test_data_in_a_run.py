@@ -27,7 +27,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Five square images, three wide ones, and a model that remembers the shapes that it was
     given."""
     monkeypatch.chdir(tmp_path)
-    world = World(tmp_path)
+    world = World(tmp_path, captions=0)
     for i, colour in enumerate(("pink", "lime", "black")):
         world.add(f"clips/wide{i}.png", (20, 40), colour, f"wide {i}")
     world.seen = []  # type: ignore[attr-defined]
