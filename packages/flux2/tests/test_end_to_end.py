@@ -30,6 +30,7 @@ class TestDemo(DemoConformance):
     trained = "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight"
     trained_names = r".*_blocks\."
     daily = slice(0, None, 2)
+    default = slice(1)
     levers = (
         (
             "--adapter.targets",

@@ -23,6 +23,7 @@ class TestDemo(DemoConformance):
     trained = "diffusion_model.blocks.0.self_attn.q.lora_A.weight"
     trained_names = r"diffusion_model\.blocks\."
     daily = slice(1, None, 2)
+    default = slice(1)
     levers = (
         (
             "--data.frames",

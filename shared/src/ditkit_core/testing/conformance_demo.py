@@ -34,8 +34,9 @@ class DemoConformance:
     trained_names: ClassVar[str]
     """A pattern for how the names of all its tensors begin."""
     daily: ClassVar[slice] = slice(0, 1)
-    """Which of `LEVERS` every change runs here, the first in the default set; another family has
-    the rest."""
+    """Which of `LEVERS` every change runs here; another family has the rest."""
+    default: ClassVar[slice] = slice(0)
+    """Which of these are in the default set."""
     levers: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Flags that this family alone takes."""
     forms: ClassVar[tuple[str, ...]] = ("--export.forms", '["official", "diffusers"]')
@@ -48,14 +49,16 @@ class DemoConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Flags that a subclass says."""
         if "flags" in metafunc.fixturenames:
-            first, *others = [*LEVERS[self.daily], *self.levers]
-            slow = [pytest.param(flags, marks=pytest.mark.slow) for flags in others]
-            rest = [
-                pytest.param(flags, marks=pytest.mark.exhaustive)
-                for flags in LEVERS
-                if flags not in (first, *others)
+            daily = [*LEVERS[self.daily], *self.levers]
+            cases = [
+                flags if flags in daily[self.default] else pytest.param(flags, marks=mark)
+                for mark, group in (
+                    (pytest.mark.slow, daily),
+                    (pytest.mark.exhaustive, [flags for flags in LEVERS if flags not in daily]),
+                )
+                for flags in group
             ]
-            metafunc.parametrize("flags", [first, *slow, *rest])
+            metafunc.parametrize("flags", cases)
 
     def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]

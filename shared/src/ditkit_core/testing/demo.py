@@ -27,6 +27,9 @@ _FEW = (
     "[0.3, 0.7]",
     "--sample.captions", "1", "--sample.steps", "2",
 )  # fmt: skip
+_ONE_IN = 4
+"""Of how many samples a run keeps one: of an edit, of each format and of several shapes some are
+left, and each caption takes as long as several steps."""
 _NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 
 LEVERS: tuple[tuple[str, ...], ...] = (
@@ -66,19 +69,11 @@ class Demo:
         return cls(spec, folder / "inputs", folder / "cache")
 
     def train(self, run: Path, *flags: str) -> int:
-        """Two steps into the folder of a run, without the diagrams."""
-
-        def copy(folder: Path) -> None:
-            shutil.copytree(self.inputs, folder, dirs_exist_ok=True)
-
-        return cli.run(
-            altered(self.spec, write=copy),
-            "train",
-            [*self._arguments(run), "--log.tensorboard", "false", *flags],
-        )
+        """Two steps on some of the samples into the folder of a run, without the diagrams."""
+        return self._train(run, "--log.tensorboard", "false", *flags)
 
     def check_run(self, run: Path, output: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
-        """Assert that the demo as it is ends complete, and says so when it is started again.
+        """Assert that the demo ends complete, and says so when it is started again.
 
         Args:
             run: The run's folder.
@@ -88,8 +83,7 @@ class Demo:
         Returns:
             The tensors of the adapter's file.
         """
-        arguments = self._arguments(run)
-        assert cli.run(self.spec, "train", arguments) == 0
+        assert self._train(run) == 0
         verified = f"diffusers loads {run.name}.safetensors and agrees with our model"
         printed, page = output(), (run / "report.html").read_text(encoding="utf-8")
         assert (verified if self.spec.adapters.verify else "which has no such model") in printed
@@ -100,7 +94,7 @@ class Demo:
         tensors: dict[str, Tensor] = load_file(run / "exports" / f"{run.name}.safetensors")
         steps = [record["step"] for record in _metrics(run)]
         assert steps == sorted(steps) and steps[0] == 0
-        assert cli.run(self.spec, "train", arguments) == 0
+        assert self._train(run) == 0
         assert "complete at step 2" in output()
         return tensors
 
@@ -127,16 +121,27 @@ class Demo:
         """The validation losses of a run."""
         return [record["held_out"] for record in _metrics(run) if "held_out" in record]
 
-    def _arguments(self, run: Path) -> list[str]:
-        return [
-            "--demo",
-            "--run.folder",
-            str(run),
-            "--encode.cache",
-            str(self.cache),
-            *_FEW,
-            *_NO_PREVIEWS,
-        ]
+    def _train(self, run: Path, *flags: str) -> int:
+        def copy(folder: Path) -> None:
+            shutil.copytree(self.inputs, folder, dirs_exist_ok=True)
+            _keep_few(folder)
+
+        arguments = ("--demo", "--run.folder", str(run), "--encode.cache", str(self.cache))
+        return cli.run(
+            altered(self.spec, write=copy), "train", [*arguments, *_FEW, *_NO_PREVIEWS, *flags]
+        )
+
+
+def _keep_few(folder: Path) -> None:
+    """Leave one in `_ONE_IN` of the samples of a demo's inputs."""
+    media = [file for file in sorted(folder.glob("*/*")) if called_like_media(file)]
+    for file in sorted(set(media) - set(media[::_ONE_IN])):
+        file.unlink()
+        file.with_suffix(".txt").unlink(missing_ok=True)
+    for table in folder.glob("*/metadata.jsonl"):
+        rows = table.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [row for row in rows if (table.parent / json.loads(row)["file_name"]).exists()]
+        table.write_text("".join(kept), encoding="utf-8")
 
 
 def check_loss(spec: ModelSpec, run: Path) -> None:
