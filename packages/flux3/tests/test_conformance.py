@@ -575,7 +575,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            # guidance, each number of references and the flow map are each in another case, too
+            marks=[pytest.mark.slow] * (case in ("unguided", "guided edit", "flow map")),
+        )
+        for case in CASES
+    ],
+)
 def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, language_model, case):
     """From the prompt and the pictures to pixels; references whose sides are multiples of 16."""
     arch, guidance, count = CASES[case]
