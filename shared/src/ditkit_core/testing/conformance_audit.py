@@ -60,9 +60,10 @@ class AuditChecks(ModelChecks):
         "test_division_and_streaming_change_no_number",
         "test_every_place_shows_and_the_timestep_most",
         "test_the_model_is_as_before",
+        "test_what_is_not_lowered_has_no_error",
     )
     """Checks that run nightly; daily for the core's own model. A family's places and their order
-    are checked daily by `PrecisionChecks`."""
+    are checked daily by `PrecisionChecks`, and that its steps repeat by those of policies."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
 
