@@ -51,6 +51,7 @@ class TestPeers(Images, PeerChecks):
     assistant."""
 
     diffusers = DIFFUSERS
+    daily = "dora"
 
 
 BLOCKS = ("*.q", "*.k", "*.v", "*.linear1", "*.linear2", "*.proj", "*_mlp.0")

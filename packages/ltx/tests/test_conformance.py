@@ -3,7 +3,7 @@ latents, samples, adapters."""
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import cycle
 from pathlib import Path
 from typing import ClassVar
 
@@ -467,8 +467,8 @@ class TestBase(BaseFilesChecks):
     def test_the_vae_reproduces_other_clips_at_22_db(self, demo: Demo) -> None:
         vae = DiffusersVae(VAE, ModelPaths(base=str(demo.inputs / "checkpoint")), CPU)
         vae.load()
-        shown, looks, wrong = {clip.scene for clip in CLIPS}, product(SHAPES, DIRECTIONS), []
-        for number, (shape, way) in enumerate(looks):
+        shown, wrong = {clip.scene for clip in CLIPS}, []
+        for number, (way, shape) in enumerate(zip(DIRECTIONS, cycle(SHAPES), strict=False)):
             scene = moving(list(COLOURS)[number % 4], shape, way, 1.3 * number - 9.1)
             assert scene not in shown
             painted = torch.from_numpy(np.round(scene.paint(SIDE, SIDE, range(FRAMES))))

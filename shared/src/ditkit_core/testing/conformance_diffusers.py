@@ -36,11 +36,13 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest, Sampler
+from ditkit_core.models.meta import on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel, Stages, run_plain
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import Items, ModelChecks, make_model, over_the_same_tensors
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -318,15 +320,30 @@ class DiffusersChecks(ModelChecks):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The cases of a subclass."""
-        if "case" in metafunc.fixturenames:
-            bf16 = metafunc.function.__name__ == "test_bf16_is_nearer_to_fp64_than_diffusers"
-            metafunc.parametrize("case", self.nearer_cases if bf16 else list(self.cases()))
+        if "dtype" in metafunc.fixturenames:
+            cases = self.cases()
+            # fp64 tells more of each batch, and fp32 what it has of its own of each architecture
+            fp32 = {comparison.arch: case for case, comparison in cases.items()}.values()
+            metafunc.parametrize(
+                ("case", "dtype"),
+                [
+                    pytest.param(
+                        case,
+                        dtype,
+                        marks=[pytest.mark.slow] * (name == "fp32" and case not in fp32),
+                        id=f"{case}-{name}",
+                    )
+                    for case in cases
+                    for dtype, name in zip(BARS, ("fp64", "fp32"), strict=True)
+                ],
+            )
+        elif "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.nearer_cases)
         if "targets" in metafunc.fixturenames:
             metafunc.parametrize("targets", list(self.targets))
         if "kind" in metafunc.fixturenames:
             metafunc.parametrize("kind", ("official", "diffusers"))
 
-    @pytest.mark.parametrize("dtype", BARS, ids=["fp64", "fp32"])
     def test_outputs_and_every_gradient_are_those_of_diffusers(
         self, dtype: torch.dtype, case: str
     ) -> None:
@@ -405,7 +422,7 @@ class DiffusersChecks(ModelChecks):
         assert infer is not None
         counted = {}
         for arch in dict.fromkeys(map(self.arch_in_files, presets.values())):
-            with torch.device("meta"):
+            with on_meta():
                 theirs = self._kind(arch)(**self.class_arguments(arch))
                 ours = self.spec.architecture.build(arch, Precision()).state_dict()
             counted[arch] = sum(x.numel() for x in ours.values())
@@ -461,7 +478,11 @@ class DiffusersChecks(ModelChecks):
             form: load_file(self.adapter_file(model, tmp_path, form))
             for form in dict.fromkeys(form for form, _ in self.files.values())
         }
-        for (kind, (form, rename)), alpha in product(self.files.items(), (False, True)):
+        number = list(self.targets).index(targets)
+        cases = list(product(self.files.items(), (False, True)))
+        if number:  # both on the first layers; on others, whose names differ, one for each kind
+            cases = [cases[2 * i + (i + number) % 2] for i in range(len(self.files))]
+        for (kind, (form, rename)), alpha in cases:
             tensors = {rename(name): x for name, x in stored[form].items()}
             assert any(name.endswith(".alpha") for name in tensors) == (form == "musubi")
             if alpha:
@@ -509,7 +530,8 @@ class DiffusersChecks(ModelChecks):
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and ".lora_" not in name
         }
-        return find_adapter(file, self.spec, layers=layers)
+        # the presets' many blocks are named in `test_names_…_at_full_size`, once and not for each file
+        return find_adapter(file, altered(self.spec, presets={}), layers=layers)
 
     def rule(self, file: Path, model: nn.Module) -> str:
         """What our rules have against diffusers for a file; empty if it loads all."""

@@ -43,6 +43,19 @@ class PeerChecks(ModelChecks):
     """Inherit next to the class with a family's tiny items, and set `diffusers`."""
 
     diffusers: ClassVar[DiffusersModel]
+    daily: ClassVar[str] = "lora"
+    """The method of an assistant that every change tries; the other is slow."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Assistants, and their strengths."""
+        if "strength" in metafunc.fixturenames:
+            cases = [
+                pytest.param(
+                    kind, strength, marks=[pytest.mark.slow] * (kind != self.daily), id=kind
+                )
+                for kind, strength in (("lora", 0.7), ("dora", 1.0))
+            ]
+            metafunc.parametrize(("kind", "strength"), cases)
 
     def test_a_masked_loss_is_that_of_a_mask_over_the_squared_errors_of_diffusers(self) -> None:
         """As the scripts of diffusers and kohya, diffusion-pipe and SimpleTuner have it: squared
@@ -128,7 +141,6 @@ class PeerChecks(ModelChecks):
 
     # two adapters are what is asked for
     @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
-    @pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
     def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(
         self, tmp_path: Path, kind: str, strength: float
     ) -> None:
