@@ -580,8 +580,8 @@ CASES = {
     [
         pytest.param(
             case,
-            # guidance, each number of references and the flow map are each in another case, too
-            marks=[pytest.mark.slow] * (case in ("unguided", "guided edit", "flow map")),
+            # each of these with references is in another case
+            marks=[pytest.mark.slow] * (case in ("guided", "flow map")),
         )
         for case in CASES
     ],
