@@ -67,6 +67,8 @@ FILES: dict[str, tuple[str, Callable[[str], str]]] = {
     },
 }
 """Adapter files that people have: the form that we write, and how its names are changed."""
+SPELLINGS = ("diffsynth", "peft", "no prefix", "diffusers, lora_up and lora_down")
+"""Of these, those that a program reads or not whatever layers they are on."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,18 @@ class DiffusersChecks(ModelChecks):
     def arch_in_files(self, arch: Any) -> Any:
         """An architecture of `presets` as far as its files describe it."""
         return arch
+
+    def files_on(self, targets: str) -> list[tuple[str, bool]]:
+        """The files that are compared with adapters on `targets`, each without keys of alpha or
+        with them: all on the first targets, and on others those whose rules ask for layers."""
+        files = list(product(self.files, (False, True)))
+        if targets == next(iter(self.targets)):
+            return files
+        return [
+            (kind, alpha)
+            for kind, alpha in files
+            if kind not in SPELLINGS and not (alpha and kind in ("diffusers", "musubi"))
+        ]
 
     def is_loaded(self, kind: str, targets: str, alpha: bool) -> bool | None:
         """Whether diffusers loads a file of `files` with adapters on `targets`; None: as our rules
@@ -474,15 +488,13 @@ class DiffusersChecks(ModelChecks):
         model = self.adapted_model(targets)
         bare = self.diffusers.transformer(model)
         monkeypatch.setattr(DiffusersModel, "transformer", lambda *_: over_the_same_tensors(bare))
+        files = self.files_on(targets)
         stored = {
             form: load_file(self.adapter_file(model, tmp_path, form))
-            for form in dict.fromkeys(form for form, _ in self.files.values())
+            for form in dict.fromkeys(self.files[kind][0] for kind, _ in files)
         }
-        number = list(self.targets).index(targets)
-        cases = list(product(self.files.items(), (False, True)))
-        if number:  # both on the first layers; on others, whose names differ, one for each kind
-            cases = [cases[2 * i + (i + number) % 2] for i in range(len(self.files))]
-        for (kind, (form, rename)), alpha in cases:
+        for kind, alpha in files:
+            form, rename = self.files[kind]
             tensors = {rename(name): x for name, x in stored[form].items()}
             assert any(name.endswith(".alpha") for name in tensors) == (form == "musubi")
             if alpha:
