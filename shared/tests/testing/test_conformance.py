@@ -29,6 +29,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     num_daily: ClassVar = {}
     nightly = ()
     steps_on_a_stand_in = STEPS
+    micro_batches_on_a_stand_in = 2
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)

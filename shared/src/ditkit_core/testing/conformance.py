@@ -345,8 +345,10 @@ class CoreChecks(ModelChecks):
             )
         assert under.differences(plain) == []
 
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
     def test_backward_may_start_in_another_thread(self, policy: str) -> None:
+        """Where it runs parts of the forward again."""
+
         def elsewhere(loss: Tensor) -> None:
             thread = threading.Thread(target=loss.backward)
             thread.start()
@@ -482,7 +484,7 @@ class CoreChecks(ModelChecks):
 
     def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(self) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
-        bare = self._outcome(model, None)
+        bare = self._outcome(model, None, backward=lambda loss: None)  # its outputs alone
         adapted: Any = make_model(
             self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"]
         )

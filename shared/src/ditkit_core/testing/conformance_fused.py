@@ -13,7 +13,7 @@ from torch import Tensor
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.testing.combinations import pairwise
+from ditkit_core.testing.combinations import case_id, pairwise
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import stream, train_steps
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -46,6 +46,12 @@ FULL_LEVERS: Mapping[str, Sequence[Any]] = {
 """What a full fine-tune on a small GPU needs, by lever; `one_of`: of how many blocks one is
 streamed, 0 for none."""
 
+_FULL_AT_ONCE = [
+    ("full", "adafactor", "last_step", 1, "one", 1, False),
+    ("attn_only", "split", "block", 1, "one", 1, False),
+]
+"""What a model can break: every weight is streamed, and updated when its gradient is there."""
+
 
 def _is_possible(case: tuple[Any, ...]) -> bool:
     """Pretended devices cannot give a parameter values of another size, as rounding does; and
@@ -54,7 +60,7 @@ def _is_possible(case: tuple[Any, ...]) -> bool:
     return layout == "one" and not offload if update != "adamw" else layout != "one" or not offload
 
 
-_CASES = pairwise(FULL_LEVERS, _is_possible, apart=[("update", "one_of")])
+_FULL_CASES = pairwise(FULL_LEVERS, _is_possible, first=_FULL_AT_ONCE, apart=[("update", "one_of")])
 """How weights are rounded where they are streamed, `test_stochastic_rounding.py` has."""
 
 
@@ -78,8 +84,17 @@ class FusedChecks(ModelChecks):
         assert fused[0] == plain[0]
         assert differing(fused[1], plain[1]) == []
 
-    @pytest.mark.parametrize(tuple(FULL_LEVERS), _CASES)
-    def test_levers_of_a_full_fine_tune_change_no_bit(
+    @pytest.mark.parametrize("case", _FULL_AT_ONCE, ids=case_id)
+    def test_levers_of_a_full_fine_tune_change_no_bit(self, case: tuple[Any, ...]) -> None:
+        """Streamed and updated in the backward at once: a family runs one case."""
+        self._check_full_fine_tune(*case)
+
+    @pytest.mark.parametrize("case", _FULL_CASES[len(_FULL_AT_ONCE) :], ids=case_id)
+    def test_other_levers_of_a_full_fine_tune_change_no_bit(self, case: tuple[Any, ...]) -> None:
+        """With the cases above, every pair of values of two levers."""
+        self._check_full_fine_tune(*case)
+
+    def _check_full_fine_tune(
         self,
         policy: str,
         update: str,

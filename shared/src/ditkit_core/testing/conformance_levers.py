@@ -18,7 +18,7 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.nn.lora import ASSISTANT
 from ditkit_core.nn.quantized_layouts import LAYOUTS
-from ditkit_core.testing.combinations import pairwise
+from ditkit_core.testing.combinations import case_id, pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, OF_FILES, make_quantized
 from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.conformance_split import layouts
@@ -49,10 +49,6 @@ _AT_ONCE = [
     ("attn_only", "int8", "dora next to an assistant", "uneven", 1, True, True, True),
 ]
 """No lever is off."""
-
-
-def _said(case: tuple[Any, ...]) -> str:
-    return "-".join(map(str, case))
 
 
 _DAILY = pairwise(
@@ -96,12 +92,12 @@ class LeverChecks(ModelChecks):
             add_random_assistant(model)
         return model
 
-    @pytest.mark.parametrize("case", _AT_ONCE, ids=_said)
+    @pytest.mark.parametrize("case", _AT_ONCE, ids=case_id)
     def test_levers_at_once_change_no_number(self, case: tuple[Any, ...]) -> None:
         """All of them: a family runs one case, which finds what its model breaks under any."""
         self._check_levers(*case)
 
-    @pytest.mark.parametrize("case", _CASES, ids=_said)
+    @pytest.mark.parametrize("case", _CASES, ids=case_id)
     def test_levers_together_change_no_number(self, case: tuple[Any, ...]) -> None:
         """With the cases above, every pair of values of two levers."""
         self._check_levers(*case)

@@ -61,12 +61,9 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 
 
 _OF_A_FAMILY = [
-    (policy, backend, adapter, dtype, policy != "attn_only")
-    for backend, adapter, dtype in (
-        ("sdpa", "full", torch.float32),
-        ("sdpa_math", "lora", torch.bfloat16),
-    )
-    for policy in ("full", "attn_only", "attn_only(self)")
+    ("attn_only(self)", "sdpa", "full", torch.float32, True),
+    ("full", "sdpa_math", "lora", torch.bfloat16, True),
+    ("attn_only", "sdpa_math", "lora", torch.bfloat16, False),
 ]
 """What a model says of its blocks matters to: their last layers, with and without adapters, and
 their attention calls."""
