@@ -191,7 +191,7 @@ class TestKeptBytes(KeptBytesConformance):
 def test_a_tower_without_references_has_no_gradient_in_a_plan(fused):
     """Of all weights of the tower, and of the three layers outside of it that references have;
     unless another micro-batch may have references."""
-    arch = replace(ARCH, tower_layers=2, layers=3)
+    arch = replace(ARCH, tower_layers=2, layers=1)
     adapter = AdapterConfig(method="full")
     held = {}
     for uniform in (False, True):

@@ -30,6 +30,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     nightly = ()
     steps_on_a_stand_in = STEPS
     micro_batches_on_a_stand_in = 2
+    cuts_alone = True
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)

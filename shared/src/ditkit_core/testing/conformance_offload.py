@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, ModelChecks, Outcome, make_model, outcome
@@ -76,12 +76,12 @@ class OffloadChecks(ModelChecks):
             carry = after
         divide(model, [ONE] * (len(model.blocks()) + 2))
         sent, plain = {}, outcome(self.spec, self._made("lora"), items, BlockEngine())
-        for policy in POLICIES:
+        for policy in ("full", "attn_only"):
             engine = BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
             actual, sent[policy] = self._offloaded(model, engine)
             assert actual.differences(plain) == [], policy
         assert sent["full"] == num_entering
-        assert sent["none"] > sent["attn_only"] > sent["full"]
+        assert sent["attn_only"] > sent["full"]
 
     def _made(self, adapter: str) -> Any:
         chosen: AdapterConfig | None = ADAPTERS[adapter]

@@ -128,11 +128,9 @@ class PrecisionChecks(ModelChecks):
             "matmul": torch.bfloat16,
             "attention": torch.bfloat16,
         }
-        before = self._result(Precision(**plain))
-        raised = self._result(Precision(**{**plain, group: torch.float64}))
-        assert all(
-            value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values())
-        )
+        before = self._result(Precision(**plain), backward=False)
+        raised = self._result(Precision(**{**plain, group: torch.float64}), backward=False)
+        assert all(output.isfinite().all() for output in raised.outputs)
         # tables are made of fp64 angles: wider ones are not cast, but what takes them casts
         wide = torch.float32 if group == "rotary_tables" else torch.float64
         more = {

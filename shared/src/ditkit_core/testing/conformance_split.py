@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -65,6 +65,10 @@ _PAIRED = [
 class SplitChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
+    cuts_alone: ClassVar[bool] = False
+    """Whether a model is divided at one split point after the other, as the core's own is, or at
+    all of them at once."""
+
     def _divided(self, adapter: str, devices: Sequence[torch.device] | None = None) -> Any:
         """A model with its embedding, each block and its head on these devices; None: all on the
         host."""
@@ -85,14 +89,18 @@ class SplitChecks(ModelChecks):
         undivided: Any = self._divided(adapter)
         expected = outcome(self.spec, undivided, items, BlockEngine(policy=policy))
         num = len(undivided.blocks())
-        for cut in range(1, num):
-            divided = self._divided(adapter, [ONE] * (1 + cut) + [TWO] * (num - cut + 1))
+        alone = [[ONE] * (1 + cut) + [TWO] * (num - cut + 1) for cut in range(1, num)]
+        # What a stage has of one before, and not from the carry, is on another device, unless there
+        # are three stages between them.
+        at_once = [[DEVICES[stage % len(DEVICES)] for stage in range(num + 2)]]
+        for devices in alone if self.cuts_alone else at_once:
+            divided = self._divided(adapter, devices)
             with PretendDevices():
                 result = outcome(self.spec, divided, items, BlockEngine(policy=policy))
-            assert result.differences(expected) == [], cut
-            assert result.num_attention == expected.num_attention, cut
+            assert result.differences(expected) == [], devices
+            assert result.num_attention == expected.num_attention, devices
             assert torch.equal(result.generator_state, expected.generator_state), (
-                f"cut {cut} leaks random state"
+                f"{devices} leaks random state"
             )
 
     @pytest.mark.parametrize(("layout", "adapter", "policy"), _PAIRED)
