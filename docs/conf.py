@@ -60,15 +60,15 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ditkit_).*"),  # names of other libraries, whose indexes are on the network
+    # private names, and variables of types
     (
         r"py:.*",
         r".*\.(_\w+|Content|Item|Matrices|Measurement|Module|Number|Prepared|Section|T|Taken|Tree|Value)",
-    ),  # private names, and variables of types
+    ),
 ]
 
-suppress_warnings = [
-    "ref.python"
-]  # `bytes` in an annotation is the type, and not one of the attributes with this name
+# `bytes` in an annotation is the type, and not one of the attributes with this name
+suppress_warnings = ["ref.python"]
 
 _COLON = "\N{MODIFIER LETTER COLON}"
 RESUME = {

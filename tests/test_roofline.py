@@ -45,14 +45,8 @@ def test_a_step_by_default_is_as_small_and_as_fast_as_wanted() -> None:
         for line in lines
         if line.startswith("| ours (kernels = triton, the default on GPUs) |")
     ]
-    wan, *steps = (
-        rows[0],
-        rows[1],
-        rows[4],
-        rows[7],
-        rows[10],
-        rows[13],
-    )  # FLUX.2 has two kinds of blocks
+    # FLUX.2 has two kinds of blocks
+    wan, *steps = (rows[0], rows[1], rows[4], rows[7], rows[10], rows[13])
     # Milliseconds and amount of each kind of work, their sum, and launches.
     fp32, traffic, launches = float(wan[7]), float(wan[9]), int(wan[11])
     assert fp32 == 0 and traffic <= 45 and launches <= 300

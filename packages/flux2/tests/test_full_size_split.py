@@ -52,8 +52,7 @@ def test_two_gpus_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(qua
     midpoint = held(0, ARCH.double_layers + 1 + ARCH.single_layers // 2, NUM_BLOCKS)
     for name, pair in ((f"cut {cut}", ours), ("midpoint", midpoint)):
         print(f"{quantize}, {name}: {pair[0] / 1e9:.1f} against {pair[1] / 1e9:.1f} GB")
-    largest = max(
-        held(*range(1, NUM_BLOCKS))
-    )  # of the blocks that share no device with the embedding or the head
+    # of the blocks that share no device with the embedding or the head
+    largest = max(held(*range(1, NUM_BLOCKS)))
     assert abs(ours[0] - ours[1]) <= largest < 0.2 * abs(midpoint[0] - midpoint[1])
     assert max(ours) < 0.85 * max(midpoint)

@@ -173,9 +173,8 @@ def test_every_step_is_that_of_diffusers(
     torch.testing.assert_close(pixels, picture, atol=1e-4, rtol=0)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Already found a `peft_config`:UserWarning"
-)  # two adapters are what is asked for
+# two adapters are what is asked for
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 @pytest.mark.parametrize(
     ("added_kind", "strength"), [pytest.param("lora", 0.7, marks=pytest.mark.slow), ("dora", 1.0)]
 )

@@ -152,9 +152,8 @@ def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
         (ours,) = encoder.encode([caption])
         expected = padded[mask]
         assert ours["text"].shape == (len(expected), 12 * 32) and len(expected) <= TEXT_TOKENS
-        torch.testing.assert_close(
-            ours["text"].view_as(expected), expected, rtol=1e-4, atol=1e-4
-        )  # fp32; kernels sum in another order
+        # fp32; kernels sum in another order
+        torch.testing.assert_close(ours["text"].view_as(expected), expected, rtol=1e-4, atol=1e-4)
     assert masks[2].all() and len(masks[2]) == TEXT_TOKENS
     assert TEXT.models[0].dropped == PREFIX_TOKENS == pipeline.prompt_template_encode_start_idx
 

@@ -292,9 +292,8 @@ def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
         (ours,) = encoder.encode([caption])
         expected = padded[real.bool()]
         assert ours["text"].shape == (len(expected), 32)
-        torch.testing.assert_close(
-            ours["text"], expected, rtol=1e-4, atol=1e-4
-        )  # fp32; kernels sum in another order
+        # fp32; kernels sum in another order
+        torch.testing.assert_close(ours["text"], expected, rtol=1e-4, atol=1e-4)
     assert len(expected) == TEXT_TOKENS and len(encoder.truncated) == 1
 
 

@@ -55,9 +55,8 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
     found = auxiliary_models("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
     planned = measure_model(found, (9, 480, 832), dtype=torch.float32, kind="cpu")
     held = live(encoder.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
-    on_the_host = (
-        4 * 3 * (480 * 832 + 3 * 224 * 224)
-    )  # the image, and its square on the way to the device: the CPU here
+    # the image, and its square on the way to the device: the CPU here
+    on_the_host = 4 * 3 * (480 * 832 + 3 * 224 * 224)
     assert (
         planned.weights >= 4 * num_parameters(encoder.module)
         and planned.peak < held < 1.05 * planned.peak + on_the_host
@@ -159,10 +158,8 @@ def test_tiles_give_other_latents_under_another_identity(
     small = large[:, :, :256]
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     with torch.no_grad():
-        for encoder in (
-            whole,
-            tiled,
-        ):  # random attention, over the whole image, would hide where each tile is
+        # random attention, over the whole image, would hide where each tile is
+        for encoder in (whole, tiled):
             for half in (encoder.module.encoder, encoder.module.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
     check_tiles(whole, tiled, large, patch=monkeypatch)

@@ -42,10 +42,8 @@ COUNTS = WITHOUT_DIFFUSERS | {
     "fun-inp-5b": (5_000_426_688, 825),
     "fun-inp-a14b": (14_288_901_184, 1095),
     "vace-fun-a14b": (17_337_592_896, 1331),
-    "animate-14b": (
-        17_274_816_884,
-        1427,
-    ),  # `WanAnimateModel` in Wan-Video/Wan2.2, which has 14 kernels of blurs as well
+    # `WanAnimateModel` in Wan-Video/Wan2.2, which has 14 kernels of blurs as well
+    "animate-14b": (17_274_816_884, 1427),
 }
 BESIDE = {
     "fun-v1.1-control-14b": {"ref_conv.weight": (5120, 16, 2, 2)},

@@ -64,9 +64,8 @@ def test_each_step_of_the_official_sampler_goes_to_the_expert_that_was_trained_o
     high, low = WAN.architecture.experts(PRESETS[name])
     counts = [0, 0]
     for t in scheduler.timesteps:
-        is_low = bool(
-            t < MODELS[name] * 1000
-        )  # the official rule: from the boundary on it is the high-noise expert's
+        # the official rule: from the boundary on it is the high-noise expert's
+        is_low = bool(t < MODELS[name] * 1000)
         lowest, highest = noise_range(low if is_low else high)
         level = float(t) / 1000  # what the sampler yields
         assert (level < high.min_sigma) == is_low, "as drawing decides"

@@ -106,9 +106,8 @@ def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     return model.eval()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Already found a `peft_config`:UserWarning"
-)  # two adapters are what is asked for
+# two adapters are what is asked for
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "strength"), [("lora", 0.7), pytest.param("dora", 1.0, marks=pytest.mark.slow)]
 )
@@ -184,9 +183,8 @@ def test_a_seed_decides_the_sample_and_shift_the_noise_levels(
         )
 
     first = sampled()
-    assert torch.equal(first, sampled()) and torch.equal(
-        first, sampled(shift=3.0)
-    )  # 3 is the checkpoint's own
+    # 3 is the checkpoint's own
+    assert torch.equal(first, sampled()) and torch.equal(first, sampled(shift=3.0))
     assert not torch.equal(first, sampled(seed=8)) and not torch.equal(first, sampled(shift=8.0))
 
 

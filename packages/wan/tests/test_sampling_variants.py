@@ -199,9 +199,8 @@ def test_an_animated_character_is_that_of_diffusers(
         write_image(tmp_path / "m.png", mask)
     latents, conditions = ours.latents(files, fps=30.0)
     pipeline = ours.pipeline("WanAnimatePipeline")
-    pipeline.encode_image = lambda *given: conditions["image"][
-        None
-    ]  # it crops images for CLIP to a square
+    # it crops images for CLIP to a square
+    pipeline.encode_image = lambda *given: conditions["image"][None]
     steps: list[torch.Tensor] = []
 
     def noted(

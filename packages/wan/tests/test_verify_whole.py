@@ -47,10 +47,8 @@ def test_diffusers_computes_with_an_exported_transformer_what_we_do(
 ) -> None:
     model, folder = exported(tmp_path, variant, form)
     header = SafetensorsSource.open(folder).metadata
-    if (variant, form) == (
-        "flf2v",
-        "official",
-    ):  # diffusers' conversion forgets the table of positions
+    # diffusers' conversion forgets the table of positions
+    if (variant, form) == ("flf2v", "official"):
         assert "does not know img_emb.emb_pos" in header[VERIFIED]
         with pytest.raises(UserError, match=r"image_embedder\.pos_embed, img_emb\.emb_pos"):
             DIFFUSERS.verify_whole(folder, form, model, run_plain)

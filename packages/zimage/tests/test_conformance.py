@@ -241,9 +241,8 @@ class TestRanks(Images, RanksConformance):
 @pytest.mark.exhaustive  # each change runs Wan's
 class TestSharded(Images, ShardedConformance):
     sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
-    exact = Limits(
-        1e-5, 4e-5, 1e-4
-    )  # all weights with shared tokens: averages of gradients 1.9e-5, weights 8e-7
+    # all weights with shared tokens: averages of gradients 1.9e-5, weights 8e-7
+    exact = Limits(1e-5, 4e-5, 1e-4)
 
 
 class TestEverySharded(Images, EverySharded):
@@ -436,9 +435,8 @@ def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
     for caption, expected in zip(captions, theirs, strict=True):
         (ours,) = encoder.encode([caption])
         assert ours["text"].shape == expected.shape and len(expected) <= 512
-        torch.testing.assert_close(
-            ours["text"], expected, rtol=1e-4, atol=1e-4
-        )  # fp32; kernels sum in another order
+        # fp32; kernels sum in another order
+        torch.testing.assert_close(ours["text"], expected, rtol=1e-4, atol=1e-4)
     assert len(theirs[2]) == 512
 
 

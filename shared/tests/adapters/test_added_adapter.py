@@ -177,9 +177,8 @@ def test_doras_are_added_as_they_are_merged_whatever_is_trained_over_them(
             weight = frozen.weight.detach().clone()
             file.change(name, weight, strength)
             expected = expected + x @ (weight - frozen.weight.detach()).T
-        torch.testing.assert_close(
-            found[name], expected, rtol=1e-4, atol=1e-5, msg=name
-        )  # fp32 in another order
+        # fp32 in another order
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=name)
         assert (expected - plain[name]).norm() > 0.1 * expected.norm()
 
 

@@ -128,9 +128,8 @@ def test_train_is_called_with_the_resolved_configuration(stages: Stages, tmp_pat
 def test_a_command_computes_fp32_in_fp32(stages: Stages, tmp_path: Path) -> None:
     import torch
 
-    torch.backends.cudnn.allow_tf32 = (
-        True  # torch's own default, which rounds what convolutions make
-    )
+    # torch's own default, which rounds what convolutions make
+    torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("high")  # and what any library may do
     (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n")
     assert cli.run(TOY, "train", [str(tmp_path / "run.toml")]) == 0

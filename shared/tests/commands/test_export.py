@@ -40,9 +40,8 @@ QUEUED = (*FLAGS, "--sample.device", "cpu")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "gc.collect", lambda *_: 0
-    )  # half a second each time, and nothing here is large
+    # half a second each time, and nothing here is large
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
     return World(tmp_path, captions=1)
 
 
@@ -258,9 +257,8 @@ def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(
     whole, old = (
         Path("run/exports") / f"run-step-000002{form}.safetensors" for form in ("", "_diffusers")
     )
-    known = {
-        name: tensor.clone() for name, tensor in load_file(old).items()
-    }  # not views of a file that is overwritten
+    # not views of a file that is overwritten
+    known = {name: tensor.clone() for name, tensor in load_file(old).items()}
     before = whole.stat().st_mtime_ns
     assert world.train("run", 3, *flags, "--save.keep_last", "2") == 0
     assert whole.stat().st_mtime_ns == before
@@ -353,10 +351,8 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
         UserError, match=re.escape(f"merged contains no .safetensors file; name {whole}")
     ):
         SafetensorsSource.open(Path("merged"))
-    for out in (
-        "a.mp4",
-        "mine.safetensors",
-    ):  # of samples, and of a sheet: before anything is loaded
+    # of samples, and of a sheet: before anything is loaded
+    for out in ("a.mp4", "mine.safetensors"):
         for strengths in ((), ("--strengths", "1")):
             assert "is the name of a file, and several are written; name a folder" in refused(
                 "sample", "--prompt", "x", "--out", out, *strengths

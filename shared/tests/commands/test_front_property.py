@@ -101,10 +101,8 @@ class Front:
         if not any(
             "sample." in text for flag in case.flags for text in flag
         ) and b"[sample]" not in (case.file or b""):
-            cheap += [
-                "--sample.captions",
-                "0",
-            ]  # nothing is sampled where sampling is not what is tried
+            # nothing is sampled where sampling is not what is tried
+            cheap += ["--sample.captions", "0"]
         accepted = self.run(case, *cheap, "--check") == 0
         found = next(self.world.folder.rglob("check.json"), None)
         known = None if found is None else json.loads(found.read_text(encoding="utf-8"))

@@ -51,9 +51,8 @@ def test_each_expert_has_its_own_merged_files(
     assert world.run("sample", "--run", "both", "--prompt", "a") == 0
     for _, level, weight, _ in world.sampler.steps:
         index = int(level < BOUNDARY)
-        up, down = sorted(
-            load_file(files[index]).values(), key=len, reverse=True
-        )  # B [out, rank], A [rank, in]
+        # B [out, rank], A [rank, in]
+        up, down = sorted(load_file(files[index]).values(), key=len, reverse=True)
         torch.testing.assert_close(
             weight, world.base[NAMES[index]][official_name("embed.patch.weight")] + up @ down
         )

@@ -105,9 +105,8 @@ def test_a_goal_takes_the_largest_that_fits_and_of_these_the_shortest(world, gpu
     said = capsys.readouterr().err
     assert f"recipe {name} (a character, Toy)" in said and "hours of training steps by plan" in said
     assert [path.name for path in Path("runs").iterdir()] == [name]
-    assert (
-        "this machine has no GPU, so start it where there is one" in said
-    )  # runs/NAME has no save
+    # runs/NAME has no save
+    assert "this machine has no GPU, so start it where there is one" in said
     assert [path.name for path in Path("runs", name).iterdir()] == ["recipe.toml"]
 
 

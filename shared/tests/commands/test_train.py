@@ -481,8 +481,9 @@ def test_weights_of_an_adapter_of_another_shape_or_scale_are_refused(
         error = capsys.readouterr().err
         assert "base.merge" in error and error.count("\n") == 1
         assert f'["{world.folder / "run" / "exports" / "run.safetensors"}"]' in error
+    # as an earlier version named it
     adapter = (world.folder / "run" / "exports" / "run.safetensors").rename(
-        world.folder / "run" / "exports" / "adapter.safetensors"  # as an earlier version named it
+        world.folder / "run" / "exports" / "adapter.safetensors"
     )
     capsys.readouterr()
     assert world.train("other", 1, "--init-from", str(world.folder / "run"), *flags) == 1

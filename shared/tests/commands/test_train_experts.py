@@ -182,10 +182,9 @@ def test_a_run_killed_between_the_experts_goes_on_with_the_second(
     flags = ("--ema.decay", "0.9", "--save.every_steps", "2")
     assert world.train("whole", 4, *flags) == 0
     original = train.training_step
-    for stop_at in (
-        5,
-        3,
-    ):  # counted over all experts: before a step of the second expert, then in the middle of what is left of it
+    # counted over all experts: before a step of the second expert, then in the middle of what is
+    # left of it
+    for stop_at in (5, 3):
         count = 0
 
         def step(*arguments: Any, **settings: Any) -> Any:

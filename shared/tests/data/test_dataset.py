@@ -112,9 +112,8 @@ def test_paths_may_leave_the_folder_when_that_is_allowed(folder: Path) -> None:
 
 
 def test_links_count_under_their_own_name(folder: Path) -> None:
-    content = numbered_video(folder.parent / "blob.mp4").rename(
-        folder.parent / "3f9a"
-    )  # no extension, as in a download cache
+    # no extension, as in a download cache
+    content = numbered_video(folder.parent / "blob.mp4").rename(folder.parent / "3f9a")
     try:
         (folder / "linked.mp4").symlink_to(content)
     except OSError:

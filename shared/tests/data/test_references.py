@@ -289,9 +289,8 @@ def test_references_are_encoded_upright_at_their_own_size_in_order(world: World)
 
 
 def test_a_reference_that_is_another_samples_target_is_encoded_once(world: World) -> None:
-    (world.before / "b.png").write_bytes(
-        (world.folder / "a.png").read_bytes()
-    )  # 40 × 40, at 32 × 32 like the target
+    # 40 × 40, at 32 × 32 like the target
+    (world.before / "b.png").write_bytes((world.folder / "a.png").read_bytes())
     encoded = world.encode()
     assert encoded["b"].reference_keys == (encoded["a"].media_key,)
     assert len(world.media.items) == 3, (

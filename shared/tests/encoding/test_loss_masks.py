@@ -134,9 +134,8 @@ def test_samples_with_and_without_a_mask_share_micro_batches(world: World) -> No
 
 
 def test_a_mask_that_cannot_be_decoded_is_left_out_or_refused_with_its_clip(world: World) -> None:
-    image = picture(
-        world.folder / "a-mask.jpg", (320, 320), "white"
-    )  # the header of a torn JPEG is whole
+    # the header of a torn JPEG is whole
+    image = picture(world.folder / "a-mask.jpg", (320, 320), "white")
     image.write_bytes(image.read_bytes()[:-500])
     with pytest.raises(UserError, match=r"a-mask\.jpg cannot be read as an image"):
         world.encode()

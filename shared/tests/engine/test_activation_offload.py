@@ -490,9 +490,8 @@ def test_a_gpu_offloads_bitwise_and_keeps_less(policy, gpu):
         for _ in range(2)
     ]
     for chosen in (policy, f"{policy}+offload"):
-        before = gpu.runtime.memory_allocated(
-            gpu.device
-        )  # what was kept of the steps without offloading
+        # what was kept of the steps without offloading
+        before = gpu.runtime.memory_allocated(gpu.device)
         run = BlockEngine(policy=chosen, host=HostMemory(smallest=gpu.size(SMALLEST, 0)))
         model = make_model(
             TOY, ToyArch(depth=depth, dim=gpu.size(512, 64), heads=8, dropout=0.1), adapter=DROPOUT

@@ -230,9 +230,8 @@ def test_frozen_tensors_of_every_kind_are_streamed():
         assert torch.equal(hosts[name].float(), before[name].float()), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"), list(zip(KINDS, POLICIES, strict=True))
-)  # other pairs: `LeverChecks`
+# other pairs: `LeverChecks`
+@pytest.mark.parametrize(("kind", "policy"), list(zip(KINDS, POLICIES, strict=True)))
 def test_a_quantized_base_is_streamed_bitwise(kind, policy):
     """Codes and scales are streamed, and there whenever a weight is dequantized, in the backward
     and in a recompute, too."""

@@ -270,9 +270,8 @@ class Live(TorchDispatchMode):
         if func.is_view:  # which makes no memory
             return out
         state = [t for name in self.streamed for t in self.optimizer.state_of(name).values()]
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage() for t in state
-        }  # in buffers, or not yet
+        # in buffers, or not yet
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in state}
         gradients = [self.optimizer.parameters[name].grad for name in self.streamed]
         found = {
             "weights": sum(buffer.untyped_storage().nbytes() for buffer in self.swap.buffers),
@@ -404,9 +403,8 @@ def test_a_gpu_brings_back_what_an_average_reads(gpu):
         for _, values in results
     ]
     assert averages[0] and differences(*others) == []
-    for name, value in averages[
-        0
-    ].items():  # computed on the host for what is streamed, where it may round otherwise
+    # computed on the host for what is streamed, where it may round otherwise
+    for name, value in averages[0].items():
         torch.testing.assert_close(averages[1][name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 

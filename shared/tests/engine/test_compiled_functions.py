@@ -65,9 +65,8 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # the compiler's own
+# the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow  # imports the compiler
 def test_policies_keep_what_they_say_around_a_compiled_function_and_change_no_bit(
     block: Any, monkeypatch: pytest.MonkeyPatch

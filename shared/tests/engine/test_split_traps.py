@@ -226,15 +226,13 @@ def test_nothing_moves_a_model_after_it_was_loaded(tmp_path, monkeypatch):
     apply = nn.Module._apply
 
     def recorded(module, *given, **options):
-        if any(
-            not parameter.is_meta for parameter in module.parameters()
-        ):  # adapters are put in on meta
+        # adapters are put in on meta
+        if any(not parameter.is_meta for parameter in module.parameters()):
             applied.append(type(module).__name__)
         return apply(module, *given, **options)
 
-    monkeypatch.setattr(
-        nn.Module, "_apply", recorded
-    )  # what to(), cuda(), cpu(), float() and half() all go through
+    # what to(), cuda(), cpu(), float() and half() all go through
+    monkeypatch.setattr(nn.Module, "_apply", recorded)
     flags = ["--train.devices", '["cpu:1", "cpu:2"]', "--held_out.clips", "1", "--ema.decay", "0.9"]
     flags += ["--sample.every_steps", "1", "--save.every_steps", "1", "--export.merged", "true"]
     run = ["--run", str(tmp_path / "run")]

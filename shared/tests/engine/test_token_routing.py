@@ -118,9 +118,8 @@ def test_the_blocks_have_less_arithmetic() -> None:
         with FlopCounterMode(display=False) as counter:
             engine(model, inputs)
         counts.append(counter.get_total_flops())
-    assert 0.4 < counts[1] / counts[0] < 0.6, (
-        counts
-    )  # of the blocks half or less, of text and ends all
+    # of the blocks half or less, of text and ends all
+    assert 0.4 < counts[1] / counts[0] < 0.6, counts
 
 
 def test_an_interrupted_run_is_the_uninterrupted_one(

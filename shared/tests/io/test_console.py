@@ -137,10 +137,8 @@ def test_the_remaining_time_counts_neither_what_precedes_training_nor_earlier_st
     monkeypatch.setattr(
         console, "CONSOLE", Console(force_terminal=terminal, width=80, get_time=lambda: now[0])
     )
-    for start in (
-        0,
-        20,
-    ):  # a new run, and one that continues; both have 16 steps of a minute left at the end
+    # a new run, and one that continues; both have 16 steps of a minute left at the end
+    for start in (0, 20):
         with console.progress("train", start + 20) as bar:
             shown = ProgressBar(bar)
             shown.started(start)

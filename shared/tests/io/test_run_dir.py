@@ -240,9 +240,8 @@ def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: P
     left = [
         unfinished(saved / "report.html"),
         unfinished(saved / "exports" / "cat-step-000010.safetensors"),
-        unfinished(
-            saved / "exports" / "cat.safetensors", os.getpid()
-        ),  # of an earlier process with the same id
+        # of an earlier process with the same id
+        unfinished(saved / "exports" / "cat.safetensors", os.getpid()),
         unfinished(
             saved / "exports" / "transformer_official" / "diffusion_pytorch_model.safetensors"
         ),

@@ -166,9 +166,8 @@ def test_numbers_samples_and_settings_are_logged_and_a_resumed_run_is_the_same_r
         log.write(2, {"loss": 0.25})
         add_samples(tmp_path, 2)
     add_samples(tmp_path, 3)
-    time.sleep(
-        1.1 if library == "wandb" else 0
-    )  # its folders bear the second that they were made in
+    # its folders bear the second that they were made in
+    time.sleep(1.1 if library == "wandb" else 0)
     for _ in range(2):
         log_left_samples(tmp_path, config(library), RUN, warnings.append)
     assert warnings == [] and id_of(tmp_path, library) == first

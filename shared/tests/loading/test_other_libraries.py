@@ -113,9 +113,8 @@ def test_what_modules_have_is_said_to_be_in_the_module(base: Path) -> None:
 def test_a_batch_of_the_default_collate_is_named(base: Path) -> None:
     model = load(SPEC, base, LoraConfig(r=4), devices=("cpu",))
     with pytest.raises(UserError, match="default collate.*collate_fn=list"):
-        inspect.unwrap(flow_loss)(
-            model, default_collate(toy_items(1))
-        )  # without the types that tests check
+        # without the types that tests check
+        inspect.unwrap(flow_loss)(model, default_collate(toy_items(1)))
 
 
 @pytest.mark.slow

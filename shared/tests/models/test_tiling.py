@@ -27,9 +27,8 @@ def test_what_looks_at_no_neighbour_is_the_same_in_tiles(height: int, width: int
         return part.repeat_interleave(2, -1).repeat_interleave(2, -2)
 
     down = in_tiles(shrink, whole, TILES, pixels=1, scale=Fraction(1, 4))
-    torch.testing.assert_close(
-        down, shrink(whole), atol=1e-6, rtol=1e-6
-    )  # weights are divided by their sum
+    # weights are divided by their sum
+    torch.testing.assert_close(down, shrink(whole), atol=1e-6, rtol=1e-6)
     up = in_tiles(grow, whole, TILES, pixels=2, scale=Fraction(2))
     torch.testing.assert_close(up, grow(whole), atol=1e-6, rtol=1e-6)
 

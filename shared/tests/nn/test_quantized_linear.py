@@ -229,9 +229,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> KernelsInTorch:
 def test_products_of_hopper_apply_scales_and_change_no_result(
     kind, bias, dtype, ran, hopper, monkeypatch
 ):
-    monkeypatch.setattr(
-        eight_bit_products, "CODES_AT_ONCE", 64 * 25
-    )  # two parts of the rows in the forward, and in the backward
+    # two parts of the rows in the forward, and in the backward
+    monkeypatch.setattr(eight_bit_products, "CODES_AT_ONCE", 64 * 25)
     layer = layer_of(kind, bias=bias)
     x, gradient = sample(40, 64, seed=3).to(dtype), sample(40, 48, seed=4).to(dtype)
     found = run(layer, x, gradient)

@@ -119,10 +119,8 @@ def test_what_is_split_is_joined_bitwise(monkeypatch):
     values[0, :6] = torch.tensor(
         [0.0, -0.0, float("inf"), -float("inf"), torch.finfo(torch.float32).max, 1 + 1 / 256]
     )
-    weight, rest = (
-        torch.empty(101, 64, dtype=BF16).T,
-        torch.empty(64, 101, dtype=torch.int16),
-    )  # not contiguous
+    # not contiguous
+    weight, rest = (torch.empty(101, 64, dtype=BF16).T, torch.empty(64, 101, dtype=torch.int16))
     write_split(weight, values.clone(), rest)
     again, known = joined(weight, rest), ~values.isnan()
     assert torch.equal(again.view(torch.int32)[known], values.view(torch.int32)[known])

@@ -254,9 +254,8 @@ def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_fi
 
 
 def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
-    state = (
-        3 * LAYER
-    )  # of the state dict, in which a shared weight stands twice, as the encoder counts
+    # of the state dict, in which a shared weight stands twice, as the encoder counts
+    state = 3 * LAYER
     assert rows(state + MARGIN_BYTES)[1].mode == "whole"
     assert rows(state + MARGIN_BYTES - 1)[1].mode == "layer by layer"
     assert rows(2**40, streaming="always")[1].mode == "layer by layer"
@@ -270,9 +269,8 @@ def test_sampling_happens_next_to_what_training_keeps() -> None:
     found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
     alone = measure_model(VAE, SIZE, dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
-    assert (
-        found["denoising"].peak == 1000 + alone.weights + 10
-    )  # the decoder stays until all are sampled
+    # the decoder stays until all are sampled
+    assert found["denoising"].peak == 1000 + alone.weights + 10
     assert rows(2**40, in_use=1000, denoising=10)[2].peak == 1010
     assert found["VAE encoder"].peak == alone.peak
     purposes = {

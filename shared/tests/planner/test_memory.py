@@ -284,10 +284,8 @@ def test_pipelined_micro_batches_keep_all_at_once():
         work = Workload(micro_batches=4, execution=Execution(**settings))
         return [plan.peak for plan in planned(found, divided(4, (2,)), work)]
 
-    assert peaks() == [
-        28,
-        33,
-    ]  # first device: 20 and the gradient 3 sent back, and 5; second: with the carry's 8
+    # first device: 20 and the gradient 3 sent back, and 5; second: with the carry's 8
+    assert peaks() == [28, 33]
     assert peaks(pipelined=True) == [28 + 3 * 20, 33 + 3 * 28]
 
 

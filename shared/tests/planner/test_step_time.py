@@ -42,9 +42,8 @@ def test_a_step_of_wide_matmuls_is_their_arithmetic_over_the_share_that_they_rea
         for stage in (profile.embed, *profile.blocks, profile.head)
     )
     seconds = step_seconds(profile, ONE, [CARD], Workload())
-    assert seconds == pytest.approx(
-        flops / (165.2e12 * SHARE), rel=0.01
-    )  # the rest is the optimizer's
+    # the rest is the optimizer's
+    assert seconds == pytest.approx(flops / (165.2e12 * SHARE), rel=0.01)
     assert step_seconds(profile, ONE, [CARD], Workload(micro_batches=3)) == pytest.approx(
         3 * seconds, rel=0.01
     )

@@ -28,9 +28,8 @@ def test_training_is_bitwise_identical_with_previews_and_without(world: World, m
     check_equal(world.folder / "without", world.folder / "every")
     held_out = [row for row in numbers(world.folder / "every") if "held_out_low" in row]
     assert [row["step"] for row in held_out] == [2, 4]
-    if (
-        method == "lora"
-    ):  # neither the previews nor the interval's first measurement are forgotten by a save
+    # neither the previews nor the interval's first measurement are forgotten by a save
+    if method == "lora":
         assert world.train("parts", 3, *flags, "--sample.every_steps", "2") == 0
         assert world.train("parts", 4, *flags, "--sample.every_steps", "0") == 0
         one, other = (

@@ -242,9 +242,8 @@ def test_class_images_of_an_assisted_run_are_of_the_bare_base(
     plain, assisted, merged = (
         pixels(next((world.folder / name).rglob("class-*.png"))) for name in ways
     )
-    assert (
-        (plain - assisted).abs().max() <= 1 < (plain - merged).abs().max()
-    )  # of 255: rounded from fp32
+    # of 255: rounded from fp32
+    assert (plain - assisted).abs().max() <= 1 < (plain - merged).abs().max()
 
 
 @pytest.mark.slow
@@ -310,9 +309,8 @@ def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_i
     assert world.run("export", *merged, "--out", "out") == 0
     (written,) = (world.folder / "out").rglob("*.safetensors")
     (world.folder / "toy.safetensors").write_bytes(written.read_bytes())
-    assert (
-        world.train("bare", 1, "--optim.lr", "1e-30", "--sample.captions", "0") == 0
-    )  # its adapter changes nothing
+    # its adapter changes nothing
+    assert world.train("bare", 1, "--optim.lr", "1e-30", "--sample.captions", "0") == 0
     ways = {"taken_out": ("run",), "with": ("run", "--sample.adapter", "[]"), "bare": ("bare",)}
     for name, (run, *more) in ways.items():
         assert (
@@ -322,9 +320,8 @@ def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_i
             == 0
         )
     taken_out, with_it, bare = (pixels(next((world.folder / name).glob("*.png"))) for name in ways)
-    assert (
-        (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()
-    )  # of 255: sums of fp32 in another order
+    # of 255: sums of fp32 in another order
+    assert (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()
 
 
 @pytest.mark.slow
@@ -372,14 +369,8 @@ def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_wri
         (written,) = (tmp_path / name).rglob("*.safetensors")
         bare += [f"--model.{key}", str(written)]
     with_it = ("--run", "run", "--sample.adapter", "[]", "--sample.adapter_low", "[]")
-    still = (
-        "--optim.lr",
-        "1e-30",
-        "--train.steps",
-        "1",
-        "--sample.captions",
-        "0",
-    )  # an adapter that changes nothing
+    # an adapter that changes nothing
+    still = ("--optim.lr", "1e-30", "--train.steps", "1", "--sample.captions", "0")
     assert world.run("train", "--run.folder", "bare", *bare, *still) == 0
     for name, given in {
         "out": ("--run", "run"),

@@ -53,9 +53,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "gc.collect", lambda *_: 0
-    )  # half a second each time, and nothing here is large
+    # half a second each time, and nothing here is large
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
     return TwoExperts(tmp_path)
 
 

@@ -43,9 +43,8 @@ class LoggedEncoder(CountingEncoder):
     def encode(
         self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, torch.Tensor]]:
-        with self._log.open(
-            "a"
-        ) as log:  # appended in one write, so that lines of processes do not mix
+        # appended in one write, so that lines of processes do not mix
+        with self._log.open("a") as log:
             log.write("".join(f"{os.getpid()} {self.kind} {_name(item)}\n" for item in items))
         time.sleep(self.seconds * len(items))
         return super().encode(items, advance)

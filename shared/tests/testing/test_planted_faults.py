@@ -316,9 +316,8 @@ def checks_of(planted: Fault) -> Any:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_by_its_check_which_says_what_it_teaches(name: str) -> None:
     planted = FAULTS[name]
-    getattr(checks_of(replace(planted, spec=TOY, values={})), planted.check)(
-        *planted.arguments
-    )  # without the fault it passes
+    # without the fault it passes
+    getattr(checks_of(replace(planted, spec=TOY, values={})), planted.check)(*planted.arguments)
     with pytest.raises(FAILURES) as raised:
         getattr(checks_of(planted), planted.check)(*planted.arguments)
     (lesson,) = raised.value.__notes__

@@ -298,9 +298,8 @@ def test_killed_at_any_write_a_good_save_remains(tmp_path, monkeypatch):
         save_state(folder, state(1), config)
         with monkeypatch.context() as patch:
             seen = interrupt_at(patch, count, Killed())
-            patch.setattr(
-                checkpoint, "_remove", lambda folders: None
-            )  # a killed process tidies nothing up
+            # a killed process tidies nothing up
+            patch.setattr(checkpoint, "_remove", lambda folders: None)
             try:
                 save_state(folder, state(2), config)
             except Killed:
@@ -351,9 +350,8 @@ def test_a_file_that_really_cannot_be_written_is_one_line(tmp_path, monkeypatch)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
         resource.getrlimit(resource.RLIMIT_FSIZE),
     )
-    monkeypatch.setattr(
-        sys, "dont_write_bytecode", True
-    )  # else what is imported meanwhile is stored cut off at the limit
+    # else what is imported meanwhile is stored cut off at the limit
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
         with pytest.raises(

@@ -23,9 +23,8 @@ def read(folder):
 def test_each_line_is_one_json_object(tmp_path):
     with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         log.write(1, {"loss": 0.5, "lr": 1e-4})
-        assert read(tmp_path) == [
-            {"step": 1, "loss": 0.5, "lr": 1e-4}
-        ]  # readable while the run goes on
+        # readable while the run goes on
+        assert read(tmp_path) == [{"step": 1, "loss": 0.5, "lr": 1e-4}]
         log.write(2, {"loss": 0.25})
     assert read(tmp_path)[1] == {"step": 2, "loss": 0.25}
 

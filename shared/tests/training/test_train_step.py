@@ -157,9 +157,8 @@ def test_stratified_levels_are_spread_over_their_part():
     lowest = [min(levels(batches((1, 1)), step=step)) for step in range(60)]
     flow = FlowConfig(sampling="logit_normal", min_sigma=0.1)
     quartile = float(sigma_at(torch.tensor(0.25), flow, 5.0))
-    assert (
-        15 < sum(level < quartile for level in lowest) < 45
-    )  # 30 expected, with a standard deviation of 3.9
+    # 30 expected, with a standard deviation of 3.9
+    assert 15 < sum(level < quartile for level in lowest) < 45
 
 
 def test_stratified_levels_depend_on_no_grouping_and_change_no_noise():

@@ -76,9 +76,8 @@ def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     assert load_state(done.save).held_out == done.held_out
     assert progress.steps == 20 and progress.fields["held_out"] == done.held_out
     last = next(line for line in lines(tmp_path) if line["step"] == 20)
-    assert last["tokens_per_second"] * last["seconds"] == pytest.approx(
-        4 * 32
-    )  # positions of four samples
+    # positions of four samples
+    assert last["tokens_per_second"] * last["seconds"] == pytest.approx(4 * 32)
     assert (
         last["lr"] == pytest.approx(3e-3)
         and last["grad_norm"] > 0
@@ -245,9 +244,8 @@ def test_a_signal_ends_the_run_after_the_step_with_a_save(name, tmp_path):
     done = toy_run(tmp_path, 10, held_out_clips=CLIPS, callbacks=callbacks).result
     assert (done.step, done.finished, finished) == (3, False, [])
     assert exported == [3] and done.save.name == "step-000003"
-    assert steps_of(tmp_path, "held_out") == [
-        0
-    ]  # a person who ends a run does not want to wait for it
+    # a person who ends a run does not want to wait for it
+    assert steps_of(tmp_path, "held_out") == [0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

@@ -209,9 +209,8 @@ def test_a_course_goes_on_from_what_a_save_holds():
     assert again.state() == course.state()
     later = grid_of((0.25, 0.5), (1.0, 1.5))
     assert again.take(later, first=False) == course.take(later, first=False)
-    old = ValidationHistory(
-        {"held_out_before": 2.5, "held_out_last": 2.0}
-    )  # of a version without intervals
+    # of a version without intervals
+    old = ValidationHistory({"held_out_before": 2.5, "held_out_last": 2.0})
     assert (old.before, old.last) == (2.5, 2.0) and "held_out_low" not in old.take(
         later, first=False
     )

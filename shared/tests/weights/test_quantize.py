@@ -92,9 +92,10 @@ def test_zeros_and_equal_weights_stay_numbers(kind):
     """torchao makes NaN of rows of zeros in fp8, and of equal scales in NF4."""
     zero, equal_ones = torch.zeros(4, 64), torch.full((4, 64), 0.5)
     assert torch.equal(quantized(zero, kind).dequantize(), zero)
+    # 1/127.5 / 2
     torch.testing.assert_close(
         quantized(equal_ones, kind).dequantize(), equal_ones, rtol=0.004, atol=0
-    )  # 1/127.5 / 2
+    )
     some = drawn(4, 64)
     some[1] = 0
     found = quantized(some, kind).dequantize()
@@ -311,9 +312,8 @@ def test_a_file_is_quantized_from_the_values_that_it_has(tmp_path, kind, dtype):
     base = write_base(tmp_path / "base", dtype)
     original, model = state_of(base), prepared(base, kind, precision=Precision()).module
     for name, layer in quantized_weights(model).items():
-        if (
-            kind == "fp8" and dtype == torch.float8_e4m3fn
-        ):  # held as it is: rounding it to another scale would cost
+        # held as it is: rounding it to another scale would cost
+        if kind == "fp8" and dtype == torch.float8_e4m3fn:
             assert torch.equal(layer.dequantize(), original[name]), name
         else:
             expected = quantized(original[name], kind).values()
@@ -392,9 +392,8 @@ def test_a_dora_starts_from_the_norms_that_it_multiplies_with(base, kind):
             layer.lora_magnitude_vector["default"].weight.data, norms, msg=name
         )
         x = drawn(3, layer.in_features)
-        torch.testing.assert_close(
-            layer(x), layer.base_layer(x), rtol=1e-4, atol=1e-5
-        )  # B is zero: it is its base
+        # B is zero: it is its base
+        torch.testing.assert_close(layer(x), layer.base_layer(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

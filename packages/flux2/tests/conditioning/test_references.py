@@ -17,12 +17,8 @@ from ditkit_flux2.conditioning.references import reference_size
         (2024, 2024, 1, (2016, 2016)),  # exactly the cap, cut
         (4048, 4048, 1, (2016, 2016)),  # one may have 2024² pixels
         (2048, 2048, 2, (1024, 1024)),  # several 1024² each
-        (
-            4048,
-            4048,
-            2,
-            (1008, 1008),
-        ),  # the official scale rounds down to 1023 pixels, which are cut
+        # the official scale rounds down to 1023 pixels, which are cut
+        (4048, 4048, 2, (1008, 1008)),
         (3000, 1500, 3, (1440, 720)),  # sqrt(2**20 / 4.5e6) = 0.48272: 1448 x 724
     ],
 )

@@ -73,9 +73,8 @@ def test_a_streamed_encoder_takes_two_layers_at_most_and_a_resident_one_all(
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("measured"))
     streamed, resident, results = (int(number) for number in line.split()[1:])
-    activations = (
-        3 * 512 * HIDDEN * 4
-    )  # of one caption in the feed-forward network, which is the widest place: 15 MiB
+    # of one caption in the feed-forward network, which is the widest place: 15 MiB
+    activations = 3 * 512 * HIDDEN * 4
     assert streamed < 2 * 8 * MIB + 2 * results + activations, f"{streamed / MIB:.0f} MiB"
     # The 27 layers that are read; what the first runs took and gave back is used again, so not all
     # of them show.

@@ -156,9 +156,8 @@ def test_eight_bit_weights_in_another_form_are_refused_at_once(
     qwen: Path, tmp_path: Path, mark: str
 ) -> None:
     file = tmp_path / "qwen_3_8b.safetensors"
-    scale = {
-        f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())
-    }  # of a weight that is not in 8 bits
+    # of a weight that is not in 8 bits
+    scale = {f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())}
     save_file(load_file(qwen / "text_encoder" / "model.safetensors") | scale, file)
     refused(
         made, f"up_proj.{mark}, which is not supported; get the bf16 or the fp8_scaled file",

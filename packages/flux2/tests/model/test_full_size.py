@@ -102,9 +102,8 @@ def test_a_step_of_dev_stays_on_its_device_in_its_dtypes(policy):
     arch = model.embed.arch
     with FakeTensorMode():
         materialise(model, FLUX2)
-        check_step(
-            model, policy, [item(arch, 512), item(arch, 1024, references=2)]
-        )  # of which one is padded
+        # of which one is padded
+        check_step(model, policy, [item(arch, 512), item(arch, 1024, references=2)])
 
 
 @pytest.mark.exhaustive

@@ -160,20 +160,16 @@ def test_its_columns_have_the_names_of_other_trainers_and_each_is_encoded() -> N
         "animate_face_video",
     ]
     aliases = {alias for column in named.values() for alias in column.aliases}
+    # VideoX-Fun
     assert {
         "control_file_path",
         "face_file_path",
         "ref_file_path",
         "background_file_path",
         "mask_file_path",
-    } <= aliases  # VideoX-Fun
-    assert {
-        "src_pose",
-        "src_face",
-        "src_ref",
-        "src_bg",
-        "src_mask",
-    } <= aliases  # the authors' preprocessing
+    } <= aliases
+    # the authors' preprocessing
+    assert {"src_pose", "src_face", "src_ref", "src_bg", "src_mask"} <= aliases
     chosen = conditioners(ARCH, None, CPU, VaeMode())
     assert [type(conditioner) for conditioner in chosen] == [
         Subject,

@@ -132,9 +132,8 @@ def narrowed(preset: str) -> WanArch:
     """An architecture for the narrow encoders of tests."""
     arch = PRESETS[preset]
     speech = SpeechArch(features=SPEECH_DIM, states=SPEECH_STATES) if arch.speech else None
-    animate = arch.animate and replace(
-        arch.animate, face_channels=(4, 4, 4, 4)
-    )  # faces of 32 pixels
+    # faces of 32 pixels
+    animate = arch.animate and replace(arch.animate, face_channels=(4, 4, 4, 4))
     image_dim = IMAGE_DIM if arch.image_dim else 0
     return replace(arch, image_dim=image_dim, text_dim=32, speech=speech, animate=animate)
 

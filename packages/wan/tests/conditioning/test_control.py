@@ -267,9 +267,8 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
         alternatives_of(columns(PRESETS["fun-v1.1-control-camera-1.3b"]), ["camera_file"])
         == named.files.keys()
     )
-    with pytest.raises(
-        UserError, match="camera_control_direction = 'Forward'"
-    ):  # before hours of encoding
+    # before hours of encoding
+    with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))
 
 

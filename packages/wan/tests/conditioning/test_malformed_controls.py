@@ -203,9 +203,8 @@ MUSIC: dict[str, tuple[Made, str]] = {
     "ignore:overflow encountered in cast:RuntimeWarning", "ignore:Casting complex"
 )
 def test_music_that_cannot_be_danced_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        music_features, "find_spec", lambda name: name
-    )  # as if librosa were here: sound is looked at
+    # as if librosa were here: sound is looked at
+    monkeypatch.setattr(music_features, "find_spec", lambda name: name)
     rows, says = [], []
     for case, (make, part) in MUSIC.items():
         folder = tmp_path / "set" / case

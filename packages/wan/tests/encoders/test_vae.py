@@ -230,9 +230,8 @@ def test_decoding_goes_on_where_memory_lacks(
 ) -> None:
     """In the next way, and on the host after the last; what failed once is not tried again until
     the weights are freed."""
-    monkeypatch.setattr(
-        vae, "TILES", Tiles(side=64, overlap=16)
-    )  # a frame of the usual ones takes seconds
+    # a frame of the usual ones takes seconds
+    monkeypatch.setattr(vae, "TILES", Tiles(side=64, overlap=16))
     ways = decodings_of("auto", tiled=False)
     latents = torch.randn(16, 2, 10, 8, generator=torch.Generator().manual_seed(1))
     expected = {

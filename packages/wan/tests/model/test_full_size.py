@@ -24,9 +24,8 @@ from ditkit_wan.spec import WAN
 RANK = 32
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Accessing the data pointer of FakeTensor:UserWarning"
-)  # torch_remat looks for its own
+# torch_remat looks for its own
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize(
     ("preset", "policy"),
     [

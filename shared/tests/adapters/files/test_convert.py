@@ -438,9 +438,8 @@ def test_dora_goes_to_comfyui_and_back_with_the_base(
 def test_of_a_file_with_an_adapter_for_each_expert_one_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    modules = [
-        name for name in MODULES if name.endswith(("qkv", "mlp.0"))
-    ]  # the form stacks the others, at twice the rank
+    # the form stacks the others, at twice the rank
+    modules = [name for name in MODULES if name.endswith(("qkv", "mlp.0"))]
     one = load_file(
         convert(
             official(tmp_path / "x.safetensors", modules),

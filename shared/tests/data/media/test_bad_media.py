@@ -210,9 +210,8 @@ def test_a_tiff_without_its_size_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "photo.tif"
     Image.new("RGB", (16, 16)).save(path)
     data = path.read_bytes()
-    width = (256).to_bytes(2, "little") + (4).to_bytes(
-        2, "little"
-    )  # the tag ImageWidth and its type
+    # the tag ImageWidth and its type
+    width = (256).to_bytes(2, "little") + (4).to_bytes(2, "little")
     assert data.count(width) == 1
     path.write_bytes(data.replace(width, (999).to_bytes(2, "little") + (4).to_bytes(2, "little")))
     assert_one_line(lambda: probe(path), str(path))

@@ -150,9 +150,8 @@ def test_wide_pixels_are_shown_wide(tmp_path: Path) -> None:
         container.mux(stream.encode(av.VideoFrame.from_ndarray(stored, format="rgb24")))
         container.mux(stream.encode(None))
     assert (probe(path).height, probe(path).width) == (32, 64)
-    clip = read_clip(
-        path, frames=1, fps=8.0, height=32, width=32
-    )  # the middle half is all that remains
+    # the middle half is all that remains
+    clip = read_clip(path, frames=1, fps=8.0, height=32, width=32)
     assert clip[:, 0, :, 4:28].min() > 0.8
 
 
@@ -194,9 +193,8 @@ def test_shrinking_is_antialiased(tmp_path: Path) -> None:
     lines[:, ::4] = 255
     Image.fromarray(lines).save(tmp_path / "lines.png")
     clip = read_clip(tmp_path / "lines.png", frames=1, fps=16.0, height=16, width=16)
-    assert (
-        clip[..., 2:-2] + 0.5
-    ).abs().max() < 0.05  # a quarter of white; without antialiasing the lines are missed
+    # a quarter of white; without antialiasing the lines are missed
+    assert (clip[..., 2:-2] + 0.5).abs().max() < 0.05
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 47)])

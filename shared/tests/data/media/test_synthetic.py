@@ -81,9 +81,8 @@ def test_weights_depend_on_names_alone():
 
 def test_an_isometry_keeps_lengths():
     columns = isometry(12, 5, "test")
-    torch.testing.assert_close(
-        columns.T @ columns, torch.eye(5), rtol=0, atol=1e-6
-    )  # fp32 rounding
+    # fp32 rounding
+    torch.testing.assert_close(columns.T @ columns, torch.eye(5), rtol=0, atol=1e-6)
     assert torch.equal(columns, isometry(12, 5, "test")) and not torch.equal(
         columns, isometry(12, 5, "other")
     )

@@ -106,12 +106,13 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
         '{"samples": [{"file": "../../elsewhere.mp4"}]}'
     )
     for number in (1, 2, 999, 1000):
+        # the first by an earlier version
         write_samples(
             run / "samples",
             number,
             ("by hand",),
             name=f"{'sampled' if number > 1 else 'drawn'}-{number:03d}-mine",
-        )  # the first by an earlier version
+        )
     (section,) = read_sections(run)
     assert [each.title for each in section.by_command] == [
         "drawn-001-mine",

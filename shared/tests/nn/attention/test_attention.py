@@ -146,11 +146,8 @@ def more_than_a_matmul() -> nn.Module:
         (matmul, "none", 1),
         (matmul, "attn_only", 1),
         (partial(matmul, trained=True), "none", 1),
-        (
-            partial(matmul, trained=True),
-            "attn_only",
-            2,
-        ),  # a gate that is trained with it needs its output
+        # a gate that is trained with it needs its output
+        (partial(matmul, trained=True), "attn_only", 2),
         (more_than_a_matmul, "none", 1),
         (more_than_a_matmul, "attn_only", 2),
     ],

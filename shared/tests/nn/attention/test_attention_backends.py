@@ -368,9 +368,8 @@ def test_a_library_attends_in_blocks_without_a_mask(monkeypatch, on_any_device, 
     "backend", [name for name, entry in BACKENDS.items() if entry.has_backward]
 )
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning"
-)  # torch's reasons why a GPU has no such kernel, before it raises
+# torch's reasons why a GPU has no such kernel, before it raises
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(backend, masked, gpu):
     """bf16 rounds to 8 bits: 2**-7 of the largest value, in results and gradients."""
     entry = BACKENDS[backend]

@@ -232,10 +232,8 @@ def test_calls_are_counted_in_the_first_step_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(AttentionCalls, "check", lambda calls: looked.append(calls.counts.copy()))
     monkeypatch.setattr(toy_training, "BlockEngine", lambda: BlockEngine(policy="attn_only"))
     toy_training.toy_run(tmp_path, 3, config=TrainConfig(steps=3, batch_size=2, accumulation=2))
-    assert looked == [
-        Counter(self=2, cross=2),
-        Counter(self=4, cross=4),
-    ]  # two micro-batches of two blocks
+    # two micro-batches of two blocks
+    assert looked == [Counter(self=2, cross=2), Counter(self=4, cross=4)]
 
 
 @pytest.mark.parametrize(
@@ -247,9 +245,8 @@ def test_policies_that_keep_what_they_say_pass(policy):
     with counted_calls(calls):
         outcome(TOY, model, toy_items(1), BlockEngine(policy=policy))
     calls.check()
-    assert calls.counts == (
-        {} if policy == "none" else Counter(self=3, cross=3)
-    )  # not those of the recompute
+    # not those of the recompute
+    assert calls.counts == ({} if policy == "none" else Counter(self=3, cross=3))
 
 
 def test_a_policy_that_keeps_attention_of_blocks_without_any_is_refused():

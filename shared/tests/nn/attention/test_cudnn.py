@@ -124,9 +124,8 @@ def test_gradients_of_very_low_scores_are_finite_under_a_mask(keys, gpu):
 def test_on_a_gpu_deterministic_backwards_are_bitwise_equal(backend, gpu, monkeypatch):
     """What docs/evidence.md says of `use_deterministic_algorithms`: only without `warn_only` is
     flash's other backward chosen."""
-    monkeypatch.setenv(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # else torch refuses the products of `sdpa_math`
+    # else torch refuses the products of `sdpa_math`
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if BACKENDS[backend].devices and not gpu.is_real:
         pytest.skip("has no kernel for a stand-in")
     shape = (1, gpu.size(4096, 64), gpu.size(16, 2), 128)

@@ -52,13 +52,8 @@ class Driver:
         return {"max_shared_mem": 2**17}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return (
-            None,
-            100 + device,
-            16,
-            0,
-            1024,
-        )  # a module, a function, registers, spilled bytes, threads
+        # a module, a function, registers, spilled bytes, threads
+        return (None, 100 + device, 16, 0, 1024)
 
 
 class Noting:

@@ -243,9 +243,8 @@ def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_fin
 
 
 def test_each_way_of_clipping_is_its_own():
-    plain = replace(
-        FUSED, fused_backward=False, name="adafactor"
-    )  # AdamW hardly depends on the gradients' scale
+    # AdamW hardly depends on the gradients' scale
+    plain = replace(FUSED, fused_backward=False, name="adafactor")
     ways = ("step", "last_step", "block")
     clipped = [steps(plain, clip_by=way, num_steps=3)[0] for way in ways]
     whole = [steps(plain, clip_by=way, clip_norm=0.0, num_steps=3)[0] for way in ways]

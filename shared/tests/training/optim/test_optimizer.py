@@ -54,9 +54,8 @@ def through_a_file(state, folder):
 
 def check_that_a_reloaded_state_continues_bitwise(name, folder):
     whole, halves = parameters(), parameters()
-    run(
-        name, whole, build(name, whole), range(60)
-    )  # Prodigy changes its step size from the twentieth on
+    # Prodigy changes its step size from the twentieth on
+    run(name, whole, build(name, whole), range(60))
     first = build(name, halves)
     run(name, halves, first, range(30))
     second = build(name, halves)

@@ -28,9 +28,8 @@ from ditkit_wan.conditioning.images import FIRST, LAST, ClipVision, EndsConditio
 from ditkit_wan.conditioning.media import missing_condition, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
-_ROUNDING = (
-    0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
-)
+# of a frame: its start time is rounded, so a time just below it is meant as this frame
+_ROUNDING = 0.01
 DIRECTION, SPEED, PATH = "camera_control_direction", "camera_control_speed", "camera_file"
 
 

@@ -157,9 +157,8 @@ def test_the_motion_encoder_has_gradients_where_pixels_need_none(recorded) -> No
         for key, value in recorded.items()
         if key.startswith("gp.motion_encoder.")
     }
-    assert (
-        encoder.keys() == gradients.keys() and len(encoder) == 1 + 28
-    )  # the directions are not under the checkpoint
+    # the directions are not under the checkpoint
+    assert encoder.keys() == gradients.keys() and len(encoder) == 1 + 28
     for name, parameter in encoder.items():
         assert relative(parameter.grad, gradients[name].view_as(parameter)) <= 2e-5, name
 
@@ -169,9 +168,8 @@ def diffusers_pair(dtype: torch.dtype) -> tuple[WanTransformer, Any]:
     from diffusers import WanAnimateTransformer3DModel
 
     torch.manual_seed(0)
-    arch = WanArch(
-        **SIZES | {"text_tokens": 512}, animate=TINY
-    )  # it splits image tokens from exactly 512 rows of text
+    # it splits image tokens from exactly 512 rows of text
+    arch = WanArch(**SIZES | {"text_tokens": 512}, animate=TINY)
     theirs = WanAnimateTransformer3DModel(
         num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, text_dim=arch.text_dim,
         freq_dim=arch.freq_dim,
