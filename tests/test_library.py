@@ -60,17 +60,18 @@ def family(request: pytest.FixtureRequest) -> str:
 one_family = pytest.mark.parametrize("family", ["ditkit_wan"], indirect=True, scope="module")
 """For plans, which read a family through its spec: each package plans its presets, and the core its
 own model, in ways that find more."""
-one_daily = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            member.package, marks=() if member.package == "ditkit_wan" else pytest.mark.slow
-        )
+
+
+def wan_and(others: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Runs a test for Wan as it is marked, and for the other families with this mark too."""
+    members = [
+        pytest.param(member.package, marks=() if member.package == "ditkit_wan" else others)
         for member in MODELS
-    ],
-    indirect=True,
-    scope="module",
-)
+    ]
+    return pytest.mark.parametrize("family", members, indirect=True, scope="module")
+
+
+one_daily = wan_and(pytest.mark.slow)
 """For what runs a model often: every family trains its demo's base, saves, exports and samples by
 its commands daily (`ConformanceDemo`), which stand on the same functions, and the walk loads, adds
 a LoRA, encodes and goes forwards and backwards here."""
@@ -200,11 +201,13 @@ def test_errors_name_arguments(run, family, world):
             ditkit_core.load(spec, "elsewhere")
 
 
+@wan_and(pytest.mark.exhaustive)
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_divide_the_weights_in_a_loop_of_ones_own(family, world):
     """Under torchrun's agent, which forks them; its command, which starts three processes that
-    import everything, starts a recipe's ranks in `commands/test_recipe.py`."""
+    import everything, starts a recipe's ranks in `commands/test_recipe.py`. One step of each family
+    under FSDP2 is in its own conformance (`FewRanks`)."""
     file = world / "ranks.py"
     file.write_text(
         for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8"
