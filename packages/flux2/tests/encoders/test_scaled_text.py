@@ -103,7 +103,7 @@ def test_scaled_matrices_stay_in_8_bits_and_give_what_their_values_give(
 def test_the_error_is_that_of_8_bits(base: Path) -> None:
     # the scaled ones are as the values are, which another test compares
     found, exact = (features_of(base, kind, torch.float32) for kind in ("values", "exact"))
-    # 0.026 of each matrix (three bits of fraction) and 0.002 of the rest in bf16, through six layers
+    # 0.026 of a matrix (three bits of fraction) and 0.002 of the rest in bf16, through six layers
     assert 0.01 < (found - exact).norm() / exact.norm() < 0.4
 
 

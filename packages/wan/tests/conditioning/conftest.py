@@ -1,4 +1,4 @@
-"""What tests of conditions run under: an encoder is loaded once in a module, and encodes a clip once.
+"""What tests of conditions run under: a module loads an encoder once, and encodes a clip once.
 
 What is asked here is which pixels a condition shows an encoder and what it makes of the latents;
 loading and encoding have tests of their own next to `ditkit_wan.encoders`.

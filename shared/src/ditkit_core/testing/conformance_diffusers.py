@@ -542,7 +542,7 @@ class DiffusersChecks(ModelChecks):
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and ".lora_" not in name
         }
-        # the presets' many blocks are named in `test_names_…_at_full_size`, once and not for each file
+        # the presets' many blocks are named once, in `test_names_…_at_full_size`
         return find_adapter(file, altered(self.spec, presets={}), layers=layers)
 
     def rule(self, file: Path, model: nn.Module) -> str:
